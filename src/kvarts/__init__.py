@@ -1,0 +1,51 @@
+"""kvarts: a KV-cache engine for LLM serving.
+
+The names below are loaded when they are first used, so `import kvarts` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError, OutputError
+    from kvarts.executor.cost import LinearCost, PolynomialCost
+    from kvarts.replayer import ReplayConfig, Report, Trace, TraceRequest, Workload, load_mooncake, replay
+    from kvarts.replayer.config import Slo
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "InputError",
+    "KvartsError",
+    "LinearCost",
+    "MissingFileError",
+    "OutputError",
+    "PolynomialCost",
+    "ReplayConfig",
+    "Report",
+    "Slo",
+    "Trace",
+    "TraceRequest",
+    "Workload",
+    "load_mooncake",
+    "replay",
+]
+
+_HOMES = {
+    "kvarts.errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
+    "kvarts.executor.cost": ("LinearCost", "PolynomialCost"),
+    "kvarts.replayer": ("Report", "ReplayConfig", "Trace", "TraceRequest", "Workload", "load_mooncake", "replay"),
+    "kvarts.replayer.config": ("Slo",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value

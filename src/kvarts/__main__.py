@@ -1,0 +1,5 @@
+"""`python -m kvarts`."""
+
+from kvarts.cli.main import main
+
+main()

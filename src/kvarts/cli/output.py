@@ -1,0 +1,39 @@
+"""Writing results: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from kvarts.errors import OutputError
+
+__all__ = ["check_writable", "write_whole"]
+
+
+def check_writable(path: Path) -> None:
+    """Refuses, before any work is done, a path that cannot become a file. Raises OutputError."""
+    if path.is_dir():
+        raise OutputError("is a directory", path=path, hint="Give the path of a file.")
+    parent = path.parent
+    if not parent.is_dir():
+        raise OutputError(f"there is no directory {parent}", path=path, hint="Create it first.")
+    if not os.access(parent, os.W_OK):
+        raise OutputError(f"the directory {parent} cannot be written to", path=path)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a new file beside `path`, then moves it there. Raises OutputError; then `path` is as it was."""
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise OutputError(f"cannot be written: {error.strerror}", path=path) from error

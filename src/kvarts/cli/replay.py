@@ -1,0 +1,180 @@
+"""`kvarts replay`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.output import check_writable, write_whole
+from kvarts.errors import ConfigError, OutputError
+
+if TYPE_CHECKING:
+    from kvarts.replayer import Report, Trace
+
+__all__ = ["replay_command"]
+
+SAMPLE = "mooncake-conversation-1000.jsonl"
+SAMPLE_SOURCE = "the first 1,000 requests of Mooncake's conversation trace (Apache-2.0)"
+
+Command = Callable[..., None]
+
+
+def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Command]:
+    """An option for a setting of the replay; left out, the file decides, and then the setting's own default."""
+    return click.option(*names, f"set_{field}", default=None, **kwargs)
+
+
+@click.command("replay", no_args_is_help=False)
+@click.argument("trace", required=False, type=click.Path(path_type=Path))
+@click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
+              "or a [workload] table. Options given here win.")  # fmt: skip
+@_setting("--pages", field="pages", type=int, metavar="N", help="Pages of KV memory of each replica. [32768]")
+@_setting("--page-size", field="page_size", type=int, metavar="TOKENS", help="Tokens a page. [16]")
+@_setting("--profile", field="profile", type=click.Choice(["default", "mocker"]),
+          help="Rules of the scheduler: kvarts' own, or those of NVIDIA Dynamo's mocker. [default]")  # fmt: skip
+@_setting("--cost", field="cost", metavar="MODEL",
+          help="How long a step takes: polynomial, or linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,"
+          "context_token_ms=0. [polynomial]")  # fmt: skip
+@_setting("--max-batched-tokens", field="max_batched_tokens", type=int, metavar="TOKENS",
+          help="Tokens a step may compute. [8192]")  # fmt: skip
+@_setting("--max-seqs", field="max_seqs", type=int, metavar="N", help="Requests that may run at once. [256]")
+@_setting("--replicas", field="replicas", type=int, metavar="N", help="Engines of this configuration. [1]")
+@_setting("--router", field="router", type=click.Choice(["round-robin", "least-loaded", "prefix"]),
+          help="Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to "
+          "compute plus pages in use or waited for. [round-robin]")  # fmt: skip
+@_setting("--concurrency", field="concurrency", type=int, metavar="N",
+          help="Closed loop: keep N requests in flight, whatever their times in the trace.")  # fmt: skip
+@_setting("--speedup", field="speedup", type=float, metavar="X",
+          help="Open loop: divide arrival times and session delays by X. [1]")  # fmt: skip
+@_setting("--slo-ttft-ms", field="slo_ttft_ms", type=float, metavar="MS", help="Goodput: longest time to first token.")
+@_setting("--slo-tpot-ms", field="slo_tpot_ms", type=float, metavar="MS",
+          help="Goodput: longest mean time per output token after the first.")  # fmt: skip
+@_setting("--slo-e2e-ms", field="slo_e2e_ms", type=float, metavar="MS", help="Goodput: longest time to last token.")
+@_setting("--trace-block-size", field="trace_block_size", type=click.IntRange(min=1), metavar="TOKENS",
+          help="Tokens that a hash id of the trace stands for. [512]")  # fmt: skip
+@_setting("--skip-bad-lines", field="skip_bad_lines", is_flag=True,
+          help="Leave out lines that cannot be read; the report says how many.")  # fmt: skip
+@_setting("--step-by-step", field="step_by_step", is_flag=True,
+          help="Never do many steps at once. The outcome is the same, only slower: for checking.")  # fmt: skip
+@_setting("--audit", field="audit", is_flag=True,
+          help="After every step, check that each page is accounted for.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
+@click.option("--report", "report_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write the report as JSON to FILE.")  # fmt: skip
+@click.option("--requests", "requests_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write one JSON line a request to FILE, in arrival order.")  # fmt: skip
+def replay_command(
+    trace: Path | None,
+    config_file: Path | None,
+    as_json: bool,
+    report_file: Path | None,
+    requests_file: Path | None,
+    **settings: Any,
+) -> None:
+    """Replay traffic through the KV-cache control plane, in virtual time.
+
+    TRACE is a Mooncake JSONL file; without it, a bundled sample is replayed: the first 1,000 requests of Mooncake's
+    conversation trace. The report goes to standard output, everything else to standard error.
+    """
+    # A replay makes many objects, and cycles only between those that live to its end.
+    gc.disable()
+    from kvarts.replayer import replay
+    from kvarts.replayer.config import make_config
+
+    for path in (report_file, requests_file):
+        if path is not None:
+            check_writable(path)
+    given = {name.removeprefix("set_"): value for name, value in settings.items() if value is not None}
+    values, traffic = _settings(given, config_file)
+    config = make_config(values, config_file)
+    loaded = _traffic(trace, traffic, config_file)
+    with _Progress(loaded) as progress:
+        report = replay(loaded, config, on_progress=progress)
+    _write(report, as_json=as_json, report_file=report_file, requests_file=requests_file)
+
+
+def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the replay, and of its traffic, from the file and then the command line."""
+    from kvarts.executor.cost import parse_cost
+    from kvarts.replayer.config import load_config
+
+    values: dict[str, Any] = {}
+    traffic: dict[str, Any] = {}
+    if config_file is not None:
+        values, traffic = load_config(config_file)
+    for name in ("trace_block_size", "skip_bad_lines"):
+        if name in given:
+            traffic[name] = given.pop(name)
+    slo = {name.removeprefix("slo_"): given.pop(name) for name in list(given) if name.startswith("slo_")}
+    if slo:
+        values["slo"] = {**values.get("slo", {}), **slo}
+    if "cost" in given:
+        given["cost"] = parse_cost(given["cost"])
+    if "concurrency" in given and "speedup" not in given:
+        values.pop("speedup", None)
+    values.update(given)
+    return values, traffic
+
+
+def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | None) -> Trace:
+    """What is replayed: the trace named on the command line, or what the file describes, or the sample."""
+    from importlib.resources import as_file, files
+
+    from kvarts.replayer import load_mooncake
+
+    workload, named = traffic.pop("workload", None), traffic.pop("trace", None)
+    if workload is not None and (trace is not None or named is not None):
+        raise ConfigError("is given beside a trace", path=config_file, field="workload", hint="Keep one of them.")
+    if workload is not None:
+        made: Trace = workload.trace()
+        return made
+    if trace is None and named is not None:
+        assert config_file is not None
+        trace = config_file.parent / named
+    if trace is not None:
+        return load_mooncake(trace, **traffic)
+    click.echo(f"kvarts: replaying {SAMPLE_SOURCE}; give a TRACE to replay your own", err=True)
+    with as_file(files("kvarts") / "data" / SAMPLE) as sample:
+        return load_mooncake(sample)
+
+
+class _Progress:
+    """A bar on standard error, once a replay takes longer than a second and somebody watches."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            num_requests = len(trace.requests) if trace.requests is not None else None
+            self._bar = tqdm(total=num_requests, delay=1.0, unit=" requests", file=sys.stderr, leave=False)
+
+    def __enter__(self) -> Callable[[int], object] | None:
+        return None if self._bar is None else self._bar.update
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _write(report: Report, *, as_json: bool, report_file: Path | None, requests_file: Path | None) -> None:
+    from kvarts.cli.table import render_table
+
+    if requests_file is not None:
+        write_whole(requests_file, report.requests_jsonl())
+    as_bytes = report.to_json() if as_json or report_file is not None else b""
+    if report_file is not None:
+        write_whole(report_file, as_bytes)
+    try:
+        sys.stdout.buffer.write(as_bytes if as_json else render_table(report.summary).encode())
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", path="standard output") from error

@@ -1,0 +1,107 @@
+"""The report as a table for people, at most 80 columns wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["render_table"]
+
+LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms")
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+LIMITS = {
+    "nothing": "nothing: requests were admitted as they came",
+    "compute": "compute: waiting requests found the step's token budget spent",
+    "kv_pages": "KV pages: waiting requests did not fit beside those running",
+    "sequence_cap": "sequence cap: as many requests ran as may run at once",
+}
+
+
+def render_table(summary: dict[str, Any]) -> str:
+    """The lines of the table, with a line end."""
+    config = summary["config"]
+    pages, page_size, replicas = config["pages"], config["page_size"], config["replicas"]
+    completed, rejected = summary["num_completed"], summary["num_rejected"]
+    each = f"{replicas} replicas of " if replicas > 1 else ""
+    lines = [
+        f"{_fit(summary['trace'], 44)}: {summary['num_requests']:,} requests",
+        f"on {each}{pages:,} pages of {page_size} tokens, profile {config['profile']}",
+        "",
+        f"{'ms':<8}" + "".join(f"{name:>12}" for name in COLUMNS),
+    ]
+    for name in LATENCIES:
+        values = summary[name]
+        cells = "".join(f"{_number(values[column]):>12}" for column in COLUMNS)
+        lines.append(f"{name.removesuffix('_ms').upper():<8}{cells}")
+    lines += [
+        "",
+        _row("duration", f"{summary['duration_ms'] / 1e3:,.1f} s in {summary['num_steps']:,} steps"),
+        _row("requests", _counts(summary, completed, rejected)),
+        _row(
+            "throughput",
+            f"{_number(summary['request_throughput_per_s'])} requests/s, "
+            f"{_number(summary['input_throughput_tokens_per_s'])} in and "
+            f"{_number(summary['output_throughput_tokens_per_s'])} out tokens/s",
+        ),
+    ]
+    goodput = summary["goodput"]
+    if goodput is not None:
+        lines.append(
+            _row("goodput", f"{_number(goodput['requests_per_s'])} requests/s, {_percent(goodput['ratio'])} of all")
+        )
+    lines += [
+        _row(
+            "prefix hits",
+            f"{_percent(summary['prefix_hit_ratio'])} of prompt tokens "
+            f"({summary['num_cached_tokens']:,} of {summary['num_input_tokens']:,})",
+        ),
+        _row(
+            "KV pages",
+            f"peak {_percent(summary['peak_used_pct'])} used, mean {_percent(summary['mean_used_pct'])}, "
+            f"{summary['num_evicted_pages']:,} evicted",
+        ),
+        _row("working set", _working_set(summary, pages * replicas)),
+        _row(
+            "preempted",
+            f"{summary['num_preemptions']:,} times, {summary['num_recomputed_tokens']:,} tokens computed again",
+        ),
+        _row("limited by", _limit(summary["limited_by"])),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<14}{value}"
+
+
+def _counts(summary: dict[str, Any], completed: int, rejected: int) -> str:
+    text = f"{completed:,} completed, {rejected:,} rejected"
+    skipped = summary["num_skipped_lines"]
+    return f"{text}, {skipped:,} bad lines skipped" if skipped else text
+
+
+def _working_set(summary: dict[str, Any], pool_pages: int) -> str:
+    pages = summary["working_set_pages"]
+    if pages is None:
+        return "unknown: the trace was read as a stream"
+    return f"{pages:,} pages, {pages / pool_pages:,.2f} times the pool"
+
+
+def _limit(limited_by: dict[str, Any]) -> str:
+    cause = limited_by["cause"]
+    text = LIMITS[cause]
+    share = limited_by["share_of_waiting"].get(cause)
+    return f"{text}\n{'':<14}({_percent(share)} of the time spent waiting)" if share is not None else text
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.2f}" if value < 10_000 else f"{value:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value * 100:.1f} %"
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

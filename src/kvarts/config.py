@@ -1,0 +1,73 @@
+"""What one engine is built from: the size of its KV memory and the limits of its steps.
+
+A frozen value, checked where it is built, so a library caller meets the same refusal as a user of the
+command line. In a TOML file and on the command line the fields go by the short names of `rename`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvarts.errors import ConfigError
+
+__all__ = ["EngineConfig", "Profile"]
+
+Profile = Literal["default", "mocker"]
+
+
+class EngineConfig(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={
+        "num_pages": "pages",
+        "max_num_batched_tokens": "max_batched_tokens",
+        "max_num_seqs": "max_seqs",
+    },
+):
+    """Size and limits of one engine.
+
+    `num_pages`: pages of KV memory. `page_size`: tokens a page. `max_num_batched_tokens`: tokens a step may
+    compute. `max_num_seqs`: requests that may run at once. `profile`: `default`, or `mocker` for the rules of
+    NVIDIA Dynamo's mocker in its vLLM mode (no priorities, a hit is the largest over a request's admissions).
+
+    Raises ConfigError for a value out of range.
+    """
+
+    num_pages: int = 32_768
+    page_size: int = 16
+    max_num_batched_tokens: int = 8_192
+    max_num_seqs: int = 256
+    profile: Profile = "default"
+
+    def __post_init__(self) -> None:
+        at_least_one = {
+            "pages": self.num_pages,
+            "page_size": self.page_size,
+            "max_batched_tokens": self.max_num_batched_tokens,
+            "max_seqs": self.max_num_seqs,
+        }
+        for field, value in at_least_one.items():
+            if value < 1:
+                raise ConfigError(f"must be at least 1, got {value}", field=field)
+        if self.profile not in ("default", "mocker"):
+            raise ConfigError(f"must be 'default' or 'mocker', got {self.profile!r}", field="profile")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"{self.max_num_seqs} sequences cannot each get a token from a budget of "
+                f"{self.max_num_batched_tokens} tokens a step",
+                field="max_seqs",
+                hint=f"Raise max_batched_tokens, or set max_seqs to {self.max_num_batched_tokens} or less.",
+            )
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens the whole pool holds."""
+        return self.num_pages * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens occupy, the last one perhaps in part."""
+        return -(-num_tokens // self.page_size)

@@ -1,0 +1,110 @@
+"""What the pages of one sequence hold, as far as anyone can know.
+
+A sequence is a string of *units*, each standing for `unit_tokens` equal tokens: one token id in a live engine
+(`unit_tokens` 1), one hash id in a recorded trace (512 tokens for Mooncake). A page is the same as another page
+exactly if all tokens up to its end are the same; the tree compares positions, so a content only compares units.
+
+Tokens past the known ones are private: nobody else's page can equal theirs, but the sequence finds its own
+again after a preemption. `owner` tells such pages apart.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import NewType
+
+from kvarts.errors import ConfigError
+
+__all__ = ["Content", "PageKey"]
+
+PageKey = NewType("PageKey", object)
+"""Names a page among the pages that may follow the same prefix: the bytes of its units, or an owner."""
+
+UNIT_BYTES = 8
+
+
+class Content:
+    """The known tokens of one sequence. Only its request appends to it."""
+
+    __slots__ = ("num_known_pages", "num_known_tokens", "owner", "page_size", "salt", "unit_tokens", "units")
+
+    def __init__(
+        self,
+        units: bytes | bytearray,
+        *,
+        num_tokens: int,
+        page_size: int,
+        unit_tokens: int = 1,
+        owner: int,
+        salt: str | None = None,
+    ) -> None:
+        """`units`: 8 bytes each, native order, covering at least `num_tokens` tokens. `salt`: the tenant."""
+        assert len(units) // UNIT_BYTES * unit_tokens >= num_tokens, "units do not cover the tokens"
+        self.units = units
+        self.unit_tokens = unit_tokens
+        self.page_size = page_size
+        self.num_known_tokens = num_tokens
+        self.num_known_pages = num_tokens // page_size
+        self.owner = owner
+        self.salt = salt
+
+    @classmethod
+    def from_tokens(cls, token_ids: Iterable[int], *, page_size: int, owner: int, salt: str | None = None) -> Content:
+        """A growing content of single tokens. Token ids are in [0, 2**64); raises ConfigError otherwise."""
+        units = bytearray(pack_units(token_ids))
+        return cls(units, num_tokens=len(units) // UNIT_BYTES, page_size=page_size, owner=owner, salt=salt)
+
+    def append(self, packed_tokens: bytes) -> None:
+        """Makes further tokens known; `packed_tokens` holds 8 bytes a token. Only with one token a unit."""
+        assert self.unit_tokens == 1 and isinstance(self.units, bytearray)
+        self.units += packed_tokens
+        self.num_known_tokens += len(packed_tokens) // UNIT_BYTES
+        self.num_known_pages = self.num_known_tokens // self.page_size
+
+    def tokens(self, start: int, end: int) -> array[int]:
+        """Token ids [start, end) of the known ones."""
+        assert end <= self.num_known_tokens
+        first, last = start // self.unit_tokens, -(-end // self.unit_tokens)
+        units = array("Q", bytes(self.units[first * UNIT_BYTES : last * UNIT_BYTES]))
+        if self.unit_tokens == 1:
+            return units
+        spelled = array("Q")
+        for unit in units:
+            spelled.extend([unit] * self.unit_tokens)
+        offset = start - first * self.unit_tokens
+        return spelled[offset : offset + end - start]
+
+    def key(self, page: int) -> PageKey:
+        """Names `page` among its siblings."""
+        if page >= self.num_known_pages:
+            return PageKey(self.owner)
+        first = page * self.page_size // self.unit_tokens
+        last = -(-(page + 1) * self.page_size // self.unit_tokens)
+        return PageKey(bytes(self.units[first * UNIT_BYTES : last * UNIT_BYTES]))
+
+    def common_pages(self, other: Content, start: int, end: int) -> int:
+        """The largest r in [start, end] such that pages [start, r) are equal, given that all before are."""
+        if self is other:
+            return end
+        end = min(end, self.num_known_pages, other.num_known_pages)
+        if end <= start:
+            return start
+        first = start * self.page_size // self.unit_tokens
+        last = -(-end * self.page_size // self.unit_tokens)
+        mine = self.units[first * UNIT_BYTES : last * UNIT_BYTES]
+        theirs = other.units[first * UNIT_BYTES : last * UNIT_BYTES]
+        if mine == theirs:
+            return end
+        # The lowest bit that differs, read little-endian, lies in the first unit that differs.
+        differing = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
+        first_differing = first + ((differing & -differing).bit_length() - 1) // (8 * UNIT_BYTES)
+        return max(start, first_differing * self.unit_tokens // self.page_size)
+
+
+def pack_units(ids: Iterable[int]) -> bytes:
+    """Ids in [0, 2**64) as 8 bytes each. Raises ConfigError for anything else."""
+    try:
+        return array("Q", ids).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise ConfigError(f"ids must be whole numbers from 0 to 2**64 - 1 ({error})") from error

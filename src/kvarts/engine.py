@@ -1,0 +1,153 @@
+"""One engine: plan, execute, commit, emit.
+
+`step` does all four, for an executor that takes real time. In virtual time a step has a beginning and an end with
+other engines' events between them, so it comes in two halves: `start` plans and executes, `finish` commits. Where
+steps are alike, `start` does many at once; whatever is recorded is the same as if it had done one by one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Protocol
+
+from kvarts.config import EngineConfig
+from kvarts.events import PageEvent
+from kvarts.executor.base import Executor
+from kvarts.executor.sim import SimExecutor
+from kvarts.request import Request
+from kvarts.sched.plan import Batch, StepPlan, StepResult
+from kvarts.sched.scheduler import Scheduler
+
+__all__ = ["Engine", "StepSink"]
+
+ONE_MS_IN_NS = 1_000_000
+
+
+class StepSink(Protocol):
+    """Receives what was done. Promises to change nothing."""
+
+    def record_step(self, start_ns: int, duration_ns: int, plan: StepPlan, scheduler: Scheduler) -> None:
+        """A scheduled step; the scheduler is as after planning it."""
+
+    def record_leap(
+        self,
+        start_ns: int,
+        durations_ns: array[int],
+        pages_taken: list[int],
+        num_used: int,
+        num_cached: int,
+        scheduler: Scheduler,
+    ) -> None:
+        """Steps alike, one after the other: only decodes. The scheduler is as after the last.
+
+        `pages_taken`: for each step. `num_used` and `num_cached`: pages before the first.
+        """
+
+
+class Engine:
+    """A scheduler, an executor, and the step that is under way.
+
+    `step_by_step`: never do many steps at once. `audit`: check laws L1, L2 and L3 after every step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        sink: StepSink | None = None,
+        events: list[PageEvent] | None = None,
+        step_by_step: bool = False,
+        audit: bool = False,
+    ) -> None:
+        self.config = config
+        self.executor = executor
+        self._sim = executor if isinstance(executor, SimExecutor) else None
+        self.scheduler = Scheduler(config, with_page_ids=self._sim is None, events=events)
+        self._sink = sink
+        self._audit = audit
+        self._leaps = self._sim is not None and not step_by_step
+        self._in_flight: StepResult | None = None
+        self._end_ns = 0
+        self._is_leap = False
+        self._last_decode_ns = 10 * ONE_MS_IN_NS  # a guess, to ask for about as many durations as are needed
+
+    def submit(self, request: Request) -> str | None:
+        """Queues `request`; or answers why it can never run."""
+        return self.scheduler.add(request)
+
+    def cancel(self, request: Request) -> None:
+        """Drops `request` between steps; its pages are free at once."""
+        self.scheduler.cancel(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    def step(self, now_ns: int) -> list[Request]:
+        """Does one whole step that starts at `now_ns`; returns who finished, in admission order."""
+        self.start(now_ns)
+        return self.finish()
+
+    def start(self, now_ns: int, until_ns: int | None = None) -> int:
+        """Starts a step at `now_ns`, and as many after it as are alike and start before `until_ns`.
+
+        Returns when the last one ends. `finish` must be called for that time before anything else is done.
+        """
+        scheduler = self.scheduler
+        if self._leaps:
+            num_steps = scheduler.horizon()
+            if num_steps > 0:
+                return self._leap(now_ns, until_ns, num_steps)
+        plan = scheduler.schedule(now_ns)
+        result = self.executor.execute(plan)
+        self._in_flight = result
+        self._is_leap = False
+        if self._sink is not None:
+            self._sink.record_step(now_ns, result.duration_ns, plan, scheduler)
+        self._end_ns = now_ns + result.duration_ns
+        return self._end_ns
+
+    def finish(self) -> list[Request]:
+        """Ends what `start` started; returns who finished, in admission order."""
+        if self._is_leap:
+            finished = self.scheduler.commit_many(self._end_ns)
+        else:
+            finished = self.scheduler.commit(self._end_ns, self._in_flight)
+        if self._audit:
+            self.scheduler.check()
+        return finished
+
+    def quiet_until(self, now_ns: int) -> int | None:
+        """If a step started now would be one of many alike: when the last would end. Nobody finishes before."""
+        num_steps = self.scheduler.horizon() if self._leaps else 0
+        if not num_steps:
+            return None
+        assert self._sim is not None
+        return now_ns + sum(self._sim.decode_ns(self._decode_batch(), num_steps))
+
+    def _decode_batch(self) -> Batch:
+        wheel = self.scheduler.wheel
+        return Batch((), wheel.num_decoding, wheel.known_tokens, self.config.pool_tokens)
+
+    def _leap(self, now_ns: int, until_ns: int | None, num_steps: int) -> int:
+        scheduler, sim = self.scheduler, self._sim
+        assert sim is not None
+        if until_ns is not None:
+            num_steps = min(num_steps, (until_ns - now_ns) // self._last_decode_ns + 2)
+        batch = self._decode_batch()
+        durations_ns = sim.decode_ns(batch, num_steps)
+        end_ns = now_ns + sum(durations_ns)
+        if until_ns is not None:
+            while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
+                end_ns -= durations_ns.pop()
+                num_steps -= 1
+        self._last_decode_ns = durations_ns[-1] or 1
+        num_used, num_cached = scheduler.cache.num_used, scheduler.cache.num_cached
+        pages_taken = scheduler.advance(num_steps)
+        if self._sink is not None:
+            self._sink.record_leap(now_ns, durations_ns, pages_taken, num_used, num_cached, scheduler)
+        self._is_leap = True
+        self._end_ns = end_ns
+        return end_ns

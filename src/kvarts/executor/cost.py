@@ -1,0 +1,180 @@
+"""Cost models: how long a step takes, in whole nanoseconds.
+
+A model answers for one step (`step_ns`) and for k steps of decodes at once (`decode_ns`), each knowing one token more
+a sequence than the one before. Both round every step by itself, so a sum does not depend on how steps were asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.errors import ConfigError
+from kvarts.sched.plan import Batch
+
+__all__ = ["CallableCost", "CostModel", "CostSpec", "LinearCost", "PolynomialCost", "parse_cost"]
+
+# Below this many steps a Python loop is faster than NumPy's calls.
+FEW_STEPS = 24
+
+
+class CostModel(Protocol):
+    """Promises: pure; the same batch costs the same, in any process."""
+
+    def step_ns(self, batch: Batch) -> int:
+        """Duration of a step that does `batch`."""
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> array[int]:
+        """Durations (type code 'q') of `num_steps` steps of `num_decodes` decodes each.
+
+        In the first step they know `known_tokens` tokens together, `num_decodes` more in each that follows.
+        """
+
+
+class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polynomial"):
+    """The cost model of NVIDIA Dynamo 1.6's mocker.
+
+    Prefill, over the n chunks with prompt tokens: with mean prompt tokens after and before the step rounded down to I
+    and P, and t = n (I - P): 4.209989e-7 t^2 + 1.518344e-2 t + 16.50142 ms. Decode: with u = the decodes' known tokens
+    over the pool's tokens, at most 1: max(1, -25.74 u^2 + 54.01 u + 5.74) ms. A sequence that ends its recompute in
+    the step counts as a decode as well.
+    """
+
+    def step_ns(self, batch: Batch) -> int:
+        """See CostModel."""
+        num_prefills = after = before = 0
+        num_decodes = batch.num_decodes
+        known_tokens = batch.decode_known_tokens
+        for chunk in batch.chunks:
+            prompt = chunk.num_prompt_tokens
+            start = chunk.start
+            end = start + chunk.num_tokens
+            if start < prompt:
+                num_prefills += 1
+                before += start
+                after += end if end < prompt else prompt
+            if end == chunk.num_known_tokens and end > prompt:
+                num_decodes += 1
+                known_tokens += end
+        duration_ns = 0
+        if num_prefills:
+            t = num_prefills * (after // num_prefills - before // num_prefills)
+            if t:
+                duration_ns = round((4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142) * 1e6)
+        if num_decodes:
+            u = known_tokens / batch.pool_tokens
+            if u > 1.0:
+                u = 1.0
+            duration_ns += round(max(1.0, -25.74 * u * u + 54.01 * u + 5.74) * 1e6)
+        return duration_ns
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> array[int]:
+        """See CostModel."""
+        if num_steps < FEW_STEPS:
+            durations = []
+            for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes):
+                u = known / pool_tokens
+                if u > 1.0:
+                    u = 1.0
+                # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
+                durations.append(round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6))
+            return array("q", durations)
+        many = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) / pool_tokens
+        np.minimum(many, 1.0, out=many)
+        return _whole_ns((-25.74 * many * many + 54.01 * many + 5.74) * 1e6)
+
+
+class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="linear"):
+    """A step costs its parts: itself, each chunk token, each decode, and each token of context a decode reads.
+
+    All coefficients in milliseconds. Raises ConfigError for a negative one.
+    """
+
+    step_ms: float = 0.0
+    chunk_token_ms: float = 0.0
+    decode_ms: float = 0.0
+    context_token_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if not 0.0 <= value < float("inf"):
+                raise ConfigError(f"must be a finite number, at least 0, got {value}", field=f"cost.{field}")
+
+    def step_ns(self, batch: Batch) -> int:
+        """See CostModel."""
+        chunk_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
+        ms = self.step_ms + self.chunk_token_ms * chunk_tokens
+        ms = ms + self.decode_ms * batch.num_decodes + self.context_token_ms * batch.decode_known_tokens
+        return round(ms * 1e6)
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> array[int]:
+        """See CostModel."""
+        known = known_tokens + num_decodes * np.arange(num_steps)
+        ms = self.step_ms + self.chunk_token_ms * 0 + self.decode_ms * num_decodes
+        return _whole_ns((ms + self.context_token_ms * known) * 1e6)
+
+
+class CallableCost:
+    """Any Python callable that answers the milliseconds of a Batch. It is asked step by step."""
+
+    def __init__(self, step_ms: Callable[[Batch], float]) -> None:
+        self._step_ms = step_ms
+
+    def step_ns(self, batch: Batch) -> int:
+        """See CostModel. Raises ConfigError if the callable answers no duration."""
+        ms = self._step_ms(batch)
+        if not isinstance(ms, int | float | np.number) or not 0.0 <= ms < float("inf"):
+            raise ConfigError(f"the cost callable answered {ms!r} for {batch}", field="cost", hint="Return ms.")
+        return round(float(ms) * 1e6)
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> array[int]:
+        """See CostModel."""
+        return array(
+            "q",
+            [
+                self.step_ns(Batch((), num_decodes, known_tokens + step * num_decodes, pool_tokens))
+                for step in range(num_steps)
+            ],
+        )
+
+    def __repr__(self) -> str:
+        return f"CallableCost({getattr(self._step_ms, '__qualname__', self._step_ms)})"
+
+
+CostSpec = PolynomialCost | LinearCost
+"""The cost models that a file or a command line can name."""
+
+
+def parse_cost(text: str) -> CostSpec:
+    """`polynomial`, or `linear:step_ms=5,decode_ms=0.1`. Raises ConfigError for anything else."""
+    name, _, rest = text.partition(":")
+    fields: dict[str, object] = {"model": name}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        try:
+            fields[key.strip()] = float(value)
+        except ValueError:
+            raise ConfigError(f"{part!r} is not NAME=NUMBER", field="cost") from None
+        assert equals or not value
+    try:
+        cost: CostSpec = msgspec.convert(fields, CostSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{text!r}: {error}",
+            field="cost",
+            hint="Use 'polynomial' or 'linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0'.",
+        ) from error
+    return cost
+
+
+def _whole_ns(ns: npt.NDArray[np.floating]) -> array[int]:
+    """Rounds half to even, as `round` does."""
+    durations = array("q")
+    durations.frombytes(np.rint(ns).astype(np.int64).tobytes())
+    return durations

@@ -1,0 +1,182 @@
+"""The paged prefix cache of one device: the pool and the tree, kept in step.
+
+A page is *used* while somebody references it, *cached* while it holds a prefix nobody references, *empty*
+otherwise. `free` is cached plus empty, and empty pages are always used before a cached one is evicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvarts.content import Content
+from kvarts.events import PageEvent
+from kvarts.kv.pool import CountPool, IdPool, PageId
+from kvarts.kv.tree import Match, Node, Path, PrefixTree
+
+__all__ = ["Holding", "PageCache"]
+
+
+class Holding:
+    """The pages of one running request. Written by PageCache.
+
+    `path`: its full, findable pages. `num_pages`: all its pages, the partial last one included. `page_ids`: their
+    ids in order of position, or None where pages are only counted.
+    """
+
+    __slots__ = ("num_pages", "page_ids", "path")
+
+    def __init__(self, path: Path, num_pages: int, page_ids: list[PageId] | None) -> None:
+        self.path = path
+        self.num_pages = num_pages
+        self.page_ids = page_ids
+
+
+class PageCache:
+    """Owner of every page of one pool: who has it, and what it holds."""
+
+    __slots__ = ("_tree", "has_page_ids", "match", "num_evicted", "pool")
+
+    def __init__(self, num_pages: int, *, with_page_ids: bool, events: list[PageEvent] | None = None) -> None:
+        self.pool: CountPool | IdPool = IdPool(num_pages) if with_page_ids else CountPool(num_pages)
+        self.has_page_ids = with_page_ids
+        self.num_evicted = 0
+        self._tree = PrefixTree(events)
+        self.match = self._tree.match
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that hold a prefix nobody references."""
+        return self._tree.num_cached
+
+    @property
+    def num_empty(self) -> int:
+        """Pages that hold nothing."""
+        return self.pool.num_empty
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken now."""
+        return self.pool.num_empty + self._tree.num_cached
+
+    @property
+    def num_used(self) -> int:
+        """Pages somebody references."""
+        return self.pool.total - self.pool.num_empty - self._tree.num_cached
+
+    def take(self, count: int) -> list[PageId] | None:
+        """Takes `count` pages, at most `num_free`: empty ones, then the cached ones released longest ago."""
+        pool = self.pool
+        missing = count - pool.num_empty
+        if missing > 0:
+            evicted_ids = self._tree.evict(missing)
+            self.num_evicted += missing
+            pool.give(missing, evicted_ids[::-1])
+        return pool.take(count)
+
+    def open(self, match: Match) -> Holding:
+        """Pins what was found; the tree must not have changed since."""
+        path = self._tree.pin(match)
+        page_ids: list[PageId] | None = None
+        if self.has_page_ids:
+            page_ids = []
+            for node in path:
+                assert node.page_ids is not None
+                page_ids += node.page_ids
+        return Holding(path, match.num_pages, page_ids)
+
+    def grow(self, holding: Holding, num_pages: int) -> None:
+        """Takes pages until `holding` has `num_pages`."""
+        taken = self.take(num_pages - holding.num_pages)
+        if taken is not None:
+            assert holding.page_ids is not None
+            holding.page_ids += taken
+        holding.num_pages = num_pages
+
+    def publish(self, holding: Holding, content: Content, num_full_pages: int) -> None:
+        """Makes the first `num_full_pages` pages findable. Pages already findable stay as they are."""
+        path = holding.path
+        start = path[-1].end if path else 0
+        if start < num_full_pages:
+            page_ids = holding.page_ids
+            self._tree.extend(
+                path, content, num_full_pages, None if page_ids is None else page_ids[start:num_full_pages]
+            )
+
+    def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
+        """Releases everything: full pages become cached, deepest first, the rest empty.
+
+        `num_pages` is what the request holds. A pool that only counts lets a decoding request take its pages in bulk
+        with others', so the holding itself may know of fewer.
+        """
+        self.publish(holding, content, num_full_pages)
+        path = holding.path
+        num_findable = path[-1].end if path else 0
+        page_ids = holding.page_ids
+        self._tree.release(path)
+        self.pool.give(num_pages - num_findable, None if page_ids is None else page_ids[num_findable:])
+
+    # Laws -------------------------------------------------------------------------------------------------
+
+    def check(self, holdings: Iterable[tuple[Holding, int]]) -> None:
+        """Asserts laws L1, L2 and L3 given everybody who holds pages, and how many each holds."""
+        held: Counter[int] = Counter()
+        num_private = 0
+        for holding, num_pages in holdings:
+            position = None
+            for node in self._tree.walk(holding.path):
+                held[id(node)] += 1
+                assert position is None or node.end == position, f"L2: the path has a gap before page {position}"
+                position = node.start
+            assert position in (None, 0), f"L2: the path begins at page {position}"
+            num_private += num_pages - (holding.path[-1].end if holding.path else 0)
+        num_referenced = num_cached = 0
+        resident_ids: list[PageId] = []
+        listed = {id(node) for node in self._tree.lru_nodes()}
+        parents: dict[int, Node] = {}
+        for node in self._tree.nodes():
+            size = node.end - node.start
+            assert size > 0, f"L1: {node} has no pages"
+            assert node.refs == held[id(node)], f"L2: {node} is held by {held[id(node)]}"
+            assert (node.refs == 0) == (id(node) in listed), f"L2: {node} is in the wrong list"
+            if node.refs:
+                num_referenced += size
+            else:
+                num_cached += size
+            if node.page_ids is not None:
+                assert len(node.page_ids) == size, f"L1: {node} has {len(node.page_ids)} page ids"
+                resident_ids += node.page_ids
+            for child in (node.children or {}).values():
+                assert child.start == node.end, f"L3: {child} does not follow {node}"
+                parents[id(child)] = node
+        assert num_cached == self.num_cached == sum(n.end - n.start for n in self._tree.lru_nodes()), "L1: cached"
+        assert self.num_used == num_referenced + num_private, (
+            f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"
+        )
+        self._check_order(parents)
+        if isinstance(self.pool, IdPool):
+            for holding, num_pages in holdings:
+                assert holding.page_ids is not None and len(holding.page_ids) == num_pages
+                resident_ids += holding.page_ids[holding.path[-1].end if holding.path else 0 :]
+            resident_ids += self.pool.empty_ids
+            assert sorted(resident_ids) == list(range(self.pool.total)), "L1: a page is lost or has two owners"
+
+    def _check_order(self, parents: dict[int, Node]) -> None:
+        """L3 is kept by order: whatever follows a cached page leaves before its last copy does."""
+        place = {id(node): index for index, node in enumerate(self._tree.lru_nodes())}
+        for node in self._tree.nodes():
+            parent = parents.get(id((node.twins or [node])[0]))
+            if parent is None:
+                continue
+            copies = parent.twins or [parent]
+            last_to_go = max(place.get(id(copy), len(place)) for copy in copies)
+            assert place.get(id(node), len(place)) <= last_to_go, f"L3: {node} would outlive {parent}"
+
+    def lru_nodes(self) -> Iterable[Node]:
+        """Cached runs, the next to be evicted first."""
+        return self._tree.lru_nodes()
+
+    @property
+    def tree(self) -> PrefixTree:
+        """The tree, to look at."""
+        return self._tree

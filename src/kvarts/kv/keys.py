@@ -1,0 +1,88 @@
+"""Block keys: the names that KV pages go by outside this process.
+
+As vLLM defines them (`vllm.v1.core.kv_cache_utils`): the key of a page is the SHA-256 of the triple (key of the page
+before it, token ids, extra keys), serialised by pickle (`sha256`) or as canonical CBOR (`sha256_cbor`); before the
+first page stands a root key. The salt of a tenant is the extra key of the first page, and so enters every later key.
+
+Keys cost a hash a page, so nothing in the control plane uses them: they are made when somebody asks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from typing import Literal, NewType
+
+from kvarts.content import Content
+from kvarts.errors import ConfigError
+
+__all__ = ["VLLM_DEFAULT_SEED", "BlockKey", "BlockKeys", "KeyAlgorithm", "root_key"]
+
+VLLM_DEFAULT_SEED = "vllm-none-hash"
+"""What vLLM 0.32 hashes to its root key where PYTHONHASHSEED is not set."""
+
+BlockKey = NewType("BlockKey", bytes)
+KeyAlgorithm = Literal["sha256", "sha256_cbor"]
+
+
+def _hash_pickle(value: object) -> bytes:
+    return sha256(pickle.dumps(value, protocol=5)).digest()
+
+
+def _hash_cbor(value: object) -> bytes:
+    import cbor2  # only here, and not needed by those who never ask for keys
+
+    return sha256(cbor2.dumps(value, canonical=True)).digest()
+
+
+_HASHES: dict[str, Callable[[object], bytes]] = {"sha256": _hash_pickle, "sha256_cbor": _hash_cbor}
+
+
+def root_key(algorithm: KeyAlgorithm, seed: str = VLLM_DEFAULT_SEED) -> BlockKey:
+    """The key before the first page: the hash of the seed. vLLM's seed is PYTHONHASHSEED where that is set."""
+    return BlockKey(_hash(algorithm)(seed))
+
+
+def _hash(algorithm: str) -> Callable[[object], bytes]:
+    try:
+        return _HASHES[algorithm]
+    except KeyError:
+        known = ", ".join(sorted(_HASHES))
+        raise ConfigError(f"no block key algorithm {algorithm!r}", hint=f"Known: {known}.") from None
+
+
+class BlockKeys:
+    """The keys of one content's full pages, made when asked for and then kept.
+
+    `root`: the key before the first page, see `root_key`. Raises ConfigError for an unknown algorithm.
+    """
+
+    __slots__ = ("_content", "_hash", "_keys", "_root")
+
+    def __init__(self, content: Content, *, algorithm: KeyAlgorithm = "sha256", root: BlockKey | None = None) -> None:
+        self._content = content
+        self._hash = _hash(algorithm)
+        self._root = root_key(algorithm) if root is None else root
+        self._keys: list[BlockKey] = []
+
+    def __getitem__(self, page: int) -> BlockKey:
+        """The key of `page`; IndexError where its tokens are not known."""
+        content = self._content
+        if not 0 <= page < content.num_known_pages:
+            raise IndexError(f"page {page} of {content.num_known_pages} known pages")
+        size = content.page_size
+        keys = self._keys
+        while len(keys) <= page:
+            index = len(keys)
+            parent = keys[-1] if keys else self._root
+            extra = (content.salt,) if index == 0 and content.salt is not None else None
+            token_ids = tuple(content.tokens(index * size, (index + 1) * size))
+            keys.append(BlockKey(self._hash((parent, token_ids, extra))))
+        return keys[page]
+
+    def __len__(self) -> int:
+        return self._content.num_known_pages
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return (self[page] for page in range(len(self)))

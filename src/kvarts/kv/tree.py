@@ -1,0 +1,349 @@
+"""The prefix tree: which full pages are resident, who follows whom, and which page goes first.
+
+A node is a run of pages with one history: wherever one page of the run was referenced, released or hit, all were.
+Everything is done to runs, so the cost does not depend on how many pages they have, and the outcome is exactly
+that of a page-by-page LRU list in which a request's pages are released deepest first:
+
+* released runs go to the young end of the list, deepest first; eviction takes the oldest and eats it from its tail;
+* a hit inside a run splits it: the head leaves the list with the hit, the tail keeps its place;
+* a request that computes what is resident already keeps its own copy (a *twin*). The copy made first is the one
+  that is found; when it is evicted, the next takes its place.
+
+The tree knows neither requests nor tokens, only paths: the list of nodes that a holder pinned, root side first.
+Splitting keeps the tail's identity, so a path stays valid: what was split off lies before its node, by `parent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvarts.content import Content, PageKey
+from kvarts.events import PageEvent, PagesRemoved, PagesStored
+from kvarts.kv.pool import PageId
+
+__all__ = ["Match", "Node", "Path", "PrefixTree"]
+
+
+class Node:
+    """Pages [start, end) of `content`, counted from the first token. Written by PrefixTree only.
+
+    `refs`: how many paths hold the run; at 0 it is in the LRU list between `older` and `newer`. `children` is by the
+    key of their first page, and is one dict for all twins. `page_ids` is None where pages are only counted.
+    """
+
+    __slots__ = (
+        "children",
+        "content",
+        "end",
+        "newer",
+        "older",
+        "page_ids",
+        "parent",
+        "refs",
+        "start",
+        "twins",
+    )
+
+    def __init__(self, content: Content | None, start: int, end: int, refs: int, parent: Node | None) -> None:
+        self.content: Content = content  # type: ignore[assignment]  # only a root has none
+        self.start = start
+        self.end = end
+        self.refs = refs
+        self.parent = parent
+        self.children: dict[PageKey, Node] | None = None
+        self.twins: list[Node] | None = None
+        self.page_ids: list[PageId] | None = None
+        self.older: Node | None = None
+        self.newer: Node | None = None
+
+    def __repr__(self) -> str:
+        return f"Node(pages {self.start}..{self.end}, refs {self.refs}, twins {len(self.twins or ())})"
+
+
+Path = list[Node]
+
+
+class Match:
+    """The longest resident prefix of a content. Valid until the tree changes.
+
+    `num_pages`: its length. `num_shared`: how many of these pages somebody references. `nodes`: the runs; the last
+    one may reach beyond `num_pages`.
+    """
+
+    __slots__ = ("nodes", "num_pages", "num_shared")
+
+    def __init__(self, nodes: Path, num_pages: int, num_shared: int) -> None:
+        self.nodes = nodes
+        self.num_pages = num_pages
+        self.num_shared = num_shared
+
+
+class PrefixTree:
+    """Owner of all nodes, of their references and of the LRU list. Takes no pages and frees none: it says which.
+
+    `events`, where given, is a list that receives what became findable and what was evicted.
+    """
+
+    def __init__(self, events: list[PageEvent] | None = None) -> None:
+        self.num_cached = 0
+        self.events = events
+        self._roots: dict[str | None, Node] = {}
+        # One sentinel closes the LRU list to a ring: newer of it is the oldest run, older of it the youngest.
+        self._lru = Node(None, 0, 0, 0, None)
+        self._lru.older = self._lru.newer = self._lru
+
+    # Finding ----------------------------------------------------------------------------------------------
+
+    def match(self, content: Content, limit: int) -> Match:
+        """The longest resident prefix of `content`, at most `limit` pages. Changes nothing."""
+        nodes: Path = []
+        position = 0
+        num_shared = 0
+        node = self._roots.get(content.salt)
+        if node is None:
+            return Match(nodes, 0, 0)
+        while position < limit:
+            children = node.children
+            if not children:
+                break
+            child = children.get(content.key(position))
+            if child is None:
+                break
+            end = child.end if child.end < limit else limit
+            common = content.common_pages(child.content, position, end)
+            assert common > position, "a child was found by a key that its first page does not have"
+            nodes.append(child)
+            if child.refs:
+                num_shared += common - position
+            position = common
+            if common < child.end:
+                break
+            node = child
+        return Match(nodes, position, num_shared)
+
+    # Holding ----------------------------------------------------------------------------------------------
+
+    def pin(self, match: Match) -> Path:
+        """Takes a reference to every page of `match` and returns the path that holds them."""
+        nodes = match.nodes
+        if nodes and nodes[-1].end > match.num_pages:
+            nodes[-1] = self._split(nodes[-1], match.num_pages)
+        for node in nodes:
+            if node.refs == 0:
+                self._unlist(node)
+            node.refs += 1
+        return nodes
+
+    def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
+        """Makes the pages from the end of `path` to `end` findable; the holder of `path` references them.
+
+        `page_ids` are the ids of just these pages, or None.
+        """
+        if path:
+            last = path[-1]
+            start = last.end
+            if start == end:
+                return
+            if last.refs == 1 and not last.children and last.twins is None:
+                # The holder is alone with a leaf: the run grows.
+                last.end = end
+                last.content = content
+                if page_ids is not None:
+                    assert last.page_ids is not None
+                    last.page_ids.extend(page_ids)
+                if self.events is not None:
+                    self.events.append(PagesStored(content, start, end))
+                return
+        else:
+            if end == 0:
+                return
+            start = 0
+            last = self._root(content.salt)
+        while start < end:
+            if last.children is None:
+                last.children = {}
+            key = content.key(start)
+            first_copy = last.children.get(key)
+            if first_copy is None:
+                node = Node(content, start, end, 1, last)
+                last.children[key] = node
+                if self.events is not None:
+                    self.events.append(PagesStored(content, start, end))
+            else:
+                node = self._add_twin(first_copy, content, end, last)
+            if page_ids is not None:
+                node.page_ids = page_ids[: node.end - start]
+                del page_ids[: node.end - start]
+            path.append(node)
+            start = node.end
+            last = node
+
+    def release(self, path: Path) -> None:
+        """Drops the references of `path`, deepest page first; what nobody references is cached from now on."""
+        index = len(path)
+        while index:
+            index -= 1
+            node = path[index]
+            floor = path[index - 1].end if index else 0
+            while True:
+                node.refs -= 1
+                assert node.refs >= 0, f"{node} was released more often than it was pinned"
+                if node.refs == 0:
+                    self._list_before(self._lru, node)
+                    self.num_cached += node.end - node.start
+                if node.start <= floor:
+                    break
+                assert node.parent is not None
+                node = node.parent  # split off after this path pinned it
+
+    def walk(self, path: Path) -> Iterator[Node]:
+        """The runs that `path` holds, deepest first."""
+        for index in range(len(path) - 1, -1, -1):
+            node = path[index]
+            floor = path[index - 1].end if index else 0
+            yield node
+            while node.start > floor:
+                assert node.parent is not None
+                node = node.parent
+                yield node
+
+    # Evicting ---------------------------------------------------------------------------------------------
+
+    def evict(self, count: int) -> list[PageId]:
+        """Forgets the `count` pages released longest ago; their ids in that order, if pages have ids."""
+        assert count <= self.num_cached, f"{count} pages to evict, {self.num_cached} cached"
+        self.num_cached -= count
+        page_ids: list[PageId] = []
+        while count:
+            node = self._lru.newer
+            assert node is not None
+            size = node.end - node.start
+            if size > count:
+                if node.twins is not None:
+                    self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
+                    continue
+                node.end -= count
+                assert not node.children, f"{node} would be evicted under its children"
+                if node.page_ids is not None:
+                    page_ids.extend(reversed(node.page_ids[-count:]))
+                    del node.page_ids[-count:]
+                if self.events is not None:
+                    self.events.append(PagesRemoved(node.content, node.end, node.end + count))
+                break
+            count -= size
+            if node.page_ids is not None:
+                page_ids.extend(reversed(node.page_ids))
+            self._remove(node)
+        return page_ids
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _root(self, salt: str | None) -> Node:
+        """Tenants share nothing, not even a root."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(None, 0, 0, 1, None)
+        return root
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Splits the run, and every twin with it, before page `at`; returns the head. `node` becomes the tail."""
+        assert node.start < at < node.end
+        group = node.twins or [node]
+        first = group[0]
+        parent = first.parent
+        assert parent is not None and parent.children is not None
+        tails = {first.content.key(at): first}
+        heads = []
+        for tail in group:
+            head = Node(tail.content, tail.start, at, tail.refs, tail.parent)
+            head.children = tails
+            if tail.page_ids is not None:
+                cut = at - tail.start
+                head.page_ids = tail.page_ids[:cut]
+                del tail.page_ids[:cut]
+            if tail.refs == 0:
+                assert tail.newer is not None
+                self._list_before(tail.newer, head)  # deeper pages go first
+            heads.append(head)
+        first_head = heads[0]
+        parent.children[first.content.key(first.start)] = first_head
+        for tail, head in zip(group, heads, strict=True):
+            tail.start = at
+            tail.parent = head
+            if len(heads) > 1:
+                head.twins = heads
+        return heads[group.index(node)]
+
+    def _add_twin(self, first_copy: Node, content: Content, end: int, parent: Node) -> Node:
+        """A copy of as much of the run as `content` up to `end` has in common with it."""
+        start = first_copy.start
+        common = content.common_pages(first_copy.content, start, min(end, first_copy.end))
+        if common < first_copy.end:
+            self._split(first_copy, common)
+            assert parent.children is not None
+            first_copy = parent.children[content.key(start)]
+        if first_copy.children is None:
+            first_copy.children = {}
+        if first_copy.twins is None:
+            first_copy.twins = [first_copy]
+        twin = Node(content, start, common, 1, parent)
+        twin.children = first_copy.children
+        twin.twins = first_copy.twins
+        twin.twins.append(twin)
+        return twin
+
+    def _remove(self, node: Node) -> None:
+        """Takes a whole unreferenced run out of the list and out of the tree."""
+        self._unlist_only(node)
+        twins = node.twins
+        parent = node.parent
+        assert parent is not None and parent.children is not None
+        if twins is None:
+            assert not node.children, f"{node} would be evicted under its children"
+            del parent.children[node.content.key(node.start)]
+            if self.events is not None:
+                self.events.append(PagesRemoved(node.content, node.start, node.end))
+            return
+        was_first = twins[0] is node
+        twins.remove(node)
+        if was_first:
+            parent.children[node.content.key(node.start)] = twins[0]
+        if len(twins) == 1:
+            twins[0].twins = None
+
+    def _list_before(self, newer: Node, node: Node) -> None:
+        older = newer.older
+        assert older is not None
+        node.older = older
+        node.newer = newer
+        older.newer = node
+        newer.older = node
+
+    def _unlist_only(self, node: Node) -> None:
+        older, newer = node.older, node.newer
+        assert older is not None and newer is not None
+        older.newer = newer
+        newer.older = older
+        node.older = node.newer = None
+
+    def _unlist(self, node: Node) -> None:
+        self._unlist_only(node)
+        self.num_cached -= node.end - node.start
+
+    # Looking ----------------------------------------------------------------------------------------------
+
+    def lru_nodes(self) -> Iterator[Node]:
+        """Unreferenced runs, the next to be evicted first."""
+        node = self._lru.newer
+        while node is not self._lru:
+            assert node is not None
+            yield node
+            node = node.newer
+
+    def nodes(self) -> Iterator[Node]:
+        """Every resident run, twins included, parents before children."""
+        stack = list(self._roots.values())
+        while stack:
+            for child in (stack.pop().children or {}).values():
+                yield from child.twins or [child]
+                stack.append(child)

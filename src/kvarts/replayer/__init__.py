@@ -1,0 +1,66 @@
+"""Replay of traffic through the control plane, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvarts.engine import Engine
+from kvarts.executor.sim import SimExecutor
+from kvarts.replayer.columns import RequestLog, StepLog
+from kvarts.replayer.config import ReplayConfig
+from kvarts.replayer.driver import Driver
+from kvarts.replayer.mooncake import load_mooncake
+from kvarts.replayer.report import Report
+from kvarts.replayer.router import make_router
+from kvarts.replayer.source import ClosedLoop, OpenLoop, Source
+from kvarts.replayer.trace import Trace, TraceRequest
+from kvarts.replayer.workload import Workload
+
+__all__ = ["ReplayConfig", "Report", "Trace", "TraceRequest", "Workload", "load_mooncake", "replay"]
+
+
+def replay(
+    trace: Trace | Workload | Path | str,
+    config: ReplayConfig | None = None,
+    *,
+    on_progress: Callable[[int], object] | None = None,
+) -> Report:
+    """Replays `trace` through the engines that `config` describes, and reports.
+
+    `trace`: a Trace, a Workload to make one from, or the path of a Mooncake file. `on_progress` is told how many
+    requests have ended since it was last told. Raises InputError for a trace that cannot be read.
+    """
+    config = config or ReplayConfig()
+    if isinstance(trace, Workload):
+        trace = trace.trace()
+    elif not isinstance(trace, Trace):
+        trace = load_mooncake(trace)
+    source: Source
+    if config.concurrency is not None:
+        source = ClosedLoop(trace, concurrency=config.concurrency)
+    else:
+        source = OpenLoop(trace, speedup=config.speedup)
+    requests = RequestLog(largest_hit_counts=config.profile == "mocker")
+    steps = [StepLog(config.num_pages) for _ in range(config.replicas)]
+    engines = [
+        Engine(
+            config,
+            SimExecutor(config.cost_model),
+            sink=log,
+            step_by_step=config.step_by_step,
+            audit=config.audit,
+        )
+        for log in steps
+    ]
+    driver = Driver(trace, source, engines, make_router(config.router), requests, on_progress=on_progress)
+    driver.run()
+    schedulers = [engine.scheduler for engine in engines]
+    return Report(
+        trace,
+        config,
+        requests,
+        steps,
+        stalls_ns=[stall_ns for scheduler in schedulers for stall_ns in scheduler.stalls_ns],
+        num_evicted_pages=sum(scheduler.cache.num_evicted for scheduler in schedulers),
+    )

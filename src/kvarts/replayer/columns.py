@@ -1,0 +1,211 @@
+"""What a replay leaves behind, in columns: one row a request, one row a step.
+
+Written row by row into flat integer arrays while the replay runs, turned into NumPy columns when somebody looks.
+Steps alike are one row here, a *span*; every step has only its duration and the pages taken for it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.replayer.trace import TraceRequest
+from kvarts.request import Request
+from kvarts.sched.plan import StepPlan
+from kvarts.sched.scheduler import Scheduler
+
+__all__ = ["COMPLETED", "REJECTED", "RequestLog", "StepLog"]
+
+COMPLETED, REJECTED = 0, 1
+
+Column = npt.NDArray[Any]
+
+_REQUEST_FIELDS = (
+    "index",
+    "row",
+    "status",
+    "replica",
+    "arrival_ns",
+    "input_tokens",
+    "output_tokens",
+    "first_admitted_ns",
+    "first_token_ns",
+    "last_token_ns",
+    "cached_tokens",
+    "admissions",
+    "preemptions",
+    "recomputed_tokens",
+)
+
+
+class RequestLog:
+    """One row a request, in arrival order. -1 stands for a time that never came."""
+
+    def __init__(self, *, largest_hit_counts: bool) -> None:
+        self._values = array("q")
+        self._largest_hit_counts = largest_hit_counts
+        self._ids: dict[int, str] = {}
+        self._reasons: dict[int, str] = {}
+
+    def complete(self, request: Request, row: TraceRequest, replica: int) -> None:
+        """`request` made its last token."""
+        self._values.extend(
+            (
+                request.index,
+                row.row,
+                COMPLETED,
+                replica,
+                request.arrival_ns,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                request.first_admitted_ns,
+                request.first_token_ns,
+                request.last_token_ns,
+                request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
+                request.num_admissions,
+                request.num_preemptions,
+                request.recomputed_tokens,
+            )
+        )
+        if row.request_id is not None:
+            self._ids[request.index] = row.request_id
+
+    def reject(self, request: Request, row: TraceRequest, replica: int, reason: str) -> None:
+        """`request` was refused on arrival."""
+        self._reasons[request.index] = reason
+        self.complete(request, row, replica)
+        self._values[len(self._values) - len(_REQUEST_FIELDS) + 2] = REJECTED
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Integer columns by name, sorted by arrival."""
+        table = np.frombuffer(self._values, np.int64).reshape(-1, len(_REQUEST_FIELDS))
+        table = table[np.argsort(table[:, 0])]
+        return dict(zip(_REQUEST_FIELDS, np.ascontiguousarray(table.T), strict=True))
+
+    def request_ids(self) -> list[str]:
+        """The trace's own id where it gives one, else the number of the row in its file, from 0."""
+        ids = list(map(str, self.columns["row"].tolist()))
+        for index, request_id in self._ids.items():
+            ids[index] = request_id
+        return ids
+
+    def reasons(self) -> list[str | None]:
+        """Why a request was rejected; None for the others."""
+        reasons: list[str | None] = [None] * len(self.columns["row"])
+        for index, reason in self._reasons.items():
+            reasons[index] = reason
+        return reasons
+
+
+_SPAN_FIELDS = (
+    "num_steps",
+    "start_ns",
+    "used",
+    "cached",
+    "running",
+    "waiting",
+    "blocked",
+    "decodes",
+    "tokens",
+    "preempted",
+    "admitted",
+    "is_leap",
+)
+
+
+class StepLog:
+    """The StepSink of a replay: one row a span, for one replica.
+
+    `used` is a step's high-water mark, before any preemption; `cached` is as after planning it.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._spans = array("q")
+        self._durations_ns = array("q")
+        self._pages_taken = array("q")
+        self.tokens_lost = 0
+        """Computed tokens that preempted requests lost."""
+
+    def record_step(self, start_ns: int, duration_ns: int, plan: StepPlan, scheduler: Scheduler) -> None:
+        """See StepSink."""
+        batch = plan.batch
+        num_tokens = batch.num_decodes
+        for chunk in batch.chunks:
+            num_tokens += chunk.num_tokens
+        preemptions = plan.preemptions
+        if preemptions:
+            self.tokens_lost += sum(preemption.num_computed_tokens for preemption in preemptions)
+        self._spans.extend(
+            (
+                1,
+                start_ns,
+                scheduler.num_used_high_water,
+                scheduler.cache.num_cached,
+                scheduler.running.num_running,
+                scheduler.waiting.num_waiting,
+                scheduler.blocked,
+                batch.num_decodes,
+                num_tokens,
+                len(preemptions),
+                len(plan.admitted),
+                0,
+            )
+        )
+        self._durations_ns.append(duration_ns)
+        self._pages_taken.append(0)
+
+    def record_leap(
+        self,
+        start_ns: int,
+        durations_ns: array[int],
+        pages_taken: list[int],
+        num_used: int,
+        num_cached: int,
+        scheduler: Scheduler,
+    ) -> None:
+        """See StepSink."""
+        num_decodes = scheduler.running.num_running
+        self._spans.extend(
+            (
+                len(durations_ns),
+                start_ns,
+                num_used,
+                num_cached,
+                num_decodes,
+                scheduler.waiting.num_waiting,
+                scheduler.blocked,
+                num_decodes,
+                num_decodes,
+                0,
+                0,
+                1,
+            )
+        )
+        self._durations_ns.extend(durations_ns)
+        self._pages_taken.extend(pages_taken)
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Integer columns by name, one row a step."""
+        spans = np.frombuffer(self._spans, np.int64).reshape(-1, len(_SPAN_FIELDS))
+        span = dict(zip(_SPAN_FIELDS, np.ascontiguousarray(spans.T), strict=True))
+        num_steps = span.pop("num_steps")
+        durations_ns = np.frombuffer(self._durations_ns, np.int64)
+        taken = np.frombuffer(self._pages_taken, np.int64)
+        steps = {name: np.repeat(values, num_steps) for name, values in span.items()}
+        first = np.repeat(np.cumsum(num_steps) - num_steps, num_steps)
+        elapsed = np.concatenate(([0], np.cumsum(durations_ns)))
+        steps["start_ns"] += elapsed[:-1] - elapsed[first]
+        steps["duration_ns"] = durations_ns
+        pages = np.cumsum(taken)
+        steps["used"] += pages - (pages - taken)[first]
+        # In a leap, a cached page is evicted only for what empty pages do not cover.
+        left = np.minimum(steps["cached"], self._num_pages - steps["used"])
+        steps["cached"] = np.where(steps.pop("is_leap"), left, steps["cached"])
+        return steps

@@ -1,0 +1,137 @@
+"""What a replay is built from: an engine, how many of them, and how requests come to them."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.executor.cost import CallableCost, CostModel, CostSpec, PolynomialCost, parse_cost
+from kvarts.replayer.router import RouterName
+from kvarts.replayer.workload import Workload
+
+__all__ = ["ReplayConfig", "Slo", "load_config", "make_config"]
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request must keep to count as goodput: bounds in milliseconds, each optional."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ConfigError(f"must be above 0, got {value}", field=f"slo.{field}")
+
+
+class ReplayConfig(
+    EngineConfig,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+):
+    """One replay. Raises ConfigError for a value out of range, or for settings that exclude each other.
+
+    `cost`: a cost model, or any callable that answers the milliseconds of a Batch. `replicas` engines of the same
+    configuration stand behind `router`. Requests arrive at their times divided by `speedup`, or `concurrency` of them
+    are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of page
+    accounting after every step.
+    """
+
+    cost: Any = PolynomialCost()
+    replicas: int = 1
+    router: RouterName = "round-robin"
+    concurrency: int | None = None
+    speedup: float = 1.0
+    slo: Slo = Slo()
+    step_by_step: bool = False
+    audit: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replicas < 1:
+            raise ConfigError(f"must be at least 1, got {self.replicas}", field="replicas")
+        if self.router not in ("round-robin", "least-loaded", "prefix"):
+            raise ConfigError(f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}", field="router")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"must be at least 1, got {self.concurrency}", field="concurrency")
+        if not 0.0 < self.speedup < float("inf"):
+            raise ConfigError(f"must be a finite number above 0, got {self.speedup}", field="speedup")
+        if self.concurrency is not None and self.speedup != 1.0:
+            raise ConfigError(
+                "a closed loop has no arrival times to speed up",
+                field="speedup",
+                hint="Give concurrency or speedup, not both.",
+            )
+        if not callable(self.cost) and not hasattr(self.cost, "decode_ns"):
+            raise ConfigError(f"{self.cost!r} is neither a cost model nor callable", field="cost")
+
+    @property
+    def cost_model(self) -> CostModel:
+        """The cost model that `cost` names."""
+        cost: CostModel = self.cost if hasattr(self.cost, "decode_ns") else CallableCost(self.cost)
+        return cost
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a TOML file may hold beside the fields of ReplayConfig."""
+
+    trace: str | None = None
+    trace_block_size: Annotated[int, msgspec.Meta(ge=1)] = 512
+    skip_bad_lines: bool = False
+    workload: Workload | None = None
+
+
+def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads a TOML file: the settings of ReplayConfig by their file names, for `make_config`, and the traffic.
+
+    The traffic is what is given of `trace`, `trace_block_size`, `skip_bad_lines` and `workload`, a Workload.
+
+    `cost` is a string as on the command line, or a table. Raises InputError for what is no TOML, ConfigError for an
+    unknown key or a bad value.
+    """
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path, hint="Check the path of the configuration.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"is no readable TOML: {error}", path=path) from error
+    traffic = {name: values.pop(name) for name in _File.__struct_fields__ if name in values}
+    known = set(ReplayConfig.__struct_encode_fields__)
+    for name in values:
+        if name not in known:
+            hint = f"Known: {', '.join(sorted(known | set(_File.__struct_fields__)))}."
+            raise ConfigError("unknown key", path=path, field=name, hint=hint)
+    try:
+        if "cost" in values:
+            cost = values["cost"]
+            values["cost"] = parse_cost(cost) if isinstance(cost, str) else msgspec.convert(cost, CostSpec)
+        checked = msgspec.convert(traffic, _File)
+        return values, {name: getattr(checked, name) for name in traffic}
+    except msgspec.ValidationError as error:
+        raise _named(error, path) from error
+
+
+def make_config(values: dict[str, Any], path: Path | str | None = None) -> ReplayConfig:
+    """A ReplayConfig from values by their file names. Raises ConfigError that names the field, and `path` if given."""
+    try:
+        return msgspec.convert(values, ReplayConfig)
+    except msgspec.ValidationError as error:
+        raise _named(error, path) from error
+
+
+def _named(error: msgspec.ValidationError, path: Path | str | None) -> ConfigError:
+    """Msgspec says `what - at `$.field``, and wraps what a value's own checks raise."""
+    cause = error.__cause__
+    if isinstance(cause, ConfigError):
+        return ConfigError(cause.what, hint=cause.hint, path=path, field=cause.field)
+    what, _, where = str(error).partition(" - at ")
+    return ConfigError(what, path=path, field=where.strip("`").removeprefix("$.") or None)

@@ -1,0 +1,330 @@
+"""What a replay says: latencies, hit rates, memory, and what limited the run.
+
+Everything is computed from integer columns when it is asked for. A percentile of n sorted values is the element
+round(p (n - 1)), halves to even: an observed value, never one between two. Times are in milliseconds from arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import isnan
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.replayer.columns import COMPLETED, Column, RequestLog, StepLog
+from kvarts.replayer.config import ReplayConfig
+from kvarts.replayer.trace import Trace
+from kvarts.replayer.workingset import working_set_pages
+from kvarts.sched.scheduler import Blocked
+
+__all__ = ["REPORT_VERSION", "Report"]
+
+REPORT_VERSION = 1
+NS_PER_MS = 1e6
+PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
+LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
+STATUS_NAMES = ("completed", "rejected")
+
+Distribution = dict[str, float | None]
+
+
+class Report:
+    """The outcome of a replay.
+
+    `requests` and `steps` are columns that `pandas.DataFrame` and `polars.DataFrame` take as they are; `summary` is
+    what `--json` prints.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        requests: RequestLog,
+        steps: Sequence[StepLog],
+        *,
+        stalls_ns: Sequence[int],
+        num_evicted_pages: int,
+    ) -> None:
+        self.config = config
+        self.trace_name = trace.name
+        self._trace = trace
+        self._request_log = requests
+        self._step_logs = steps
+        self._stalls_ns = stalls_ns
+        self._num_evicted_pages = num_evicted_pages
+
+    # Columns ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def requests(self) -> dict[str, Sequence[Any] | Column]:
+        """One row a request, in arrival order. Times are in ms from the start; NaN where they never came."""
+        raw = self._request_log.columns
+        return {
+            "request_id": self._request_log.request_ids(),
+            "arrival_ms": _ms(raw["arrival_ns"]),
+            "input_tokens": raw["input_tokens"],
+            "output_tokens": raw["output_tokens"],
+            "first_admitted_ms": _ms(raw["first_admitted_ns"]),
+            "first_token_ms": _ms(raw["first_token_ns"]),
+            "last_token_ms": _ms(raw["last_token_ns"]),
+            "cached_tokens": raw["cached_tokens"],
+            "admissions": raw["admissions"],
+            "preemptions": raw["preemptions"],
+            "recomputed_tokens": raw["recomputed_tokens"],
+            "replica": raw["replica"],
+            "status": [STATUS_NAMES[status] for status in raw["status"].tolist()],
+            "reason": self._request_log.reasons(),
+        }
+
+    @cached_property
+    def steps(self) -> dict[str, Column]:
+        """One row a step, by replica, then time.
+
+        `used_pages` is the step's high-water mark; `cached_pages` is as after planning it. `blocked` says why the
+        head of the queue was not admitted: 0 nobody waits, 1 token budget, 2 pages, 3 sequence cap.
+        """
+        raw = self._raw_steps
+        return {
+            "replica": raw["replica"],
+            "start_ms": _ms(raw["start_ns"]),
+            "duration_ms": _ms(raw["duration_ns"]),
+            "tokens": raw["tokens"],
+            "decodes": raw["decodes"],
+            "running": raw["running"],
+            "waiting": raw["waiting"],
+            "blocked": raw["blocked"],
+            "admitted": raw["admitted"],
+            "preempted": raw["preempted"],
+            "used_pages": raw["used"],
+            "cached_pages": raw["cached"],
+        }
+
+    @cached_property
+    def _raw_steps(self) -> dict[str, Column]:
+        logs = [log.columns for log in self._step_logs]
+        steps = {name: _joined([log[name] for log in logs]) for name in logs[0]}
+        steps["replica"] = np.repeat(np.arange(len(logs)), [len(log["start_ns"]) for log in logs])
+        return steps
+
+    # Summary ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Everything in one JSON-able value."""
+        config = self.config
+        raw = self._request_log.columns
+        done = raw["status"] == COMPLETED
+        completed = raw if done.all() else {name: column[done] for name, column in raw.items()}
+        steps = self._raw_steps
+        num_requests = len(done)
+        num_completed = len(completed["row"])
+        ttft_ns = completed["first_token_ns"] - completed["arrival_ns"]
+        e2e_ns = completed["last_token_ns"] - completed["arrival_ns"]
+        queue_ns = completed["first_admitted_ns"] - completed["arrival_ns"]
+        output = completed["output_tokens"]
+        several = output > 1
+        decode_ns = completed["last_token_ns"] - completed["first_token_ns"]
+        tpot_ns = decode_ns[several] / (output[several] - 1)
+        end_ns = int((steps["start_ns"] + steps["duration_ns"]).max(initial=0))
+        duration_s = max(end_ns, int(raw["arrival_ns"].max(initial=0))) / 1e9
+        input_tokens = int(completed["input_tokens"].sum())
+        output_tokens = int(output.sum())
+        cached_tokens = int(completed["cached_tokens"].sum())
+        pool_pages = config.num_pages
+        busy_ns = int(steps["duration_ns"].sum())
+        used_page_ns = _dot(steps["used"], steps["duration_ns"])
+        peak_used = int(steps["used"].max(initial=0))
+        working_set = working_set_pages(self._trace, config.page_size)
+        return {
+            "version": REPORT_VERSION,
+            "trace": self.trace_name,
+            "config": _config_as_json(config),
+            "percentile_method": "element round(p * (n - 1)) of the sorted values",
+            "duration_ms": duration_s * 1e3,
+            "num_requests": num_requests,
+            "num_completed": num_completed,
+            "num_rejected": num_requests - num_completed,
+            "num_skipped_lines": self._trace.num_skipped_lines,
+            "num_input_tokens": input_tokens,
+            "num_output_tokens": output_tokens,
+            "ttft_ms": _distribution(ttft_ns),
+            "itl_ms": self._itl(),
+            "tpot_ms": _distribution(tpot_ns),
+            "e2e_ms": _distribution(e2e_ns),
+            "queue_ms": _distribution(queue_ns),
+            "request_throughput_per_s": _ratio(num_completed, duration_s),
+            "input_throughput_tokens_per_s": _ratio(input_tokens, duration_s),
+            "output_throughput_tokens_per_s": _ratio(output_tokens, duration_s),
+            "goodput": self._goodput(ttft_ns, tpot_ns, several, e2e_ns, duration_s),
+            "prefix_hit_ratio": _ratio(cached_tokens, input_tokens),
+            "prefix_hit_ratio_by_tier": {"device": _ratio(cached_tokens, input_tokens)},
+            "num_cached_tokens": cached_tokens,
+            "num_recomputed_tokens": int(completed["recomputed_tokens"].sum()),
+            "num_preemptions": int(steps["preempted"].sum()),
+            "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in self._step_logs),
+            "num_steps": len(steps["start_ns"]),
+            "num_evicted_pages": self._num_evicted_pages,
+            "peak_used_pages": peak_used,
+            "peak_used_pct": peak_used / pool_pages,
+            "mean_used_pct": _ratio(used_page_ns, busy_ns * pool_pages),
+            "busy_pct": _ratio(busy_ns, duration_s * 1e9 * config.replicas),
+            "peak_running": int(steps["running"].max(initial=0)),
+            "peak_waiting": int(steps["waiting"].max(initial=0)),
+            "working_set_pages": working_set,
+            "working_set_to_pool": None if working_set is None else working_set / (pool_pages * config.replicas),
+            "limited_by": self._limits(queue_ns, e2e_ns),
+            "replicas": self._replicas(),
+        }
+
+    def to_json(self) -> bytes:
+        """The summary as indented JSON, with a line end."""
+        return msgspec.json.format(msgspec.json.encode(self.summary), indent=2) + b"\n"
+
+    def requests_jsonl(self) -> bytes:
+        """The requests as JSON lines, in arrival order; null where a time never came."""
+        columns = []
+        for column in self.requests.values():
+            if not isinstance(column, np.ndarray):
+                columns.append(column)
+            elif column.dtype.kind == "f":
+                columns.append([None if isnan(value) else value for value in column.tolist()])
+            else:
+                columns.append(column.tolist())
+        names = list(self.requests)
+        encode_lines: bytes = msgspec.json.Encoder().encode_lines(
+            [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        )
+        return encode_lines
+
+    def _itl(self) -> Distribution:
+        """Gaps between a request's consecutive tokens: as a rule the duration of the step that made the later one."""
+        steps = self._raw_steps
+        return _distribution(steps["duration_ns"], weights=steps["decodes"], extra=self._stalls_ns)
+
+    def _goodput(
+        self,
+        ttft_ns: Column,
+        tpot_ns: Column,
+        several: Column,
+        e2e_ns: Column,
+        duration_s: float,
+    ) -> dict[str, float | None] | None:
+        """Requests a second that keep the SLO; None without one."""
+        slo = self.config.slo
+        if slo.ttft_ms is None and slo.tpot_ms is None and slo.e2e_ms is None:
+            return None
+        good = np.ones(len(ttft_ns), np.bool_)
+        if slo.ttft_ms is not None:
+            good &= ttft_ns <= slo.ttft_ms * NS_PER_MS
+        if slo.e2e_ms is not None:
+            good &= e2e_ns <= slo.e2e_ms * NS_PER_MS
+        if slo.tpot_ms is not None:
+            good[several] &= tpot_ns <= slo.tpot_ms * NS_PER_MS
+        num_good = int(good.sum())
+        return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
+
+    def _limits(self, queue_ns: Column, e2e_ns: Column) -> dict[str, Any]:
+        """What waiting requests waited for, by the time they waited."""
+        steps = self._raw_steps
+        waited = {
+            name: _dot(steps["waiting"] * (steps["blocked"] == reason), steps["duration_ns"])
+            for reason, name in LIMITS.items()
+        }
+        total = sum(waited.values())
+        cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
+        if int(queue_ns.sum()) * 100 < int(e2e_ns.sum()):
+            cause = "nothing"
+        return {
+            "cause": cause,
+            "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
+        }
+
+    def _replicas(self) -> list[dict[str, Any]]:
+        raw = self._request_log.columns
+        done = raw["status"] == COMPLETED
+        out = []
+        for replica, log in enumerate(self._step_logs):
+            mine = done & (raw["replica"] == replica)
+            steps = log.columns
+            input_tokens = int(raw["input_tokens"][mine].sum())
+            out.append(
+                {
+                    "num_completed": int(mine.sum()),
+                    "num_steps": len(steps["start_ns"]),
+                    "num_preemptions": int(steps["preempted"].sum()),
+                    "prefix_hit_ratio": _ratio(int(raw["cached_tokens"][mine].sum()), input_tokens),
+                    "peak_used_pct": int(steps["used"].max(initial=0)) / self.config.num_pages,
+                    "busy_ms": int(steps["duration_ns"].sum()) / NS_PER_MS,
+                }
+            )
+        return out
+
+
+def _config_as_json(config: ReplayConfig) -> dict[str, Any]:
+    """By the names that a file and the command line use."""
+    names = zip(config.__struct_fields__, config.__struct_encode_fields__, strict=True)
+    values = {encoded: getattr(config, field) for field, encoded in names}
+    cost = values["cost"]
+    values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(config.cost_model)
+    values["slo"] = msgspec.to_builtins(values["slo"])
+    # How a replay is carried out is no part of what it says.
+    del values["step_by_step"], values["audit"]
+    return values
+
+
+def _ms(ns: Column) -> npt.NDArray[np.float64]:
+    ms = ns / NS_PER_MS
+    ms[ns < 0] = np.nan
+    return ms
+
+
+def _joined(columns: list[Column]) -> Column:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _dot(counts: Column, times_ns: Column) -> int:
+    """The sum of products, exact: times are split so that no partial sum leaves 64 bits."""
+    high, low = np.divmod(times_ns, 1 << 20)
+    return (int(np.dot(counts, high)) << 20) + int(np.dot(counts, low))
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _distribution(values_ns: Column, weights: Column | None = None, extra: Sequence[int] = ()) -> Distribution:
+    """Mean, percentiles and maximum in ms; each value counts `weights` times, each of `extra` once."""
+    if weights is None:
+        ordered = np.sort(values_ns)
+        count = len(ordered)
+        mean = float(ordered.mean()) if count else 0.0
+
+        def at(rank: int) -> float:
+            return float(ordered[rank])
+
+    else:
+        used = weights > 0
+        values_ns, weights = values_ns[used], weights[used]
+        if len(extra):
+            values_ns = np.concatenate((values_ns, np.asarray(extra, np.int64)))
+            weights = np.concatenate((weights, np.ones(len(extra), np.int64)))
+        order = np.argsort(values_ns, kind="stable")
+        ordered = values_ns[order]
+        ranks = np.cumsum(weights[order])
+        count = int(ranks[-1]) if len(ranks) else 0
+        mean = _dot(weights, values_ns) / count if count else 0.0
+
+        def at(rank: int) -> float:
+            return float(ordered[np.searchsorted(ranks, rank, side="right")])
+
+    if not count:
+        return dict.fromkeys(("mean", *PERCENTILES, "max"))
+    found: Distribution = {"mean": mean / NS_PER_MS}
+    for name, p in PERCENTILES.items():
+        found[name] = at(round(p * (count - 1))) / NS_PER_MS
+    found["max"] = at(count - 1) / NS_PER_MS
+    return found

@@ -1,0 +1,78 @@
+"""Which replica a request goes to. Ties go to the replica that comes first, never to chance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from kvarts.engine import Engine
+from kvarts.request import Request
+
+__all__ = ["LeastLoaded", "PrefixAware", "RoundRobin", "Router", "RouterName", "make_router"]
+
+RouterName = Literal["round-robin", "least-loaded", "prefix"]
+
+
+class Router(Protocol):
+    """Promises: looks at the engines and changes nothing in them."""
+
+    def choose(self, request: Request, engines: Sequence[Engine]) -> int:
+        """The index of the engine that `request` goes to."""
+
+
+class RoundRobin:
+    """The i-th arrival goes to replica i modulo their number."""
+
+    def __init__(self) -> None:
+        self._num_routed = 0
+
+    def choose(self, request: Request, engines: Sequence[Engine]) -> int:
+        """See Router."""
+        index = self._num_routed % len(engines)
+        self._num_routed += 1
+        return index
+
+
+class LeastLoaded:
+    """The replica with the fewest requests running or waiting."""
+
+    def choose(self, request: Request, engines: Sequence[Engine]) -> int:
+        """See Router."""
+        return min(range(len(engines)), key=lambda index: num_requests(engines[index]))
+
+
+class PrefixAware:
+    """The replica where the request costs least: the prompt pages it would have to compute, plus the load.
+
+    Load is the pages in use and the pages that waiting requests know tokens for, in the same unit, so an idle replica
+    without the prefix wins over a crowded one with it as soon as the crowd holds more pages than the hit saves.
+    """
+
+    def choose(self, request: Request, engines: Sequence[Engine]) -> int:
+        """See Router."""
+
+        def cost(index: int) -> int:
+            engine = engines[index]
+            config, scheduler = engine.config, engine.scheduler
+            limit = (request.num_known - 1) // config.page_size
+            hit_pages = scheduler.cache.match(request.content, limit).num_pages
+            num_waiting_pages = sum(config.pages_for(waiting.num_known) for waiting in scheduler.waiting)
+            to_compute = config.pages_for(request.num_prompt_tokens) - hit_pages
+            return to_compute + scheduler.cache.num_used + num_waiting_pages
+
+        return min(range(len(engines)), key=cost)
+
+
+def num_requests(engine: Engine) -> int:
+    """Requests running or waiting."""
+    return engine.scheduler.running.num_running + engine.scheduler.waiting.num_waiting
+
+
+def make_router(name: RouterName) -> Router:
+    """The router of that name."""
+    routers: dict[str, type[RoundRobin | LeastLoaded | PrefixAware]] = {
+        "round-robin": RoundRobin,
+        "least-loaded": LeastLoaded,
+        "prefix": PrefixAware,
+    }
+    return routers[name]()

@@ -1,0 +1,100 @@
+"""Recorded traffic, whatever file it came from.
+
+A trace is a sequence of requests in arrival order. Prompts are strings of units: hash ids that stand for
+`unit_tokens` tokens each, or single tokens. Nothing here knows an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import numpy as np
+
+from kvarts.content import Content
+
+__all__ = ["Trace", "TraceRequest"]
+
+Units = bytes | tuple[range, ...]
+"""Ids of 8 bytes each, or ranges of single token ids that are spelled out only while the request is alive."""
+
+
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
+    """One row of a trace. `row` is its place in the file, `arrival_ns` counted from the first arrival.
+
+    A turn of a session (`session_id`) waits for the turn before it, and then for `delay_ns`; without a delay it
+    arrives at its time, or when the turn before it is done, whichever is later.
+    """
+
+    row: int
+    arrival_ns: int
+    units: Units
+    num_prompt_tokens: int
+    num_output_tokens: int
+    output_units: Units | None = None
+    """The tokens it generates, one a unit, where they are known: then later prompts can hit them."""
+    priority: int = 0
+    session_id: str | None = None
+    delay_ns: int | None = None
+    request_id: str | None = None
+    tenant: str | None = None
+
+
+class Trace:
+    """Requests in arrival order, and what their units mean.
+
+    `requests` may be any iterable; what is no list is read as it is needed, so it must come in arrival order.
+    `has_output_tokens`: some request has `output_units`, so prompts have to be compared token by token.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[TraceRequest],
+        *,
+        unit_tokens: int = 1,
+        has_output_tokens: bool = False,
+        name: str = "trace",
+        num_skipped_lines: int = 0,
+    ) -> None:
+        self._requests = requests
+        self.unit_tokens = unit_tokens
+        self.has_output_tokens = has_output_tokens
+        self.name = name
+        self.num_skipped_lines = num_skipped_lines
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self._requests)
+
+    @property
+    def requests(self) -> list[TraceRequest] | None:
+        """All requests, if they are known beforehand."""
+        return self._requests if isinstance(self._requests, list) else None
+
+    def content(self, request: TraceRequest, *, page_size: int, owner: int) -> Content:
+        """What the pages of `request` will hold."""
+        num_tokens = request.num_prompt_tokens
+        units, unit_tokens = request.units, self.unit_tokens
+        if isinstance(units, tuple):
+            units = spell(units)
+        if self.has_output_tokens:
+            if unit_tokens > 1:
+                ids = np.frombuffer(units, np.uint64)
+                units = np.repeat(ids, unit_tokens)[:num_tokens].tobytes()
+                unit_tokens = 1
+            output = request.output_units
+            if output is not None:
+                units += spell(output) if isinstance(output, tuple) else output
+                num_tokens += request.num_output_tokens
+        return Content(
+            units,
+            num_tokens=num_tokens,
+            page_size=page_size,
+            unit_tokens=unit_tokens,
+            owner=owner,
+            salt=request.tenant,
+        )
+
+
+def spell(ranges: tuple[range, ...]) -> bytes:
+    """The ids of `ranges`, 8 bytes each."""
+    return b"".join(np.arange(r.start, r.stop, dtype=np.uint64).tobytes() for r in ranges)

@@ -1,0 +1,102 @@
+"""What a step does: a frozen value, and the only thing an executor sees.
+
+A plan speaks of *rows*: places in the executor's batch, one for each running request, in [0, max_num_seqs). The
+fields that name pages, rows and tokens are filled for executors that need them; virtual time does without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.events import Preemption
+from kvarts.kv.pool import PageId
+
+__all__ = ["Batch", "Chunk", "DecodeRows", "StepPlan", "StepResult"]
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """A stretch of one sequence's known tokens, computed in one step: of a prompt, or of a recompute.
+
+    Tokens [start, start + num_tokens) are computed; `num_known_tokens` is where known tokens end, and the first
+    `num_prompt_tokens` of them are the prompt. A chunk that reaches the end of the known tokens samples the next.
+    """
+
+    start: int
+    num_tokens: int
+    num_prompt_tokens: int
+    num_known_tokens: int
+    row: int = -1
+    request_index: int = -1
+    tokens: Any = None
+    """npt.NDArray[np.uint64] of shape [num_tokens], or None."""
+    page_ids: tuple[PageId, ...] | None = None
+    """Every page of the sequence so far, in order of position, or None."""
+
+    @property
+    def end(self) -> int:
+        """The position after the last computed token."""
+        return self.start + self.num_tokens
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a token is sampled after it."""
+        return self.start + self.num_tokens == self.num_known_tokens
+
+
+class Batch(msgspec.Struct, frozen=True, gc=False):
+    """The work of a step, as a cost model sees it.
+
+    `num_decodes` sequences compute one token each; together they know `decode_known_tokens` tokens, these included.
+    `pool_tokens`: what the whole KV pool holds.
+    """
+
+    chunks: tuple[Chunk, ...]
+    num_decodes: int
+    decode_known_tokens: int
+    pool_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return sum(chunk.num_tokens for chunk in self.chunks) + self.num_decodes
+
+
+class DecodeRows(msgspec.Struct, frozen=True, gc=False):
+    """The decodes of a step, row by row; all arrays have shape [num_decodes].
+
+    `positions`: where the token stands that is computed. `tokens`: its id. `new_pages`: (row, index in the sequence's
+    page table, page id) of every page that a decode got in this step.
+    """
+
+    rows: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.uint64]
+    new_pages: tuple[tuple[int, int, PageId], ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
+    """One step. `admitted`, by request index, in order; `preemptions` in order. A row in `left_rows` is no longer
+    whose it was: its request finished, was cancelled or was preempted since the last plan."""
+
+    step: int
+    batch: Batch
+    admitted: tuple[int, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
+    decodes: DecodeRows | None = None
+    left_rows: tuple[int, ...] = ()
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """What an executor answers. `duration_ns`: how long the step took.
+
+    `tokens`: shape [max_num_seqs], the id sampled for each row that sampled one; None in virtual time.
+    `stopped_rows`: rows whose token ended their sequence.
+    """
+
+    duration_ns: int
+    tokens: npt.NDArray[np.uint64] | None = None
+    stopped_rows: tuple[int, ...] = ()

@@ -1,0 +1,105 @@
+"""The rows of a live batch: which request sits where, and the tokens sampled for it.
+
+A step of 256 decodes changes every one of them. What changes alike is kept as arrays over rows and written at once;
+a request is looked at only when it enters, fills a page or leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.kv.pool import PageId
+from kvarts.request import Request
+from kvarts.sched.plan import DecodeRows, StepResult
+
+__all__ = ["LiveRows"]
+
+
+class LiveRows:
+    """Owner of each request's `row`, and of sampled tokens until they enter the request's content."""
+
+    __slots__ = (
+        "_bases",
+        "_decoding",
+        "_free_rows",
+        "_left",
+        "_rows",
+        "_sampled",
+        "_sampled_steps",
+        "requests",
+    )
+
+    def __init__(self, max_num_seqs: int, page_size: int) -> None:
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self._free_rows = list(range(max_num_seqs))
+        heapify(self._free_rows)
+        self._bases = np.zeros(max_num_seqs, np.int64)
+        self._decoding = np.zeros(max_num_seqs, np.bool_)
+        self._rows: npt.NDArray[np.int64] | None = None
+        self._left: list[int] = []
+        # A ring of the last steps' tokens: a request brings its tokens home at least once in page_size steps.
+        self._sampled_steps = page_size + 1
+        self._sampled = np.zeros((self._sampled_steps, max_num_seqs), np.uint64)
+
+    def enter(self, request: Request) -> None:
+        """Gives `request` the lowest free row."""
+        request.row = heappop(self._free_rows)
+        self.requests[request.row] = request
+
+    def leave(self, request: Request) -> None:
+        """Frees the row of `request`."""
+        row = request.row
+        self.requests[row] = None
+        heappush(self._free_rows, row)
+        self._left.append(row)
+        if self._decoding[row]:
+            self._decoding[row] = False
+            self._rows = None
+        request.row = -1
+
+    def start_decoding(self, request: Request) -> None:
+        """From the next step on `request` computes one token a step."""
+        self._bases[request.row] = request.wheel_base
+        self._decoding[request.row] = True
+        self._rows = None
+
+    def keep(self, step: int, result: StepResult) -> None:
+        """Takes in the tokens that `step` sampled."""
+        assert result.tokens is not None, "an executor of pages answers with tokens"
+        self._sampled[step % self._sampled_steps] = result.tokens
+
+    def bring_home(self, request: Request, num_known: int, step: int) -> None:
+        """Appends to the content what was sampled before `step`, so that `num_known` tokens are known."""
+        count = num_known - request.content.num_known_tokens
+        if count:
+            assert count <= self._sampled_steps
+            steps = np.arange(step - count, step) % self._sampled_steps
+            request.content.append(self._sampled[steps, request.row].tobytes())
+
+    def decodes(self, step: int, with_new_page: Iterable[Request]) -> DecodeRows:
+        """The decodes of `step`; each has sampled a token in the step before. `with_new_page`: got a page for it."""
+        rows = self._rows
+        if rows is None:
+            rows = self._rows = np.flatnonzero(self._decoding)
+            rows.flags.writeable = False
+        return DecodeRows(
+            rows=rows,
+            positions=self._bases[rows] + step,
+            tokens=self._sampled[(step - 1) % self._sampled_steps][rows],
+            new_pages=tuple(self._last_page(request) for request in with_new_page),
+        )
+
+    def _last_page(self, request: Request) -> tuple[int, int, PageId]:
+        holding = request.holding
+        assert holding is not None and holding.page_ids is not None
+        return request.row, holding.num_pages - 1, holding.page_ids[-1]
+
+    def take_left(self) -> tuple[int, ...]:
+        """Rows vacated since last asked."""
+        left = tuple(self._left)
+        self._left.clear()
+        return left

@@ -1,0 +1,477 @@
+"""The scheduler of one engine: running requests first, then waiting ones, within a token budget.
+
+There is no prefill mode and no decode mode: in every step, each running request computes some of the tokens that are
+known and not yet computed. Requests with just one such token are on the decode wheel; at most one request has more,
+the *chunked* one, because whoever did not get all its tokens took the last of the budget, and nobody is admitted
+after it. So the order of a step is: the wheel, the chunked request, then admissions.
+
+The scheduler reads no clock and no random number: time comes in with `schedule` and `commit`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from kvarts.config import EngineConfig
+from kvarts.events import PageEvent, Preemption
+from kvarts.kv.cache import PageCache
+from kvarts.kv.pool import PageId
+from kvarts.request import Request
+from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
+from kvarts.sched.policy import RunningSet, WaitingQueue
+from kvarts.sched.rows import LiveRows
+from kvarts.sched.wheel import DecodeWheel
+
+__all__ = ["Blocked", "Scheduler"]
+
+
+class Blocked(IntEnum):
+    """Why the head of the waiting queue was not admitted."""
+
+    NOT = 0
+    BUDGET = 1
+    PAGES = 2
+    SEQS = 3
+
+
+class Scheduler:
+    """Owner of the queues, the wheel and the page cache, and of everything in a Request that changes.
+
+    `with_page_ids`: plans name pages, rows and tokens, for an executor that writes KV. `events` receives page events.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, with_page_ids: bool = False, events: list[PageEvent] | None = None
+    ) -> None:
+        self.config = config
+        self.cache = PageCache(config.num_pages, with_page_ids=with_page_ids, events=events)
+        self.wheel = DecodeWheel(config.page_size)
+        self.waiting = WaitingQueue()
+        self.running = RunningSet()
+        self.rows = LiveRows(config.max_num_seqs, config.page_size) if with_page_ids else None
+        self.blocked = Blocked.NOT
+        """Why the head waits; NOT also where nobody waits or the head was not looked at since something changed."""
+        self.num_used_high_water = 0
+        """Most pages in use at any moment of the last scheduled step."""
+        self.stalls_ns: list[int] = []
+        """For every token made after a preemption: the time since the token before it."""
+        self._chunked: Request | None = None
+        self._completing: list[Request] = []
+        """Who computes the last of its known tokens in the scheduled step, off the wheel."""
+        self._has_events = events is not None
+        self._num_admitted = 0
+        # Decoding requests whose generated pages others may hit, because their tokens are known.
+        self._num_sharing = 0
+
+    # Requests come and go ---------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> str | None:
+        """Queues `request`; or answers why it can never run, and forgets it."""
+        config = self.config
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens - 1
+        num_pages = config.pages_for(num_tokens)
+        if num_pages > config.num_pages:
+            return (
+                f"needs {num_pages} pages of {config.page_size} tokens for {request.num_prompt_tokens} prompt and "
+                f"{request.num_output_tokens} output tokens; the pool has {config.num_pages}"
+            )
+        if config.profile == "mocker":
+            request.priority = 0
+        self.waiting.push(request)
+        if self.waiting.head() is request:
+            self.blocked = Blocked.NOT
+        return None
+
+    def cancel(self, request: Request) -> None:
+        """Takes a waiting or running request out, between steps; its pages are free at once."""
+        if request.admission < 0:
+            self.waiting.remove(request)
+        else:
+            self._stop(request)
+        self.blocked = Blocked.NOT
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.running.num_running or self.waiting.num_waiting)
+
+    # One step ---------------------------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int) -> StepPlan:
+        """Plans the step that starts at `now_ns` and takes its pages. `commit` must follow."""
+        wheel, cache, config = self.wheel, self.cache, self.config
+        preemptions: list[Preemption] = []
+        self.num_used_high_water = 0
+        num_due = wheel.pages_due()
+        if num_due > cache.num_free:
+            self._take_due_one_by_one(now_ns, preemptions)
+        elif num_due:
+            self._take_due(num_due)
+        budget = config.max_num_batched_tokens - wheel.num_decoding
+        chunks: list[Chunk] = []
+        if self._chunked is not None:
+            budget = self._continue_chunked(self._chunked, budget, now_ns, preemptions, chunks)
+        if self._num_sharing:
+            self._publish_filled(1)
+        admitted: tuple[int, ...] = ()
+        if preemptions:
+            self.blocked = Blocked.NOT
+        elif self.waiting.num_waiting:
+            admitted = self._admit(now_ns, budget, chunks)
+        num_used = cache.num_used
+        if num_used > self.num_used_high_water:
+            self.num_used_high_water = num_used
+        batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, config.pool_tokens)
+        rows = self.rows
+        if rows is None:
+            return StepPlan(wheel.step, batch, admitted, tuple(preemptions))
+        decodes = rows.decodes(wheel.step, wheel.needing_page()) if wheel.num_decoding else None
+        return StepPlan(wheel.step, batch, admitted, tuple(preemptions), decodes, rows.take_left())
+
+    def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
+        """The scheduled step ended at `end_ns`; returns who finished, in admission order."""
+        wheel, rows = self.wheel, self.rows
+        if rows is not None:
+            assert result is not None
+            rows.keep(wheel.step, result)
+        wheel.turn(1)
+        finished = self.commit_many(end_ns)
+        if self._completing:
+            self._commit_completing(end_ns, finished)
+        if rows is not None and result is not None and result.stopped_rows:
+            # Who stopped at what was its last token anyway is gone from its row already.
+            stopped = [request for row in result.stopped_rows if (request := rows.requests[row]) is not None]
+            for request in sorted(stopped, key=lambda request: request.admission):
+                self._stop(request)
+                request.last_token_ns = end_ns
+                finished.append(request)
+        if finished:
+            self.blocked = Blocked.NOT
+        return finished
+
+    # Many steps -------------------------------------------------------------------------------------------
+
+    def horizon(self) -> int:
+        """How many steps from now are certain to be alike: every decode gets a token, and nothing else happens.
+
+        0 if the next step has to be scheduled. Certain as long as nobody is added; somebody who does not become the
+        head of the waiting queue may be.
+        """
+        wheel = self.wheel
+        if self._chunked is not None or not wheel.num_decoding:
+            return 0
+        if self.waiting.num_waiting:
+            # Decodes only ever take more pages, so a head that was short of pages stays so; and of seats.
+            if self.blocked is Blocked.NOT:
+                return 0
+            if self.blocked is Blocked.BUDGET and wheel.num_decoding < self.config.max_num_batched_tokens:
+                return 0
+        num_steps = wheel.steps_to_finish()
+        page_size = self.config.page_size
+        most_pages = (num_steps // page_size + 1) * wheel.num_decoding
+        if self._num_sharing:
+            if self.blocked is Blocked.PAGES:
+                # A page that a decode fills may be one that the head needs, and then needs no more.
+                num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
+            elif self._has_events or most_pages > self.cache.num_empty:
+                # What is filled and what is evicted may be copies of one page: their order matters.
+                num_steps = min(num_steps, wheel.steps_to_filled_page())
+        num_free = self.cache.num_free
+        if most_pages > num_free:
+            num_steps = self._steps_within(num_free, num_steps)
+        return num_steps
+
+    def advance(self, num_steps: int) -> list[int]:
+        """Does `num_steps` of the steps that `horizon` promised; `commit_many` must follow. The pages each took."""
+        wheel = self.wheel
+        due = wheel.pages_due_by_step(num_steps)
+        num_due = sum(due)
+        if num_due:
+            assert not self.cache.has_page_ids, "page ids are handed out one step at a time"
+            self.cache.take(num_due)
+        if self._num_sharing:
+            self._publish_filled(num_steps)
+        wheel.turn(num_steps)
+        return due
+
+    def commit_many(self, end_ns: int) -> list[Request]:
+        """The last of the advanced steps ended at `end_ns`; returns who finished with it, in admission order."""
+        finished = self.wheel.pop_finished()
+        if finished:
+            for request in finished:
+                if self._num_sharing and self._shares(request):
+                    self._num_sharing -= 1
+                request.last_token_ns = end_ns
+                self._release(request)
+            self.blocked = Blocked.NOT
+        return finished
+
+    # Inside: pages of decodes -----------------------------------------------------------------------------
+
+    def _take_due(self, num_due: int) -> None:
+        page_ids = self.cache.take(num_due)
+        if page_ids is not None:
+            for request, page_id in zip(self.wheel.needing_page(), page_ids, strict=True):
+                self._give_page(request, page_id)
+
+    def _give_page(self, request: Request, page_id: PageId) -> None:
+        holding = request.holding
+        assert holding is not None and holding.page_ids is not None
+        holding.page_ids.append(page_id)
+        holding.num_pages += 1
+
+    def _take_due_one_by_one(self, now_ns: int, preemptions: list[Preemption]) -> None:
+        """Not every decode can have its page: in admission order, each takes one or preempts for it."""
+        cache = self.cache
+        served: set[int] = set()
+        for request in self.wheel.needing_page():
+            if request.admission < 0:
+                continue  # preempted for one before it
+            while not cache.num_free:
+                if self._preempt_for(request, 1, now_ns, preemptions, served) is request:
+                    break
+            else:
+                served.add(request.index)
+                page_ids = cache.take(1)
+                if page_ids is not None:
+                    self._give_page(request, page_ids[0])
+
+    def _preempt_for(
+        self,
+        asker: Request,
+        num_pages: int,
+        now_ns: int,
+        preemptions: list[Preemption],
+        served: set[int] | None,
+    ) -> Request:
+        """Preempts one request and returns it. `served`: the decodes that took a page for this step; None: all."""
+        cache = self.cache
+        num_used = cache.num_used
+        if num_used > self.num_used_high_water:
+            self.num_used_high_water = num_used
+        victim = self.running.victim()
+        num_unused = 0
+        if victim is self._chunked:
+            self._chunked = None
+        else:
+            self._leave_wheel(victim)
+            victim.last_token_ns = now_ns  # it made one in the step that ended now
+            # A page taken for the step that it is now not part of.
+            if victim.num_computed % self.config.page_size == 0 and (served is None or victim.index in served):
+                num_unused = 1
+        preemptions.append(
+            Preemption(victim.index, asker.index, num_pages - cache.num_free, num_used, victim.num_computed)
+        )
+        self._release(victim, num_unused)
+        victim.num_preemptions += 1
+        victim.num_computed = 0
+        self.waiting.push_front(victim)
+        return victim
+
+    # Inside: prompts --------------------------------------------------------------------------------------
+
+    def _continue_chunked(
+        self,
+        request: Request,
+        budget: int,
+        now_ns: int,
+        preemptions: list[Preemption],
+        chunks: list[Chunk],
+    ) -> int:
+        """The next chunk of the chunked request; returns the budget left. Preempts for its pages."""
+        cache = self.cache
+        start = request.num_computed
+        num_tokens = min(request.num_known - start, budget)
+        assert num_tokens > 0, "a sequence more than the budget has tokens"
+        holding = request.holding
+        assert holding is not None
+        num_pages = self.config.pages_for(start + num_tokens) - holding.num_pages
+        while num_pages > cache.num_free:
+            if self._preempt_for(request, num_pages, now_ns, preemptions, None) is request:
+                return budget
+        self._compute_chunk(request, num_tokens, chunks)
+        return budget - num_tokens
+
+    def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
+        """Admits from the head of the waiting queue while seats, budget and pages last."""
+        waiting, cache, config = self.waiting, self.cache, self.config
+        running = self.running
+        page_size = config.page_size
+        admitted: list[int] = []
+        self.blocked = Blocked.NOT
+        while (request := waiting.head()) is not None:
+            if running.num_running >= config.max_num_seqs:
+                self.blocked = Blocked.SEQS
+                break
+            if budget <= 0:
+                self.blocked = Blocked.BUDGET
+                break
+            num_known = request.num_known
+            # The last token is always computed: somebody has to produce the logits.
+            match = cache.match(request.content, (num_known - 1) // page_size)
+            if -(-num_known // page_size) - match.num_shared > cache.num_free:
+                self.blocked = Blocked.PAGES
+                break
+            waiting.pop()
+            request.admission = self._num_admitted
+            self._num_admitted += 1
+            running.add(request)
+            hit_tokens = match.num_pages * page_size
+            request.holding = cache.open(match)
+            request.num_computed = request.hit_tokens = hit_tokens
+            if request.num_admissions == 0:
+                request.first_admitted_ns = now_ns
+                request.cached_tokens = hit_tokens
+            elif hit_tokens > request.furthest_computed:
+                request.cached_tokens += hit_tokens - request.furthest_computed
+            if hit_tokens > request.largest_hit_tokens:
+                request.largest_hit_tokens = hit_tokens
+            request.num_admissions += 1
+            if self.rows is not None:
+                self.rows.enter(request)
+            num_tokens = num_known - hit_tokens
+            if num_tokens > budget:
+                num_tokens = budget
+            self._compute_chunk(request, num_tokens, chunks)
+            budget -= num_tokens
+            admitted.append(request.index)
+        return tuple(admitted)
+
+    def _compute_chunk(self, request: Request, num_tokens: int, chunks: list[Chunk]) -> None:
+        """Takes the pages of a chunk and counts it as computed; full pages can be hit from now on."""
+        config, cache = self.config, self.cache
+        holding, content = request.holding, request.content
+        assert holding is not None
+        start = request.num_computed
+        end = start + num_tokens
+        num_known = request.num_known
+        cache.grow(holding, config.pages_for(end))
+        request.num_computed = end
+        cache.publish(holding, content, end // config.page_size)
+        if end == num_known:
+            self._completing.append(request)
+            if request is self._chunked:
+                self._chunked = None
+        else:
+            self._chunked = request
+        if self.rows is None:
+            chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
+        else:
+            assert holding.page_ids is not None
+            chunks.append(
+                Chunk(
+                    start,
+                    num_tokens,
+                    request.num_prompt_tokens,
+                    num_known,
+                    row=request.row,
+                    request_index=request.index,
+                    tokens=np.frombuffer(content.tokens(start, end).tobytes(), np.uint64),
+                    page_ids=tuple(holding.page_ids),
+                )
+            )
+
+    def _commit_completing(self, end_ns: int, finished: list[Request]) -> None:
+        """Each completed chunk gave its sequence one more token."""
+        wheel, rows = self.wheel, self.rows
+        for request in self._completing:
+            request.num_made += 1
+            if request.first_token_ns < 0:
+                request.first_token_ns = end_ns
+            else:
+                self.stalls_ns.append(end_ns - request.last_token_ns)
+            if request.num_made == request.num_output_tokens:
+                finished.append(request)
+                request.last_token_ns = end_ns
+                self._release(request)
+            else:
+                wheel.join(request)
+                if self._shares(request):
+                    self._num_sharing += 1
+                if rows is not None:
+                    rows.start_decoding(request)
+        self._completing = []
+
+    # Inside: ends -----------------------------------------------------------------------------------------
+
+    def _shares(self, request: Request) -> bool:
+        return self.rows is not None or request.content.num_known_tokens > request.num_prompt_tokens
+
+    def _publish_filled(self, num_steps: int) -> None:
+        """Pages that decodes fill in the next `num_steps` steps can be hit, where their tokens are known."""
+        wheel, cache, rows = self.wheel, self.cache, self.rows
+        page_size = self.config.page_size
+        for request in wheel.completing_page(num_steps):
+            num_computed = wheel.num_computed(request) + num_steps
+            if rows is not None:
+                # The token computed in this step is the one sampled in the step before.
+                rows.bring_home(request, num_computed, wheel.step)
+            num_full = min(num_computed // page_size, request.content.num_known_pages)
+            holding = request.holding
+            assert holding is not None
+            cache.publish(holding, request.content, num_full)
+
+    def _leave_wheel(self, request: Request) -> None:
+        self.wheel.leave(request)
+        if self._shares(request):
+            self._num_sharing -= 1
+
+    def _stop(self, request: Request) -> None:
+        """`request` ends before its time."""
+        if request is self._chunked:
+            self._chunked = None
+        else:
+            self._leave_wheel(request)
+        self._release(request)
+
+    def _release(self, request: Request, num_unused: int = 0) -> None:
+        """Gives back all pages of `request`, which is off the wheel; what it computed stays cached.
+
+        `num_unused`: pages beyond its computed tokens.
+        """
+        config, rows = self.config, self.rows
+        holding = request.holding
+        assert holding is not None
+        num_computed = request.num_computed
+        if rows is not None:
+            rows.bring_home(request, request.num_known, self.wheel.step)
+            rows.leave(request)
+            num_pages = holding.num_pages
+        else:
+            num_pages = config.pages_for(num_computed) + num_unused
+        self.cache.close(holding, request.content, num_computed // config.page_size, num_pages)
+        request.holding = None
+        self.running.remove(request)
+        request.admission = -1
+        recomputed = min(num_computed, request.furthest_computed) - request.hit_tokens
+        if recomputed > 0:
+            request.recomputed_tokens += recomputed
+        if num_computed > request.furthest_computed:
+            request.furthest_computed = num_computed
+
+    def _steps_within(self, num_free: int, num_steps: int) -> int:
+        """How many of the next `num_steps` steps `num_free` pages are enough for."""
+        for index, num_due in enumerate(self.wheel.pages_due_by_step(num_steps)):
+            num_free -= num_due
+            if num_free < 0:
+                return index
+        return num_steps
+
+    # Laws -------------------------------------------------------------------------------------------------
+
+    def num_pages_of(self, request: Request) -> int:
+        """Pages that running `request` holds."""
+        holding = request.holding
+        assert holding is not None
+        if holding.page_ids is not None or request.stop_step < 0:
+            return holding.num_pages
+        return self.config.pages_for(self.wheel.num_computed(request))
+
+    def check(self) -> None:
+        """Asserts laws L1, L2 and L3, between steps."""
+        running = [(request.holding, self.num_pages_of(request)) for request in self.running]
+        self.cache.check([(holding, num) for holding, num in running if holding is not None])
+        if not self.running.num_running:
+            assert self.cache.num_used == 0, f"L2: {self.cache.num_used} pages in use and nobody runs"

@@ -1,0 +1,349 @@
+"""The naive engine: one page at a time, one token at a time, one step at a time.
+
+It restates the rules of the design and of the `mocker` profile in the plainest way there is, shares no
+code with kvarts, and is slow on purpose. Laws L4, L5, L7 and L8 are judged against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+
+@dataclass
+class NaiveRequest:
+    """One request; `tokens` are prompt token values, `output` the values generation will produce (None: unique)."""
+
+    seq: int
+    arrival_ns: int
+    tokens: tuple[object, ...]
+    num_output: int
+    output: tuple[object, ...] | None = None
+    priority: int = 0
+    tenant: object = None
+    # Filled by the run.
+    made: int = 0
+    computed: int = 0
+    pages: list[Page] = field(default_factory=list)
+    first_admitted_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    others_hit_tokens: int = 0  # hit, and never before in the request's pages
+    largest_hit_tokens: int = 0
+    admissions: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    furthest: int = 0
+    computed_first: int = 0  # tokens computed that were never in its pages before
+    rejected: bool = False
+    replica: int | None = None
+    token_times_ns: list[int] = field(default_factory=list)
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) + self.made
+
+    def token(self, index: int) -> object:
+        if index < len(self.tokens):
+            return ("token", self.tokens[index])
+        if self.output is not None:
+            return ("token", self.output[index - len(self.tokens)])
+        return ("made", self.seq, index)
+
+
+@dataclass(eq=False)
+class Page:
+    name: object | None = None  # the content key once the page is full
+    refs: int = 0
+
+
+@dataclass
+class Batch:
+    """What one step does, for the cost function: (tokens done before, tokens done after, known) per request."""
+
+    prefills: list[tuple[NaiveRequest, int, int]]
+    decodes: list[tuple[NaiveRequest, int]]
+
+
+@dataclass
+class NaiveStep:
+    start_ns: int
+    duration_ns: int
+    used: int
+    cached: int
+    running: int
+    waiting: int
+    preempted: int
+    tokens: int
+
+
+CostFn = Callable[[Batch, "NaiveEngine"], int]
+
+
+class NaiveEngine:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_batched_tokens: int = 8192,
+        max_num_seqs: int = 256,
+        profile: str = "default",
+        cost: CostFn,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.profile = profile
+        self.cost = cost
+        self.num_empty = num_pages
+        self.lru: list[Page] = []
+        self.index: dict[object, list[Page]] = {}
+        self.running: list[NaiveRequest] = []
+        self.waiting: list[NaiveRequest] = []
+        self.evicted: list[object] = []
+        self.preempted: list[tuple[int, int, int]] = []  # victim, asker, computed tokens lost
+        self.steps: list[NaiveStep] = []
+        self.finished: list[NaiveRequest] = []
+
+    # Pages ------------------------------------------------------------------------------------------------
+
+    def name_of(self, request: NaiveRequest, page: int) -> object:
+        """The identity of a full page: the tenant and every token from the first to the end of the page."""
+        end = (page + 1) * self.page_size
+        return (request.tenant, tuple(request.token(i) for i in range(end)))
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_empty - len(self.lru)
+
+    def take_page(self) -> Page:
+        if self.num_empty:
+            self.num_empty -= 1
+        else:
+            old = self.lru.pop(0)
+            copies = self.index[old.name]
+            copies.remove(old)
+            if not copies:
+                del self.index[old.name]
+                self.evicted.append(old.name)  # until then a copy could still be found
+        return Page(refs=1)
+
+    def release(self, request: NaiveRequest) -> None:
+        for page in reversed(request.pages):
+            page.refs -= 1
+            if page.refs == 0:
+                if page.name is None:
+                    self.num_empty += 1
+                else:
+                    self.lru.append(page)
+        request.pages = []
+
+    def lookup(self, request: NaiveRequest) -> list[Page]:
+        found: list[Page] = []
+        limit = (request.known - 1) // self.page_size
+        while len(found) < limit:
+            copies = self.index.get(self.name_of(request, len(found)))
+            if copies is None:
+                break
+            found.append(copies[0])
+        return found
+
+    def compute(self, request: NaiveRequest, upto: int) -> None:
+        """Computes tokens up to `upto`; full pages become findable at once."""
+        request.recomputed_tokens += max(0, min(upto, request.furthest) - request.computed)
+        request.computed_first += max(0, upto - max(request.furthest, request.computed))
+        request.furthest = max(request.furthest, upto)
+        first_new = request.computed // self.page_size
+        request.computed = upto
+        for index in range(first_new, upto // self.page_size):
+            page = request.pages[index]
+            if page.name is None:
+                page.name = self.name_of(request, index)
+                self.index.setdefault(page.name, []).append(page)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    # Requests ---------------------------------------------------------------------------------------------
+
+    def submit(self, request: NaiveRequest) -> None:
+        if self.pages_for(len(request.tokens) + request.num_output - 1) > self.num_pages:
+            request.rejected = True
+            self.finished.append(request)
+            return
+        self.waiting.append(request)
+        if self.profile == "default":
+            self.waiting.sort(key=lambda r: -r.priority)  # stable: arrival order within a priority
+
+    def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
+        self.preempted.append((victim.seq, asker.seq, victim.computed))
+        self.running.remove(victim)
+        self.release(victim)
+        victim.computed = 0
+        victim.preemptions += 1
+        self.waiting.insert(0, victim)
+        if self.profile == "default":
+            self.waiting.sort(key=lambda r: -r.priority)
+        assert not victim.token_times_ns or victim.token_times_ns[-1] <= now_ns
+
+    def victim(self) -> NaiveRequest:
+        if self.profile == "mocker":
+            return self.running[-1]
+        lowest = min(r.priority for r in self.running)
+        return [r for r in self.running if r.priority == lowest][-1]
+
+    # A step -----------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def step(self, now_ns: int) -> int:
+        """Runs one step that starts at `now_ns`; returns when it ends."""
+        budget = self.max_num_batched_tokens
+        took: dict[int, tuple[NaiveRequest, int]] = {}  # seq -> (request, computed before)
+        num_preempted = 0
+        high_water = 0
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request not in self.running:
+                continue
+            want = min(request.known - request.computed, budget)
+            if want == 0:
+                continue
+            need = self.pages_for(request.computed + want) - len(request.pages)
+            while need > self.num_empty + len(self.lru):
+                high_water = max(high_water, self.num_used)
+                victim = self.victim()
+                if victim.seq in took:
+                    budget += took.pop(victim.seq)[1]
+                self.preempt(victim, request, now_ns)
+                num_preempted += 1
+                if victim is request:
+                    break
+            if request not in self.running:
+                continue
+            request.pages += [self.take_page() for _ in range(need)]
+            took[request.seq] = (request, want)
+            budget -= want
+        # Whoever still runs computes what it was given; a victim's share is never computed.
+        before = {}
+        for request, want in took.values():
+            before[request.seq] = request.computed
+            self.compute(request, request.computed + want)
+        while not num_preempted and self.waiting and len(self.running) < self.max_num_seqs:
+            head = self.waiting[0]
+            hits = self.lookup(head)
+            shared = sum(1 for page in hits if page.refs)
+            if self.pages_for(head.known) - shared > self.num_pages - self.num_used:
+                break
+            hit_tokens = len(hits) * self.page_size
+            want = min(head.known - hit_tokens, budget)
+            if want == 0:
+                break
+            self.waiting.pop(0)
+            for page in hits:
+                if page.refs == 0:
+                    self.lru.remove(page)
+                page.refs += 1
+            head.pages = list(hits)
+            head.computed = hit_tokens
+            need = self.pages_for(hit_tokens + want) - len(hits)
+            head.pages += [self.take_page() for _ in range(need)]
+            self.running.append(head)
+            head.admissions += 1
+            if head.first_admitted_ns is None:
+                head.first_admitted_ns = now_ns
+            head.largest_hit_tokens = max(head.largest_hit_tokens, hit_tokens)
+            head.others_hit_tokens += max(0, hit_tokens - head.furthest)
+            head.furthest = max(head.furthest, hit_tokens)
+            before[head.seq] = hit_tokens
+            self.compute(head, hit_tokens + want)
+            budget -= want
+        high_water = max(high_water, self.num_used)
+        batch = Batch([], [])
+        for request in self.running:
+            if request.seq not in before:
+                continue
+            if before[request.seq] < len(request.tokens):
+                batch.prefills.append((request, before[request.seq], request.computed))
+            if request.computed == request.known and request.made > 0:
+                batch.decodes.append((request, request.known))
+        duration_ns = self.cost(batch, self)
+        end_ns = now_ns + duration_ns
+        num_running, num_waiting, num_cached = len(self.running), len(self.waiting), len(self.lru)
+        for request in list(self.running):
+            if request.seq in before and request.computed == request.known:
+                request.made += 1
+                request.token_times_ns.append(end_ns)
+                if request.first_token_ns is None:
+                    request.first_token_ns = end_ns
+                if request.made == request.num_output:
+                    request.last_token_ns = end_ns
+                    self.running.remove(request)
+                    self.release(request)
+                    self.finished.append(request)
+        self.steps.append(
+            NaiveStep(
+                now_ns,
+                duration_ns,
+                high_water,
+                num_cached,
+                num_running,
+                num_waiting,
+                num_preempted,
+                self.max_num_batched_tokens - budget,
+            )
+        )
+        return end_ns
+
+
+def polynomial_ns(batch: Batch, engine: NaiveEngine) -> int:
+    """The `mocker` profile's cost, one request at a time."""
+    prefill_ms = 0.0
+    if batch.prefills:
+        n = len(batch.prefills)
+        after = sum(min(a, len(r.tokens)) for r, _, a in batch.prefills) // n
+        before = sum(b for _, b, _ in batch.prefills) // n
+        t = n * (after - before)
+        if t:
+            prefill_ms = 4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142
+    decode_ms = 0.0
+    if batch.decodes:
+        used = sum(known for _, known in batch.decodes)
+        u = min(used / (engine.num_pages * engine.page_size), 1.0)
+        decode_ms = max(1.0, -25.74 * u * u + 54.01 * u + 5.74)
+    return round_ns(prefill_ms) + round_ns(decode_ms)
+
+
+def round_ns(ms: float) -> int:
+    return round(Fraction(ms * 1e6))
+
+
+def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) -> None:
+    """Open loop, round robin: arrivals at their times, i-th arrival to engine i mod n."""
+    pending = sorted(requests, key=lambda r: r.arrival_ns)
+    ends: list[int | None] = [None] * len(engines)
+    now = 0
+    sent = 0
+    while True:
+        for i, end in enumerate(ends):
+            if end is not None and end <= now:
+                ends[i] = None
+        while sent < len(pending) and pending[sent].arrival_ns <= now:
+            request = pending[sent]
+            request.replica = sent % len(engines)
+            engines[request.replica].submit(request)
+            sent += 1
+        for i, engine in enumerate(engines):
+            if ends[i] is None and engine.has_work():
+                ends[i] = engine.step(now)
+        times = [end for end in ends if end is not None]
+        if sent < len(pending):
+            times.append(pending[sent].arrival_ns)
+        if not times:
+            return
+        now = min(times)
