@@ -27,7 +27,16 @@ UNIT_BYTES = 8
 class Content:
     """The known tokens of one sequence. Only its request appends to it."""
 
-    __slots__ = ("num_known_pages", "num_known_tokens", "owner", "page_size", "salt", "unit_tokens", "units")
+    __slots__ = (
+        "_pages_per_unit",
+        "num_known_pages",
+        "num_known_tokens",
+        "owner",
+        "page_size",
+        "salt",
+        "unit_tokens",
+        "units",
+    )
 
     def __init__(
         self,
@@ -46,6 +55,8 @@ class Content:
         self.page_size = page_size
         self.num_known_tokens = num_tokens
         self.num_known_pages = num_tokens // page_size
+        # 0 where pages and units do not line up.
+        self._pages_per_unit = 0 if unit_tokens % page_size else unit_tokens // page_size
         self.owner = owner
         self.salt = salt
 
@@ -79,6 +90,9 @@ class Content:
         """Names `page` among its siblings."""
         if page >= self.num_known_pages:
             return PageKey(self.owner)
+        if self._pages_per_unit:
+            first = page // self._pages_per_unit * UNIT_BYTES
+            return PageKey(bytes(self.units[first : first + UNIT_BYTES]))
         first = page * self.page_size // self.unit_tokens
         last = -(-(page + 1) * self.page_size // self.unit_tokens)
         return PageKey(bytes(self.units[first * UNIT_BYTES : last * UNIT_BYTES]))

@@ -18,9 +18,10 @@ from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
 
-__all__ = ["Engine", "StepSink"]
+__all__ = ["NEVER_NS", "Engine", "StepSink"]
 
 ONE_MS_IN_NS = 1_000_000
+NEVER_NS = 1 << 62
 
 
 class StepSink(Protocol):
@@ -67,13 +68,17 @@ class Engine:
         self._sink = sink
         self._audit = audit
         self._leaps = self._sim is not None and not step_by_step
-        self._in_flight: StepResult | None = None
-        self._end_ns = 0
+        self.now_ns = 0
+        """When the step under way ends; where there is none, the time the engine has reached."""
+        self._under_way = False
         self._is_leap = False
+        self._result: StepResult | None = None
         self._last_decode_ns = 10 * ONE_MS_IN_NS  # a guess, to ask for about as many durations as are needed
 
-    def submit(self, request: Request) -> str | None:
-        """Queues `request`; or answers why it can never run."""
+    def submit(self, request: Request, now_ns: int) -> str | None:
+        """Queues `request` at `now_ns`; or answers why it can never run."""
+        if not self._under_way and now_ns > self.now_ns:
+            self.now_ns = now_ns
         return self.scheduler.add(request)
 
     def cancel(self, request: Request) -> None:
@@ -90,34 +95,51 @@ class Engine:
         self.start(now_ns)
         return self.finish()
 
-    def start(self, now_ns: int, until_ns: int | None = None) -> int:
+    def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
         """Starts a step at `now_ns`, and as many after it as are alike and start before `until_ns`.
 
         Returns when the last one ends. `finish` must be called for that time before anything else is done.
         """
+        assert not self._under_way
+        self._under_way = True
         scheduler = self.scheduler
         if self._leaps:
             num_steps = scheduler.horizon()
             if num_steps > 0:
                 return self._leap(now_ns, until_ns, num_steps)
         plan = scheduler.schedule(now_ns)
-        result = self.executor.execute(plan)
-        self._in_flight = result
+        result = self._result = self.executor.execute(plan)
         self._is_leap = False
         if self._sink is not None:
             self._sink.record_step(now_ns, result.duration_ns, plan, scheduler)
-        self._end_ns = now_ns + result.duration_ns
-        return self._end_ns
+        self.now_ns = now_ns + result.duration_ns
+        return self.now_ns
 
     def finish(self) -> list[Request]:
         """Ends what `start` started; returns who finished, in admission order."""
+        self._under_way = False
         if self._is_leap:
-            finished = self.scheduler.commit_many(self._end_ns)
+            finished = self.scheduler.commit_many(self.now_ns)
         else:
-            finished = self.scheduler.commit(self._end_ns, self._in_flight)
+            finished = self.scheduler.commit(self.now_ns, self._result)
         if self._audit:
             self.scheduler.check()
         return finished
+
+    def run_until(self, until_ns: int, finished: list[Request]) -> None:
+        """Ends steps, and starts those that start before `until_ns`, for as long as there is work.
+
+        Adds to `finished` who finished.
+        """
+        scheduler = self.scheduler
+        while True:
+            if self._under_way:
+                if self.now_ns > until_ns:
+                    return
+                finished += self.finish()
+            if self.now_ns >= until_ns or not scheduler.has_work:
+                return
+            self.start(self.now_ns, until_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
         """If a step started now would be one of many alike: when the last would end. Nobody finishes before."""
@@ -131,23 +153,24 @@ class Engine:
         wheel = self.scheduler.wheel
         return Batch((), wheel.num_decoding, wheel.known_tokens, self.config.pool_tokens)
 
-    def _leap(self, now_ns: int, until_ns: int | None, num_steps: int) -> int:
+    def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
         scheduler, sim = self.scheduler, self._sim
         assert sim is not None
-        if until_ns is not None:
-            num_steps = min(num_steps, (until_ns - now_ns) // self._last_decode_ns + 2)
-        batch = self._decode_batch()
-        durations_ns = sim.decode_ns(batch, num_steps)
+        # No more durations than it takes to get there, as far as the last one tells.
+        num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
+        if num_wanted < num_steps:
+            num_steps = num_wanted
+        durations_ns = sim.decode_ns(self._decode_batch(), num_steps)
         end_ns = now_ns + sum(durations_ns)
-        if until_ns is not None:
-            while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
-                end_ns -= durations_ns.pop()
-                num_steps -= 1
+        while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
+            end_ns -= durations_ns.pop()
+            num_steps -= 1
         self._last_decode_ns = durations_ns[-1] or 1
-        num_used, num_cached = scheduler.cache.num_used, scheduler.cache.num_cached
+        cache = scheduler.cache
+        num_used, num_cached = cache.num_used, cache.num_cached
         pages_taken = scheduler.advance(num_steps)
         if self._sink is not None:
             self._sink.record_leap(now_ns, durations_ns, pages_taken, num_used, num_cached, scheduler)
         self._is_leap = True
-        self._end_ns = end_ns
+        self.now_ns = end_ns
         return end_ns

@@ -35,48 +35,48 @@ class Holding:
 class PageCache:
     """Owner of every page of one pool: who has it, and what it holds."""
 
-    __slots__ = ("_tree", "has_page_ids", "match", "num_evicted", "pool")
+    __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "pool", "tree")
 
     def __init__(self, num_pages: int, *, with_page_ids: bool, events: list[PageEvent] | None = None) -> None:
         self.pool: CountPool | IdPool = IdPool(num_pages) if with_page_ids else CountPool(num_pages)
+        self.tree = PrefixTree(events)
         self.has_page_ids = with_page_ids
+        self.num_free = num_pages
+        """Pages that can be taken now: empty or cached."""
         self.num_evicted = 0
-        self._tree = PrefixTree(events)
-        self.match = self._tree.match
+        self.match = self.tree.match
 
     @property
     def num_cached(self) -> int:
         """Pages that hold a prefix nobody references."""
-        return self._tree.num_cached
-
-    @property
-    def num_empty(self) -> int:
-        """Pages that hold nothing."""
-        return self.pool.num_empty
-
-    @property
-    def num_free(self) -> int:
-        """Pages that can be taken now."""
-        return self.pool.num_empty + self._tree.num_cached
+        return self.tree.num_cached
 
     @property
     def num_used(self) -> int:
         """Pages somebody references."""
-        return self.pool.total - self.pool.num_empty - self._tree.num_cached
+        return self.pool.total - self.num_free
 
     def take(self, count: int) -> list[PageId] | None:
-        """Takes `count` pages, at most `num_free`: empty ones, then the cached ones released longest ago."""
+        """Takes `count` pages, at most `num_free`: empty ones, then the cached ones released longest ago.
+
+        Their ids, or None where pages are only counted.
+        """
         pool = self.pool
-        missing = count - pool.num_empty
-        if missing > 0:
-            evicted_ids = self._tree.evict(missing)
-            self.num_evicted += missing
-            pool.give(missing, evicted_ids[::-1])
-        return pool.take(count)
+        self.num_free -= count
+        num_missing = count - pool.num_empty
+        if num_missing <= 0:
+            return pool.take(count)
+        evicted_ids = self.tree.evict(num_missing)
+        self.num_evicted += num_missing
+        taken_ids = pool.take(count - num_missing)
+        return None if taken_ids is None else taken_ids + evicted_ids
 
     def open(self, match: Match) -> Holding:
         """Pins what was found; the tree must not have changed since."""
-        path = self._tree.pin(match)
+        tree = self.tree
+        num_cached = tree.num_cached
+        path = tree.pin(match)
+        self.num_free -= num_cached - tree.num_cached
         page_ids: list[PageId] | None = None
         if self.has_page_ids:
             page_ids = []
@@ -87,10 +87,10 @@ class PageCache:
 
     def grow(self, holding: Holding, num_pages: int) -> None:
         """Takes pages until `holding` has `num_pages`."""
-        taken = self.take(num_pages - holding.num_pages)
-        if taken is not None:
+        taken_ids = self.take(num_pages - holding.num_pages)
+        if taken_ids is not None:
             assert holding.page_ids is not None
-            holding.page_ids += taken
+            holding.page_ids += taken_ids
         holding.num_pages = num_pages
 
     def publish(self, holding: Holding, content: Content, num_full_pages: int) -> None:
@@ -99,7 +99,7 @@ class PageCache:
         start = path[-1].end if path else 0
         if start < num_full_pages:
             page_ids = holding.page_ids
-            self._tree.extend(
+            self.tree.extend(
                 path, content, num_full_pages, None if page_ids is None else page_ids[start:num_full_pages]
             )
 
@@ -113,8 +113,13 @@ class PageCache:
         path = holding.path
         num_findable = path[-1].end if path else 0
         page_ids = holding.page_ids
-        self._tree.release(path)
-        self.pool.give(num_pages - num_findable, None if page_ids is None else page_ids[num_findable:])
+        tree = self.tree
+        num_cached = tree.num_cached
+        tree.release(path)
+        num_private = num_pages - num_findable
+        if num_private:
+            self.pool.give(num_private, None if page_ids is None else page_ids[num_findable:])
+        self.num_free += tree.num_cached - num_cached + num_private
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -124,7 +129,7 @@ class PageCache:
         num_private = 0
         for holding, num_pages in holdings:
             position = None
-            for node in self._tree.walk(holding.path):
+            for node in self.tree.walk(holding.path):
                 held[id(node)] += 1
                 assert position is None or node.end == position, f"L2: the path has a gap before page {position}"
                 position = node.start
@@ -132,9 +137,9 @@ class PageCache:
             num_private += num_pages - (holding.path[-1].end if holding.path else 0)
         num_referenced = num_cached = 0
         resident_ids: list[PageId] = []
-        listed = {id(node) for node in self._tree.lru_nodes()}
+        listed = {id(node) for node in self.tree.lru_nodes()}
         parents: dict[int, Node] = {}
-        for node in self._tree.nodes():
+        for node in self.tree.nodes():
             size = node.end - node.start
             assert size > 0, f"L1: {node} has no pages"
             assert node.refs == held[id(node)], f"L2: {node} is held by {held[id(node)]}"
@@ -149,7 +154,8 @@ class PageCache:
             for child in (node.children or {}).values():
                 assert child.start == node.end, f"L3: {child} does not follow {node}"
                 parents[id(child)] = node
-        assert num_cached == self.num_cached == sum(n.end - n.start for n in self._tree.lru_nodes()), "L1: cached"
+        assert num_cached == self.num_cached == sum(n.end - n.start for n in self.tree.lru_nodes()), "L1: cached"
+        assert self.num_free == self.pool.num_empty + self.num_cached, "L1: free"
         assert self.num_used == num_referenced + num_private, (
             f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"
         )
@@ -163,20 +169,11 @@ class PageCache:
 
     def _check_order(self, parents: dict[int, Node]) -> None:
         """L3 is kept by order: whatever follows a cached page leaves before its last copy does."""
-        place = {id(node): index for index, node in enumerate(self._tree.lru_nodes())}
-        for node in self._tree.nodes():
+        place = {id(node): index for index, node in enumerate(self.tree.lru_nodes())}
+        for node in self.tree.nodes():
             parent = parents.get(id((node.twins or [node])[0]))
             if parent is None:
                 continue
             copies = parent.twins or [parent]
             last_to_go = max(place.get(id(copy), len(place)) for copy in copies)
             assert place.get(id(node), len(place)) <= last_to_go, f"L3: {node} would outlive {parent}"
-
-    def lru_nodes(self) -> Iterable[Node]:
-        """Cached runs, the next to be evicted first."""
-        return self._tree.lru_nodes()
-
-    @property
-    def tree(self) -> PrefixTree:
-        """The tree, to look at."""
-        return self._tree

@@ -19,9 +19,8 @@ class Pool(Protocol):
 
     total: int
 
-    @property
-    def num_empty(self) -> int:
-        """Pages nobody uses and that hold nothing."""
+    num_empty: int
+    """Pages nobody uses and that hold nothing. Written by the pool only."""
 
     def take(self, count: int) -> list[PageId] | None:
         """Takes `count` empty pages; their ids, or None from a pool that only counts."""
@@ -53,16 +52,12 @@ class CountPool:
 class IdPool:
     """Pages by id, the most recently emptied first: its memory is the likeliest to be warm."""
 
-    __slots__ = ("_empty_ids", "total")
+    __slots__ = ("_empty_ids", "num_empty", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.num_empty = total
         self._empty_ids = [PageId(i) for i in range(total - 1, -1, -1)]
-
-    @property
-    def num_empty(self) -> int:
-        """See Pool."""
-        return len(self._empty_ids)
 
     @property
     def empty_ids(self) -> Sequence[PageId]:
@@ -71,7 +66,8 @@ class IdPool:
 
     def take(self, count: int) -> list[PageId]:
         """See Pool."""
-        assert count <= len(self._empty_ids), f"{count} pages asked for, {len(self._empty_ids)} empty"
+        assert count <= self.num_empty, f"{count} pages asked for, {self.num_empty} empty"
+        self.num_empty -= count
         if count == 1:
             return [self._empty_ids.pop()]
         if count == 0:
@@ -85,4 +81,5 @@ class IdPool:
         """See Pool."""
         assert page_ids is not None and len(page_ids) == count
         self._empty_ids.extend(page_ids)
-        assert len(self._empty_ids) <= self.total, "more pages given back than were taken"
+        self.num_empty += count
+        assert self.num_empty <= self.total, "more pages given back than were taken"

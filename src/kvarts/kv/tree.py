@@ -27,14 +27,16 @@ __all__ = ["Match", "Node", "Path", "PrefixTree"]
 class Node:
     """Pages [start, end) of `content`, counted from the first token. Written by PrefixTree only.
 
-    `refs`: how many paths hold the run; at 0 it is in the LRU list between `older` and `newer`. `children` is by the
-    key of their first page, and is one dict for all twins. `page_ids` is None where pages are only counted.
+    `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is in the LRU list,
+    between `older` and `newer`. `children` is by their keys, and one dict for all twins. `page_ids` is None where pages
+    are only counted.
     """
 
     __slots__ = (
         "children",
         "content",
         "end",
+        "key",
         "newer",
         "older",
         "page_ids",
@@ -44,8 +46,11 @@ class Node:
         "twins",
     )
 
-    def __init__(self, content: Content | None, start: int, end: int, refs: int, parent: Node | None) -> None:
+    def __init__(
+        self, content: Content | None, key: PageKey | None, start: int, end: int, refs: int, parent: Node | None
+    ) -> None:
         self.content: Content = content  # type: ignore[assignment]  # only a root has none
+        self.key: PageKey = key  # type: ignore[assignment]  # nor a key
         self.start = start
         self.end = end
         self.refs = refs
@@ -89,7 +94,7 @@ class PrefixTree:
         self.events = events
         self._roots: dict[str | None, Node] = {}
         # One sentinel closes the LRU list to a ring: newer of it is the oldest run, older of it the youngest.
-        self._lru = Node(None, 0, 0, 0, None)
+        self._lru = Node(None, None, 0, 0, 0, None)
         self._lru.older = self._lru.newer = self._lru
 
     # Finding ----------------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ class PrefixTree:
             key = content.key(start)
             first_copy = last.children.get(key)
             if first_copy is None:
-                node = Node(content, start, end, 1, last)
+                node = Node(content, key, start, end, 1, last)
                 last.children[key] = node
                 if self.events is not None:
                     self.events.append(PagesStored(content, start, end))
@@ -242,7 +247,7 @@ class PrefixTree:
         """Tenants share nothing, not even a root."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(None, 0, 0, 1, None)
+            root = self._roots[salt] = Node(None, None, 0, 0, 1, None)
         return root
 
     def _split(self, node: Node, at: int) -> Node:
@@ -252,10 +257,11 @@ class PrefixTree:
         first = group[0]
         parent = first.parent
         assert parent is not None and parent.children is not None
-        tails = {first.content.key(at): first}
+        tail_key = first.content.key(at)
+        tails = {tail_key: first}
         heads = []
         for tail in group:
-            head = Node(tail.content, tail.start, at, tail.refs, tail.parent)
+            head = Node(tail.content, tail.key, tail.start, at, tail.refs, tail.parent)
             head.children = tails
             if tail.page_ids is not None:
                 cut = at - tail.start
@@ -266,9 +272,10 @@ class PrefixTree:
                 self._list_before(tail.newer, head)  # deeper pages go first
             heads.append(head)
         first_head = heads[0]
-        parent.children[first.content.key(first.start)] = first_head
+        parent.children[first_head.key] = first_head
         for tail, head in zip(group, heads, strict=True):
             tail.start = at
+            tail.key = tail_key
             tail.parent = head
             if len(heads) > 1:
                 head.twins = heads
@@ -279,14 +286,12 @@ class PrefixTree:
         start = first_copy.start
         common = content.common_pages(first_copy.content, start, min(end, first_copy.end))
         if common < first_copy.end:
-            self._split(first_copy, common)
-            assert parent.children is not None
-            first_copy = parent.children[content.key(start)]
+            first_copy = self._split(first_copy, common)
         if first_copy.children is None:
             first_copy.children = {}
         if first_copy.twins is None:
             first_copy.twins = [first_copy]
-        twin = Node(content, start, common, 1, parent)
+        twin = Node(content, first_copy.key, start, common, 1, parent)
         twin.children = first_copy.children
         twin.twins = first_copy.twins
         twin.twins.append(twin)
@@ -300,14 +305,14 @@ class PrefixTree:
         assert parent is not None and parent.children is not None
         if twins is None:
             assert not node.children, f"{node} would be evicted under its children"
-            del parent.children[node.content.key(node.start)]
+            del parent.children[node.key]
             if self.events is not None:
                 self.events.append(PagesRemoved(node.content, node.start, node.end))
             return
         was_first = twins[0] is node
         twins.remove(node)
         if was_first:
-            parent.children[node.content.key(node.start)] = twins[0]
+            parent.children[node.key] = twins[0]
         if len(twins) == 1:
             twins[0].twins = None
 

@@ -2,14 +2,17 @@
 
 At any time, in this order: steps that end now are finished, requests that arrive now are routed, and engines without
 a step under way start one. An engine may do many steps at once, but never past a moment at which something could
-reach it: the next arrival, or, where requests wait for others, the next possible end of one in another engine.
+reach it.
+
+Where requests arrive at known times, each engine runs on its own from arrival to arrival. Where they wait for others
+to end, the engines move together from event to event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvarts.engine import Engine
+from kvarts.engine import NEVER_NS, Engine
 from kvarts.replayer.columns import RequestLog
 from kvarts.replayer.router import Router
 from kvarts.replayer.source import Source
@@ -18,11 +21,9 @@ from kvarts.request import Request
 
 __all__ = ["Driver"]
 
-NEVER_NS = 1 << 62
-
 
 class Driver:
-    """Owner of the virtual clock, `now_ns`. `on_progress`, where given, is told of every request that ended."""
+    """Runs one replay. `on_progress`, where given, is told how many more requests have ended."""
 
     def __init__(
         self,
@@ -34,7 +35,6 @@ class Driver:
         *,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
-        self.now_ns = 0
         self._trace = trace
         self._source = source
         self._engines = engines
@@ -45,13 +45,41 @@ class Driver:
         self._rows: dict[int, TraceRequest] = {}
         """Requests that are in an engine, by index."""
         self._num_arrived = 0
+        self._finished: list[Request] = []
         self._ends_ns = [NEVER_NS] * len(engines)
         self._quiet_ns = [NEVER_NS] * len(engines)
         """Until when no request ends, for engines with a step under way."""
 
     def run(self) -> None:
         """Runs until every request has ended."""
-        source, engines, ends_ns = self._source, self._engines, self._ends_ns
+        if self._source.is_reactive:
+            self._run_by_event()
+        else:
+            self._run_by_arrival()
+        assert not any(engine.has_work for engine in self._engines), "L8: the replay ended with requests left over"
+
+    def _run_by_arrival(self) -> None:
+        source, engines, router = self._source, self._engines, self._router
+        while (now_ns := source.next_ns()) is not None:
+            if router.looks_at_engines:
+                for index in range(len(engines)):
+                    self._run_engine(index, now_ns)
+            self._arrive(source.pop(), now_ns)
+        for index in range(len(engines)):
+            self._run_engine(index, NEVER_NS)
+
+    def _run_engine(self, index: int, until_ns: int) -> None:
+        finished = self._finished
+        self._engines[index].run_until(until_ns, finished)
+        if finished:
+            for request in finished:
+                self._log.complete(request, self._rows.pop(request.index), index)
+            if self._on_progress is not None:
+                self._on_progress(len(finished))
+            finished.clear()
+
+    def _run_by_event(self) -> None:
+        source, ends_ns = self._source, self._ends_ns
         while True:
             arrival_ns = source.next_ns()
             now_ns = min(ends_ns)
@@ -59,15 +87,13 @@ class Driver:
                 now_ns = arrival_ns
             if now_ns == NEVER_NS:
                 break
-            self.now_ns = now_ns
             for index, end_ns in enumerate(ends_ns):
                 if end_ns == now_ns:
                     ends_ns[index] = self._quiet_ns[index] = NEVER_NS
                     self._finish(index, now_ns)
             while (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
                 self._arrive(source.pop(), now_ns)
-            self._start(now_ns, arrival_ns)
-        assert not any(engine.has_work for engine in engines), "L8: the replay ended with requests left over"
+            self._start(now_ns, NEVER_NS if arrival_ns is None else arrival_ns)
 
     def _finish(self, index: int, now_ns: int) -> None:
         finished = self._engines[index].finish()
@@ -91,7 +117,9 @@ class Driver:
         )
         engines = self._engines
         replica = self._router.choose(request, engines) if len(engines) > 1 else 0
-        reason = engines[replica].submit(request)
+        if not self._source.is_reactive:
+            self._run_engine(replica, now_ns)
+        reason = engines[replica].submit(request, now_ns)
         if reason is None:
             self._rows[index] = row
         else:
@@ -100,30 +128,26 @@ class Driver:
             if self._on_progress is not None:
                 self._on_progress(1)
 
-    def _start(self, now_ns: int, arrival_ns: int | None) -> None:
-        """Starts a step on every engine that has work and none under way."""
-        engines, ends_ns = self._engines, self._ends_ns
+    def _start(self, now_ns: int, arrival_ns: int) -> None:
+        """Starts a step on every engine that has work and none under way.
+
+        A request that ends elsewhere may send one here. So first come those that do a single step, whose end is then
+        known; then those that could do many, up to the first possible end of a request in any of the others.
+        """
+        engines, ends_ns, quiet_ns = self._engines, self._ends_ns, self._quiet_ns
         if len(engines) == 1:
             if ends_ns[0] == NEVER_NS and engines[0].has_work:
                 ends_ns[0] = engines[0].start(now_ns, arrival_ns)
             return
-        starting = [i for i, engine in enumerate(engines) if ends_ns[i] == NEVER_NS and engine.has_work]
-        if not self._source.is_reactive:
-            for index in starting:
-                ends_ns[index] = engines[index].start(now_ns, arrival_ns)
-            return
-        # A request that ends elsewhere may send one here. First those that do a single step, whose end is then
-        # known; then those that could do many, up to the first possible end of a request in any of the others.
-        quiet_ns = self._quiet_ns
         leaping = []
-        for index in starting:
-            quiet_until_ns = engines[index].quiet_until(now_ns)
-            if quiet_until_ns is None:
-                ends_ns[index] = quiet_ns[index] = engines[index].start(now_ns)
-            else:
-                quiet_ns[index] = quiet_until_ns
-                leaping.append(index)
+        for index, engine in enumerate(engines):
+            if ends_ns[index] == NEVER_NS and engine.has_work:
+                quiet_until_ns = engine.quiet_until(now_ns)
+                if quiet_until_ns is None:
+                    ends_ns[index] = quiet_ns[index] = engine.start(now_ns)
+                else:
+                    quiet_ns[index] = quiet_until_ns
+                    leaping.append(index)
         for index in leaping:
-            others_ns = min(quiet_ns[:index] + quiet_ns[index + 1 :])
-            until_ns = others_ns if arrival_ns is None else min(others_ns, arrival_ns)
+            until_ns = min(arrival_ns, *quiet_ns[:index], *quiet_ns[index + 1 :])
             ends_ns[index] = engines[index].start(now_ns, until_ns)

@@ -16,12 +16,17 @@ RouterName = Literal["round-robin", "least-loaded", "prefix"]
 class Router(Protocol):
     """Promises: looks at the engines and changes nothing in them."""
 
+    looks_at_engines: bool
+    """Whether the choice depends on what the engines are doing."""
+
     def choose(self, request: Request, engines: Sequence[Engine]) -> int:
         """The index of the engine that `request` goes to."""
 
 
 class RoundRobin:
     """The i-th arrival goes to replica i modulo their number."""
+
+    looks_at_engines = False
 
     def __init__(self) -> None:
         self._num_routed = 0
@@ -36,6 +41,8 @@ class RoundRobin:
 class LeastLoaded:
     """The replica with the fewest requests running or waiting."""
 
+    looks_at_engines = True
+
     def choose(self, request: Request, engines: Sequence[Engine]) -> int:
         """See Router."""
         return min(range(len(engines)), key=lambda index: num_requests(engines[index]))
@@ -47,6 +54,8 @@ class PrefixAware:
     Load is the pages in use and the pages that waiting requests know tokens for, in the same unit, so an idle replica
     without the prefix wins over a crowded one with it as soon as the crowd holds more pages than the hit saves.
     """
+
+    looks_at_engines = True
 
     def choose(self, request: Request, engines: Sequence[Engine]) -> int:
         """See Router."""

@@ -66,15 +66,14 @@ class OpenLoop:
     """Requests arrive at their times, divided by `speedup`; so are the delays between a session's turns."""
 
     def __init__(self, trace: Trace, *, speedup: float = 1.0) -> None:
-        self._requests = iter(trace)
+        self.is_reactive = trace.has_sessions
         self._speedup = speedup
         self._sessions = _Sessions()
         self._later: list[tuple[int, int, TraceRequest]] = []  # (arrival, row, turn whose predecessor is done)
+        # A turn may arrive long before its row would be read, so with sessions all rows are read first.
+        self._rows = iter(list(trace) if self.is_reactive else trace)
         self._upcoming: TraceRequest | None = None
         self._upcoming_ns = 0
-        self._last_ns = 0
-        self._row = 0
-        self.is_reactive = False
         self._advance()
 
     def next_ns(self) -> int | None:
@@ -107,18 +106,21 @@ class OpenLoop:
 
     def _advance(self) -> None:
         """Reads on to the next request that does not wait for another."""
-        for request in self._requests:
-            if request.arrival_ns < self._last_ns and request.delay_ns is None:
+        last_ns = 0 if self._upcoming is None else self._upcoming.arrival_ns
+        for request in self._rows:
+            if request.arrival_ns < last_ns and request.delay_ns is None:
                 raise InputError(
                     f"row {request.row + 1} arrives before the row before it",
-                    hint="Sort the requests by time, or pass them as a list.",
+                    field="arrival_ns",
+                    hint="Sort the requests by time.",
                 )
-            self._last_ns = max(self._last_ns, request.arrival_ns)
             if request.session_id is not None:
                 if not self.is_reactive:
-                    # A turn may arrive long before its row would be read, so from here on all rows are known.
-                    self.is_reactive = True
-                    self._requests = iter(list(self._requests))
+                    raise InputError(
+                        f"row {request.row + 1} belongs to a session",
+                        field="session_id",
+                        hint="Say has_sessions=True where the Trace is made, or pass its requests as a list.",
+                    )
                 if self._sessions.hold(request):
                     continue
             self._upcoming = request

@@ -45,6 +45,7 @@ class Trace:
 
     `requests` may be any iterable; what is no list is read as it is needed, so it must come in arrival order.
     `has_output_tokens`: some request has `output_units`, so prompts have to be compared token by token.
+    `has_sessions`: some request has a `session_id`; found out by itself for a list.
     """
 
     def __init__(
@@ -53,12 +54,16 @@ class Trace:
         *,
         unit_tokens: int = 1,
         has_output_tokens: bool = False,
+        has_sessions: bool = False,
         name: str = "trace",
         num_skipped_lines: int = 0,
     ) -> None:
         self._requests = requests
         self.unit_tokens = unit_tokens
         self.has_output_tokens = has_output_tokens
+        if isinstance(requests, list):
+            has_sessions = any(request.session_id is not None for request in requests)
+        self.has_sessions = has_sessions
         self.name = name
         self.num_skipped_lines = num_skipped_lines
 

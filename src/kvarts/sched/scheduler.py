@@ -175,7 +175,7 @@ class Scheduler:
             if self.blocked is Blocked.PAGES:
                 # A page that a decode fills may be one that the head needs, and then needs no more.
                 num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
-            elif self._has_events or most_pages > self.cache.num_empty:
+            elif self._has_events or most_pages > self.cache.pool.num_empty:
                 # What is filled and what is evicted may be copies of one page: their order matters.
                 num_steps = min(num_steps, wheel.steps_to_filled_page())
         num_free = self.cache.num_free
