@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import NewType
 
 from kvarts.errors import ConfigError
 
-__all__ = ["Content", "PageKey"]
+__all__ = ["UNIT_BYTES", "Content", "PageKey"]
 
-PageKey = NewType("PageKey", object)
+PageKey = bytes | int
 """Names a page among the pages that may follow the same prefix: the bytes of its units, or an owner."""
 
 UNIT_BYTES = 8
@@ -89,23 +88,31 @@ class Content:
     def key(self, page: int) -> PageKey:
         """Names `page` among its siblings."""
         if page >= self.num_known_pages:
-            return PageKey(self.owner)
+            return self.owner
         if self._pages_per_unit:
             first = page // self._pages_per_unit * UNIT_BYTES
-            return PageKey(bytes(self.units[first : first + UNIT_BYTES]))
-        first = page * self.page_size // self.unit_tokens
-        last = -(-(page + 1) * self.page_size // self.unit_tokens)
-        return PageKey(bytes(self.units[first * UNIT_BYTES : last * UNIT_BYTES]))
+            last = first + UNIT_BYTES
+        else:
+            first = page * self.page_size // self.unit_tokens * UNIT_BYTES
+            last = -(-(page + 1) * self.page_size // self.unit_tokens) * UNIT_BYTES
+        return bytes(self.units[first:last])
 
     def common_pages(self, other: Content, start: int, end: int) -> int:
         """The largest r in [start, end] such that pages [start, r) are equal, given that all before are."""
         if self is other:
             return end
-        end = min(end, self.num_known_pages, other.num_known_pages)
+        if end > self.num_known_pages:
+            end = self.num_known_pages
+        if end > other.num_known_pages:
+            end = other.num_known_pages
         if end <= start:
             return start
-        first = start * self.page_size // self.unit_tokens
-        last = -(-end * self.page_size // self.unit_tokens)
+        if self._pages_per_unit:
+            first = start // self._pages_per_unit
+            last = -(-end // self._pages_per_unit)
+        else:
+            first = start * self.page_size // self.unit_tokens
+            last = -(-end * self.page_size // self.unit_tokens)
         mine = self.units[first * UNIT_BYTES : last * UNIT_BYTES]
         theirs = other.units[first * UNIT_BYTES : last * UNIT_BYTES]
         if mine == theirs:

@@ -7,7 +7,6 @@ steps are alike, `start` does many at once; whatever is recorded is the same as 
 
 from __future__ import annotations
 
-from array import array
 from typing import Protocol
 
 from kvarts.config import EngineConfig
@@ -15,7 +14,7 @@ from kvarts.events import PageEvent
 from kvarts.executor.base import Executor
 from kvarts.executor.sim import SimExecutor
 from kvarts.request import Request
-from kvarts.sched.plan import Batch, StepPlan, StepResult
+from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
 
 __all__ = ["NEVER_NS", "Engine", "StepSink"]
@@ -33,7 +32,7 @@ class StepSink(Protocol):
     def record_leap(
         self,
         start_ns: int,
-        durations_ns: array[int],
+        durations_ns: list[int],
         pages_taken: list[int],
         num_used: int,
         num_cached: int,
@@ -65,6 +64,7 @@ class Engine:
         self.executor = executor
         self._sim = executor if isinstance(executor, SimExecutor) else None
         self.scheduler = Scheduler(config, with_page_ids=self._sim is None, events=events)
+        self._pool_tokens = config.pool_tokens
         self._sink = sink
         self._audit = audit
         self._leaps = self._sim is not None and not step_by_step
@@ -131,15 +131,16 @@ class Engine:
 
         Adds to `finished` who finished.
         """
-        scheduler = self.scheduler
+        running, waiting = self.scheduler.running, self.scheduler.waiting
         while True:
             if self._under_way:
                 if self.now_ns > until_ns:
                     return
                 finished += self.finish()
-            if self.now_ns >= until_ns or not scheduler.has_work:
+            now_ns = self.now_ns
+            if now_ns >= until_ns or not (running.num_running or waiting.num_waiting):
                 return
-            self.start(self.now_ns, until_ns)
+            self.start(now_ns, until_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
         """If a step started now would be one of many alike: when the last would end. Nobody finishes before."""
@@ -147,11 +148,9 @@ class Engine:
         if not num_steps:
             return None
         assert self._sim is not None
-        return now_ns + sum(self._sim.decode_ns(self._decode_batch(), num_steps))
-
-    def _decode_batch(self) -> Batch:
         wheel = self.scheduler.wheel
-        return Batch((), wheel.num_decoding, wheel.known_tokens, self.config.pool_tokens)
+        durations_ns = self._sim.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
+        return now_ns + sum(durations_ns)
 
     def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
         scheduler, sim = self.scheduler, self._sim
@@ -160,14 +159,15 @@ class Engine:
         num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
         if num_wanted < num_steps:
             num_steps = num_wanted
-        durations_ns = sim.decode_ns(self._decode_batch(), num_steps)
+        wheel = scheduler.wheel
+        durations_ns = sim.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
         end_ns = now_ns + sum(durations_ns)
         while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()
             num_steps -= 1
         self._last_decode_ns = durations_ns[-1] or 1
         cache = scheduler.cache
-        num_used, num_cached = cache.num_used, cache.num_cached
+        num_used, num_cached = cache.num_used, cache.tree.num_cached
         pages_taken = scheduler.advance(num_steps)
         if self._sink is not None:
             self._sink.record_leap(now_ns, durations_ns, pages_taken, num_used, num_cached, scheduler)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
-import click
+# A command makes many objects that live to its end, and no cycles worth looking for.
+gc.disable()
 
-from kvarts import __version__
-from kvarts.cli.replay import replay_command
-from kvarts.errors import KvartsError
+import click  # noqa: E402
+
+from kvarts import __version__  # noqa: E402
+from kvarts.cli.replay import replay_command  # noqa: E402
+from kvarts.errors import KvartsError  # noqa: E402
 
 __all__ = ["main"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from kvarts.errors import OutputError
@@ -24,6 +23,8 @@ def check_writable(path: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a new file beside `path`, then moves it there. Raises OutputError; then `path` is as it was."""
+    import tempfile  # takes longer to import than a small replay
+
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:

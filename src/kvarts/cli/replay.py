@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,8 +81,6 @@ def replay_command(
     TRACE is a Mooncake JSONL file; without it, a bundled sample is replayed: the first 1,000 requests of Mooncake's
     conversation trace. The report goes to standard output, everything else to standard error.
     """
-    # A replay makes many objects, and cycles only between those that live to its end.
-    gc.disable()
     from kvarts.replayer import replay
     from kvarts.replayer.config import make_config
 
@@ -124,8 +121,6 @@ def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str
 
 def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | None) -> Trace:
     """What is replayed: the trace named on the command line, or what the file describes, or the sample."""
-    from importlib.resources import as_file, files
-
     from kvarts.replayer import load_mooncake
 
     workload, named = traffic.pop("workload", None), traffic.pop("trace", None)
@@ -139,6 +134,8 @@ def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | No
         trace = config_file.parent / named
     if trace is not None:
         return load_mooncake(trace, **traffic)
+    from importlib.resources import as_file, files
+
     click.echo(f"kvarts: replaying {SAMPLE_SOURCE}; give a TRACE to replay your own", err=True)
     with as_file(files("kvarts") / "data" / SAMPLE) as sample:
         return load_mooncake(sample)

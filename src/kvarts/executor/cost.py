@@ -6,7 +6,6 @@ a sequence than the one before. Both round every step by itself, so a sum does n
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from kvarts.sched.plan import Batch
 __all__ = ["CallableCost", "CostModel", "CostSpec", "LinearCost", "PolynomialCost", "parse_cost"]
 
 # Below this many steps a Python loop is faster than NumPy's calls.
-FEW_STEPS = 24
+FEW_STEPS = 36
 
 
 class CostModel(Protocol):
@@ -29,8 +28,8 @@ class CostModel(Protocol):
     def step_ns(self, batch: Batch) -> int:
         """Duration of a step that does `batch`."""
 
-    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> array[int]:
-        """Durations (type code 'q') of `num_steps` steps of `num_decodes` decodes each.
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
+        """Durations of `num_steps` steps of `num_decodes` decodes each.
 
         In the first step they know `known_tokens` tokens together, `num_decodes` more in each that follows.
         """
@@ -73,7 +72,7 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
             duration_ns += round(max(1.0, -25.74 * u * u + 54.01 * u + 5.74) * 1e6)
         return duration_ns
 
-    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> array[int]:
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """See CostModel."""
         if num_steps < FEW_STEPS:
             durations = []
@@ -83,7 +82,7 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
                     u = 1.0
                 # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
                 durations.append(round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6))
-            return array("q", durations)
+            return durations
         many = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) / pool_tokens
         np.minimum(many, 1.0, out=many)
         return _whole_ns((-25.74 * many * many + 54.01 * many + 5.74) * 1e6)
@@ -113,7 +112,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         ms = ms + self.decode_ms * batch.num_decodes + self.context_token_ms * batch.decode_known_tokens
         return round(ms * 1e6)
 
-    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> array[int]:
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """See CostModel."""
         known = known_tokens + num_decodes * np.arange(num_steps)
         ms = self.step_ms + self.chunk_token_ms * 0 + self.decode_ms * num_decodes
@@ -133,15 +132,12 @@ class CallableCost:
             raise ConfigError(f"the cost callable answered {ms!r} for {batch}", field="cost", hint="Return ms.")
         return round(float(ms) * 1e6)
 
-    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> array[int]:
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """See CostModel."""
-        return array(
-            "q",
-            [
-                self.step_ns(Batch((), num_decodes, known_tokens + step * num_decodes, pool_tokens))
-                for step in range(num_steps)
-            ],
-        )
+        return [
+            self.step_ns(Batch((), num_decodes, known_tokens + step * num_decodes, pool_tokens))
+            for step in range(num_steps)
+        ]
 
     def __repr__(self) -> str:
         return f"CallableCost({getattr(self._step_ms, '__qualname__', self._step_ms)})"
@@ -173,8 +169,7 @@ def parse_cost(text: str) -> CostSpec:
     return cost
 
 
-def _whole_ns(ns: npt.NDArray[np.floating]) -> array[int]:
+def _whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:
     """Rounds half to even, as `round` does."""
-    durations = array("q")
-    durations.frombytes(np.rint(ns).astype(np.int64).tobytes())
+    durations: list[int] = np.rint(ns).astype(np.int64).tolist()
     return durations

@@ -99,9 +99,7 @@ class PageCache:
         start = path[-1].end if path else 0
         if start < num_full_pages:
             page_ids = holding.page_ids
-            self.tree.extend(
-                path, content, num_full_pages, None if page_ids is None else page_ids[start:num_full_pages]
-            )
+            self.tree.extend(path, content, num_full_pages, page_ids and page_ids[start:num_full_pages])
 
     def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
         """Releases everything: full pages become cached, deepest first, the rest empty.

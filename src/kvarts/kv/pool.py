@@ -7,7 +7,7 @@ executor writes into them. A page that is taken is the taker's until given back;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NewType, Protocol
+from typing import NewType, Protocol, cast
 
 __all__ = ["CountPool", "IdPool", "PageId", "Pool"]
 
@@ -57,7 +57,7 @@ class IdPool:
     def __init__(self, total: int) -> None:
         self.total = total
         self.num_empty = total
-        self._empty_ids = [PageId(i) for i in range(total - 1, -1, -1)]
+        self._empty_ids = cast(list[PageId], list(range(total - 1, -1, -1)))
 
     @property
     def empty_ids(self) -> Sequence[PageId]:

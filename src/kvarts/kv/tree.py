@@ -58,8 +58,8 @@ class Node:
         self.children: dict[PageKey, Node] | None = None
         self.twins: list[Node] | None = None
         self.page_ids: list[PageId] | None = None
-        self.older: Node | None = None
-        self.newer: Node | None = None
+        self.older = self
+        self.newer = self
 
     def __repr__(self) -> str:
         return f"Node(pages {self.start}..{self.end}, refs {self.refs}, twins {len(self.twins or ())})"
@@ -95,7 +95,6 @@ class PrefixTree:
         self._roots: dict[str | None, Node] = {}
         # One sentinel closes the LRU list to a ring: newer of it is the oldest run, older of it the youngest.
         self._lru = Node(None, None, 0, 0, 0, None)
-        self._lru.older = self._lru.newer = self._lru
 
     # Finding ----------------------------------------------------------------------------------------------
 
@@ -135,7 +134,10 @@ class PrefixTree:
             nodes[-1] = self._split(nodes[-1], match.num_pages)
         for node in nodes:
             if node.refs == 0:
-                self._unlist(node)
+                older, newer = node.older, node.newer
+                older.newer = newer
+                newer.older = older
+                self.num_cached -= node.end - node.start
             node.refs += 1
         return nodes
 
@@ -185,16 +187,20 @@ class PrefixTree:
 
     def release(self, path: Path) -> None:
         """Drops the references of `path`, deepest page first; what nobody references is cached from now on."""
+        lru = self._lru
         index = len(path)
         while index:
             index -= 1
             node = path[index]
             floor = path[index - 1].end if index else 0
             while True:
-                node.refs -= 1
-                assert node.refs >= 0, f"{node} was released more often than it was pinned"
-                if node.refs == 0:
-                    self._list_before(self._lru, node)
+                refs = node.refs = node.refs - 1
+                if refs <= 0:
+                    assert refs == 0, f"{node} was released more often than it was pinned"
+                    youngest = lru.older
+                    node.older = youngest
+                    node.newer = lru
+                    youngest.newer = lru.older = node
                     self.num_cached += node.end - node.start
                 if node.start <= floor:
                     break
@@ -221,7 +227,6 @@ class PrefixTree:
         page_ids: list[PageId] = []
         while count:
             node = self._lru.newer
-            assert node is not None
             size = node.end - node.start
             if size > count:
                 if node.twins is not None:
@@ -268,7 +273,6 @@ class PrefixTree:
                 head.page_ids = tail.page_ids[:cut]
                 del tail.page_ids[:cut]
             if tail.refs == 0:
-                assert tail.newer is not None
                 self._list_before(tail.newer, head)  # deeper pages go first
             heads.append(head)
         first_head = heads[0]
@@ -299,7 +303,7 @@ class PrefixTree:
 
     def _remove(self, node: Node) -> None:
         """Takes a whole unreferenced run out of the list and out of the tree."""
-        self._unlist_only(node)
+        self._unlist(node)
         twins = node.twins
         parent = node.parent
         assert parent is not None and parent.children is not None
@@ -318,22 +322,15 @@ class PrefixTree:
 
     def _list_before(self, newer: Node, node: Node) -> None:
         older = newer.older
-        assert older is not None
         node.older = older
         node.newer = newer
         older.newer = node
         newer.older = node
 
-    def _unlist_only(self, node: Node) -> None:
+    def _unlist(self, node: Node) -> None:
         older, newer = node.older, node.newer
-        assert older is not None and newer is not None
         older.newer = newer
         newer.older = older
-        node.older = node.newer = None
-
-    def _unlist(self, node: Node) -> None:
-        self._unlist_only(node)
-        self.num_cached -= node.end - node.start
 
     # Looking ----------------------------------------------------------------------------------------------
 
@@ -341,7 +338,6 @@ class PrefixTree:
         """Unreferenced runs, the next to be evicted first."""
         node = self._lru.newer
         while node is not self._lru:
-            assert node is not None
             yield node
             node = node.newer
 

@@ -42,22 +42,49 @@ _REQUEST_FIELDS = (
 )
 
 
+PACK_AT = 1 << 16
+
+
+class _Rows:
+    """Rows of integers, one after the other: appended to a list, which is packed to 8 bytes each now and then."""
+
+    __slots__ = ("_packed", "_width", "recent")
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._packed = array("q")
+        self.recent: list[int] = []
+
+    def pack(self) -> None:
+        self._packed.fromlist(self.recent)
+        self.recent.clear()
+
+    def columns(self) -> Column:
+        """Shape [width, rows]."""
+        self.pack()
+        return np.ascontiguousarray(np.frombuffer(self._packed, np.int64).reshape(-1, self._width).T)
+
+
 class RequestLog:
     """One row a request, in arrival order. -1 stands for a time that never came."""
 
     def __init__(self, *, largest_hit_counts: bool) -> None:
-        self._values = array("q")
+        self._rows = _Rows(len(_REQUEST_FIELDS))
         self._largest_hit_counts = largest_hit_counts
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
 
     def complete(self, request: Request, row: TraceRequest, replica: int) -> None:
         """`request` made its last token."""
-        self._values.extend(
+        self._record(COMPLETED, request, row, replica)
+
+    def _record(self, status: int, request: Request, row: TraceRequest, replica: int) -> None:
+        rows = self._rows
+        rows.recent.extend(
             (
                 request.index,
                 row.row,
-                COMPLETED,
+                status,
                 replica,
                 request.arrival_ns,
                 request.num_prompt_tokens,
@@ -71,21 +98,21 @@ class RequestLog:
                 request.recomputed_tokens,
             )
         )
+        if len(rows.recent) > PACK_AT:
+            rows.pack()
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
 
     def reject(self, request: Request, row: TraceRequest, replica: int, reason: str) -> None:
         """`request` was refused on arrival."""
         self._reasons[request.index] = reason
-        self.complete(request, row, replica)
-        self._values[len(self._values) - len(_REQUEST_FIELDS) + 2] = REJECTED
+        self._record(REJECTED, request, row, replica)
 
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Integer columns by name, sorted by arrival."""
-        table = np.frombuffer(self._values, np.int64).reshape(-1, len(_REQUEST_FIELDS))
-        table = table[np.argsort(table[:, 0])]
-        return dict(zip(_REQUEST_FIELDS, np.ascontiguousarray(table.T), strict=True))
+        columns = self._rows.columns()
+        return dict(zip(_REQUEST_FIELDS, columns[:, np.argsort(columns[0])], strict=True))
 
     def request_ids(self) -> list[str]:
         """The trace's own id where it gives one, else the number of the row in its file, from 0."""
@@ -126,7 +153,7 @@ class StepLog:
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._spans = array("q")
+        self._spans = _Rows(len(_SPAN_FIELDS))
         self._durations_ns = array("q")
         self._pages_taken = array("q")
         self.tokens_lost = 0
@@ -141,12 +168,14 @@ class StepLog:
         preemptions = plan.preemptions
         if preemptions:
             self.tokens_lost += sum(preemption.num_computed_tokens for preemption in preemptions)
-        self._spans.extend(
+        cache = scheduler.cache
+        spans = self._spans
+        spans.recent.extend(
             (
                 1,
                 start_ns,
                 scheduler.num_used_high_water,
-                scheduler.cache.num_cached,
+                cache.tree.num_cached,
                 scheduler.running.num_running,
                 scheduler.waiting.num_waiting,
                 scheduler.blocked,
@@ -159,11 +188,13 @@ class StepLog:
         )
         self._durations_ns.append(duration_ns)
         self._pages_taken.append(0)
+        if len(spans.recent) > PACK_AT:
+            spans.pack()
 
     def record_leap(
         self,
         start_ns: int,
-        durations_ns: array[int],
+        durations_ns: list[int],
         pages_taken: list[int],
         num_used: int,
         num_cached: int,
@@ -171,7 +202,7 @@ class StepLog:
     ) -> None:
         """See StepSink."""
         num_decodes = scheduler.running.num_running
-        self._spans.extend(
+        self._spans.recent.extend(
             (
                 len(durations_ns),
                 start_ns,
@@ -187,14 +218,13 @@ class StepLog:
                 1,
             )
         )
-        self._durations_ns.extend(durations_ns)
-        self._pages_taken.extend(pages_taken)
+        self._durations_ns.fromlist(durations_ns)
+        self._pages_taken.fromlist(pages_taken)
 
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Integer columns by name, one row a step."""
-        spans = np.frombuffer(self._spans, np.int64).reshape(-1, len(_SPAN_FIELDS))
-        span = dict(zip(_SPAN_FIELDS, np.ascontiguousarray(spans.T), strict=True))
+        span = dict(zip(_SPAN_FIELDS, self._spans.columns(), strict=True))
         num_steps = span.pop("num_steps")
         durations_ns = np.frombuffer(self._durations_ns, np.int64)
         taken = np.frombuffer(self._pages_taken, np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,6 +96,8 @@ def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
     `cost` is a string as on the command line, or a table. Raises InputError for what is no TOML, ConfigError for an
     unknown key or a bad value.
     """
+    import tomllib  # only those who have such a file pay for it
+
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -287,7 +287,9 @@ def _joined(columns: list[Column]) -> Column:
 
 
 def _dot(counts: Column, times_ns: Column) -> int:
-    """The sum of products, exact: times are split so that no partial sum leaves 64 bits."""
+    """The sum of products, exact: where it might not fit 64 bits, in two parts that do."""
+    if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
+        return int(np.dot(counts, times_ns))
     high, low = np.divmod(times_ns, 1 << 20)
     return (int(np.dot(counts, high)) << 20) + int(np.dot(counts, low))
 

@@ -60,6 +60,7 @@ class Scheduler:
         self._chunked: Request | None = None
         self._completing: list[Request] = []
         """Who computes the last of its known tokens in the scheduled step, off the wheel."""
+        self._pool_tokens = config.pool_tokens
         self._has_events = events is not None
         self._num_admitted = 0
         # Decoding requests whose generated pages others may hit, because their tokens are known.
@@ -123,7 +124,7 @@ class Scheduler:
         num_used = cache.num_used
         if num_used > self.num_used_high_water:
             self.num_used_high_water = num_used
-        batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, config.pool_tokens)
+        batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
         rows = self.rows
         if rows is None:
             return StepPlan(wheel.step, batch, admitted, tuple(preemptions))
