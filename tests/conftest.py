@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -9,3 +11,13 @@ settings.register_profile(
 )
 settings.register_profile("long", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("KVARTS_HYPOTHESIS", "fast"))
+
+
+@pytest.fixture(scope="session")
+def conversation_trace() -> Path:
+    """The whole Mooncake conversation trace, where it is at hand: see KVARTS_DATA in CONTRIBUTING."""
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    path = Path(os.environ.get("KVARTS_DATA", default)) / "mooncake" / "conversation_trace.jsonl"
+    if not path.exists():
+        pytest.skip(f"needs {path}; set KVARTS_DATA to a folder with mooncake/conversation_trace.jsonl")
+    return path

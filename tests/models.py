@@ -87,6 +87,7 @@ class Case:
                 None if row.output is None else tuple(row.output),
                 row.priority,
                 row.tenant,
+                know_output=self.profile != "mocker",
             )
             for index, row in enumerate(self.rows)
         ]

@@ -37,6 +37,7 @@ class NaiveRequest:
     furthest: int = 0
     computed_first: int = 0  # tokens computed that were never in its pages before
     rejected: bool = False
+    know_output: bool = True
     replica: int | None = None
     token_times_ns: list[int] = field(default_factory=list)
 
@@ -47,7 +48,7 @@ class NaiveRequest:
     def token(self, index: int) -> object:
         if index < len(self.tokens):
             return ("token", self.tokens[index])
-        if self.output is not None:
+        if self.output is not None and self.know_output:
             return ("token", self.output[index - len(self.tokens)])
         return ("made", self.seq, index)
 

@@ -32,7 +32,8 @@ class EngineConfig(
 
     `num_pages`: pages of KV memory. `page_size`: tokens a page. `max_num_batched_tokens`: tokens a step may
     compute. `max_num_seqs`: requests that may run at once. `profile`: `default`, or `mocker` for the rules of
-    NVIDIA Dynamo's mocker in its vLLM mode (no priorities, a hit is the largest over a request's admissions).
+    NVIDIA Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached
+    tokens are the most it hit in any of its admissions.
 
     Raises ConfigError for a value out of range.
     """

@@ -42,6 +42,8 @@ class Driver:
         self._log = log
         self._on_progress = on_progress
         self._page_size = engines[0].config.page_size
+        # To the mocker, every generated token is unlike any other.
+        self._know_output = engines[0].config.profile != "mocker"
         self._rows: dict[int, TraceRequest] = {}
         """Requests that are in an engine, by index."""
         self._num_arrived = 0
@@ -109,7 +111,7 @@ class Driver:
         self._num_arrived += 1
         request = Request(
             index,
-            self._trace.content(row, page_size=self._page_size, owner=index),
+            self._trace.content(row, page_size=self._page_size, owner=index, know_output=self._know_output),
             num_prompt_tokens=row.num_prompt_tokens,
             num_output_tokens=row.num_output_tokens,
             arrival_ns=now_ns,

@@ -75,8 +75,8 @@ class Trace:
         """All requests, if they are known beforehand."""
         return self._requests if isinstance(self._requests, list) else None
 
-    def content(self, request: TraceRequest, *, page_size: int, owner: int) -> Content:
-        """What the pages of `request` will hold."""
+    def content(self, request: TraceRequest, *, page_size: int, owner: int, know_output: bool = True) -> Content:
+        """What the pages of `request` will hold. `know_output`: its generated tokens too, where the trace has them."""
         num_tokens = request.num_prompt_tokens
         units, unit_tokens = request.units, self.unit_tokens
         if isinstance(units, tuple):
@@ -87,7 +87,7 @@ class Trace:
                 units = np.repeat(ids, unit_tokens)[:num_tokens].tobytes()
                 unit_tokens = 1
             output = request.output_units
-            if output is not None:
+            if output is not None and know_output:
                 units += spell(output) if isinstance(output, tuple) else output
                 num_tokens += request.num_output_tokens
         return Content(
