@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 
-# A command makes many objects that live to its end, and no cycles worth looking for.
-gc.disable()
+import click
 
-import click  # noqa: E402
-
-from kvarts import __version__  # noqa: E402
-from kvarts.cli.replay import replay_command  # noqa: E402
-from kvarts.errors import KvartsError  # noqa: E402
+from kvarts import __version__
+from kvarts.cli.replay import replay_command
+from kvarts.errors import KvartsError
 
 __all__ = ["main"]
 
@@ -33,6 +30,7 @@ cli.add_command(replay_command)
 
 def main() -> None:
     """Entry point of the `kvarts` script."""
+    gc.disable()  # a command makes many objects that live to its end, and no cycles worth looking for
     try:
         cli()
     except KvartsError as error:

@@ -1,0 +1,248 @@
+"""The command line, from arguments to exit code, in the same process; one run of the installed script."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvarts.cli.main import main
+
+GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}\n'
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def kvarts(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["kvarts", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        captured = capsysbinary.readouterr()
+        return Ran(code, captured.out.decode(), captured.err.decode())
+
+    yield run
+    gc.enable()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(GOOD * 5)
+    return path
+
+
+def test_without_arguments_the_sample_is_replayed(kvarts: Run) -> None:
+    ran = kvarts("replay")
+    assert ran.code == 0
+    assert "mooncake-conversation-1000.jsonl: 1,000 requests" in ran.out
+    assert "limited by    KV pages" in ran.out
+    assert "Apache-2.0" in ran.err
+    assert max(len(line) for line in ran.out.splitlines()) <= 80
+
+
+def test_json_goes_to_stdout_and_has_the_promised_fields(kvarts: Run, trace: Path) -> None:
+    ran = kvarts("replay", trace, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    report = json.loads(ran.out)
+    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms"):
+        assert list(report[name]) == ["mean", "p50", "p90", "p95", "p99", "max"]
+    fields = (
+        "duration_ms num_requests num_completed num_rejected prefix_hit_ratio num_preemptions num_steps peak_used_pct"
+    )
+    assert set(fields.split()) <= set(report)
+    assert report["num_completed"] == 5
+
+
+def test_report_and_requests_are_written(kvarts: Run, trace: Path, tmp_path: Path) -> None:
+    ran = kvarts("replay", trace, "--report", tmp_path / "r.json", "--requests", tmp_path / "q.jsonl", "--json")
+    assert (tmp_path / "r.json").read_text() == ran.out
+    rows = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
+    assert [row["request_id"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert list(rows[0]) == [
+        "request_id",
+        "arrival_ms",
+        "input_tokens",
+        "output_tokens",
+        "first_admitted_ms",
+        "first_token_ms",
+        "last_token_ms",
+        "cached_tokens",
+        "admissions",
+        "preemptions",
+        "recomputed_tokens",
+        "replica",
+        "status",
+        "reason",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["q.jsonl", "r.json", "trace.jsonl"]
+
+
+def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
+    flags = (
+        "--pages 99 --page-size 8 --profile mocker --cost linear:step_ms=5 --max-batched-tokens 64 --max-seqs 3 "
+        "--replicas 2 --router prefix --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7 --audit"
+    )
+    ran = kvarts("replay", trace, *flags.split(), "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["config"] == {
+        "pages": 99,
+        "page_size": 8,
+        "max_batched_tokens": 64,
+        "max_seqs": 3,
+        "profile": "mocker",
+        "cost": {
+            "model": "linear",
+            "step_ms": 5.0,
+            "chunk_token_ms": 0.0,
+            "decode_ms": 0.0,
+            "context_token_ms": 0.0,
+        },
+        "replicas": 2,
+        "router": "prefix",
+        "concurrency": 4,
+        "speedup": 1.0,
+        "slo": {"ttft_ms": 9.0, "tpot_ms": 8.0, "e2e_ms": 7.0},
+    }
+
+
+def test_step_by_step_prints_the_same_bytes(kvarts: Run, trace: Path) -> None:
+    assert kvarts("replay", trace, "--json").out == kvarts("replay", trace, "--json", "--step-by-step").out
+
+
+def test_a_file_sets_what_the_command_line_leaves_open(kvarts: Run, trace: Path, tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('pages = 500\nmax_seqs = 7\ntrace = "trace.jsonl"\n[cost]\nmodel = "linear"\nstep_ms = 3\n')
+    ran = kvarts("replay", "--config", config, "--max-seqs", 9, "--json")
+    assert ran.code == 0, ran.err
+    report = json.loads(ran.out)
+    assert (report["config"]["pages"], report["config"]["max_seqs"]) == (500, 9)
+    assert report["config"]["cost"]["step_ms"] == 3.0
+    assert report["num_completed"] == 5
+
+
+def test_a_file_can_describe_a_workload(kvarts: Run, tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(
+        "[workload]\nnum_sessions = 20\nturns_per_session = 2\nsessions_per_s = 5\nthink_time_s = 1\n"
+        'new_tokens = {kind = "uniform", low = 10, high = 20}\noutput_tokens = {kind = "fixed", tokens = 5}\n'
+    )
+    ran = kvarts("replay", "--config", config, "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["num_completed"] == 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ("--pages 0", 2, "pages: must be at least 1, got 0"),
+        ("--page-size 0", 2, "page_size: must be at least 1, got 0"),
+        ("--pages many", 2, "not a valid integer"),
+        ("--speling 3", 2, "No such option"),
+        ("--cost quadratic", 2, "cost"),
+        ("--speedup 2 --concurrency 3", 2, "Give concurrency or speedup"),
+        ("--max-batched-tokens 8", 2, "set max_seqs to 8 or less"),
+        ("--trace-block-size 0", 2, "0 is not in the range"),
+        ("--trace-block-size 16", 4, "hash_ids: 2 ids of 16 tokens cover 32 of the 600"),
+        ("--report /nowhere/r.json", 7, "there is no directory /nowhere"),
+        ("--requests /", 7, "is a directory"),
+    ],
+)
+def test_bad_usage_says_what_and_why(kvarts: Run, trace: Path, arguments: str, code: int, says: str) -> None:
+    ran = kvarts("replay", trace, *arguments.split())
+    assert (ran.code, ran.out) == (code, "")
+    assert says in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("speed = 3", 2, "speed: unknown key"),
+        ("pages = 0", 2, "pages: must be at least 1"),
+        ('pages = "many"', 2, "pages: Expected `int`"),
+        ("pages = [", 4, "is no readable TOML"),
+        ('cost = "cubic"', 2, "cost"),
+        ('[workload]\nnum_sessions = 0\nnew_tokens = {kind = "fixed", tokens = 1}', 2, "workload"),
+        ("[slo]\nttft_ms = -1", 2, "slo.ttft_ms: must be above 0"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(kvarts: Run, tmp_path: Path, text: str, code: int, says: str) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(text)
+    ran = kvarts("replay", "--config", config)
+    assert (ran.code, ran.out) == (code, "")
+    assert says in ran.err
+    assert str(config) in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("", 4, "has no requests"),
+        (GOOD + "{oops\n", 4, "trace.jsonl:2: "),
+        (GOOD + GOOD.replace("600", "-600"), 4, "trace.jsonl:2: input_length: must be at least 1, got -600"),
+        (GOOD + GOOD.replace("0,", '"noon",', 1), 4, "trace.jsonl:2: timestamp: "),
+    ],
+)
+def test_a_bad_trace_writes_nothing(kvarts: Run, tmp_path: Path, text: str, code: int, says: str) -> None:
+    trace, report = tmp_path / "trace.jsonl", tmp_path / "r.json"
+    trace.write_text(text)
+    report.write_text("what was there")
+    ran = kvarts("replay", trace, "--report", report)
+    assert (ran.code, ran.out) == (code, "")
+    assert says in ran.err
+    assert report.read_text() == "what was there"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_missing_files_have_their_own_code(kvarts: Run, tmp_path: Path) -> None:
+    assert kvarts("replay", tmp_path / "nowhere.jsonl").code == 3
+    assert kvarts("replay", "--config", tmp_path / "nowhere.toml").code == 3
+
+
+def test_skipped_lines_are_reported(kvarts: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(GOOD + "oops\n" + GOOD)
+    assert "2 completed, 0 rejected, 1 bad lines skipped" in kvarts("replay", trace, "--skip-bad-lines").out
+
+
+def test_every_option_is_explained(kvarts: Run) -> None:
+    ran = kvarts("replay", "--help")
+    lines = ran.out.split("Options:")[1].splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith("  -")]
+    assert len(starts) > 20
+    for index in starts:
+        text = lines[index].strip() + " " + (lines[index + 1].strip() if index + 1 < len(lines) else "")
+        assert len(text.split()) > 3, lines[index]
+
+
+def test_the_same_bytes_in_any_process(tmp_path: Path) -> None:
+    """L10: whatever the hash seed."""
+    outs = set()
+    for seed in ("0", "1", "random"):
+        command = [sys.executable, "-m", "kvarts", "replay", "--json", "--pages", "9000"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=True)
+        outs.add(done.stdout)
+    assert len(outs) == 1

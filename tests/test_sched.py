@@ -1,0 +1,187 @@
+"""The wheel, the queues, and what a plan says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.config import EngineConfig
+from kvarts.content import Content
+from kvarts.errors import ConfigError
+from kvarts.request import Request
+from kvarts.sched.policy import RunningSet, WaitingQueue
+from kvarts.sched.scheduler import Blocked, Scheduler
+from kvarts.sched.wheel import DecodeWheel
+
+
+def request(index: int, num_prompt: int = 4, num_output: int = 4, *, priority: int = 0, page_size: int = 4) -> Request:
+    content = Content.from_tokens([index] * num_prompt, page_size=page_size, owner=index)
+    return Request(index, content, num_prompt_tokens=num_prompt, num_output_tokens=num_output, priority=priority)
+
+
+def decoding(index: int, num_computed: int, num_left: int) -> Request:
+    made = request(index, num_computed, num_left + 1)
+    made.num_computed, made.num_made, made.admission = num_computed, 1, index
+    return made
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=8),
+    st.lists(st.integers(1, 7), max_size=6),
+)
+def test_the_wheel_knows_pages_and_ends(page_size: int, joins: list[tuple[int, int, int]], turns: list[int]) -> None:
+    """Against requests counted one by one."""
+    wheel = DecodeWheel(page_size)
+    left: dict[int, tuple[Request, int, int]] = {}
+    for index, (num_computed, num_left, _) in enumerate(joins):
+        made = decoding(index, num_computed, num_left)
+        wheel.join(made)
+        left[index] = (made, num_computed, num_left)
+    for turn in turns:
+        if not left:
+            break
+        num_steps = min(turn, wheel.steps_to_finish())
+        assert wheel.steps_to_finish() == min(num_left for _, _, num_left in left.values())
+        due = [sum((computed + step) % page_size == 0 for _, computed, _ in left.values()) for step in range(num_steps)]
+        assert wheel.pages_due_by_step(num_steps) == due
+        assert wheel.pages_due() == due[0]
+        assert wheel.known_tokens == sum(computed + 1 for _, computed, _ in left.values())
+        needing = [index for index, (_, computed, _) in left.items() if computed % page_size == 0]
+        assert [made.index for made in wheel.needing_page()] == needing
+        wheel.turn(num_steps)
+        left = {
+            index: (made, computed + num_steps, num_left - num_steps)
+            for index, (made, computed, num_left) in left.items()
+        }
+        ended = [index for index, (_, _, num_left) in left.items() if num_left == 0]
+        assert [made.index for made in wheel.pop_finished()] == ended
+        for index in ended:
+            made, computed, _ = left.pop(index)
+            assert made.num_computed == computed
+            assert made.num_made == made.num_output_tokens
+
+
+def test_a_request_that_left_early_never_finishes() -> None:
+    wheel = DecodeWheel(4)
+    first, second = decoding(0, 5, 2), decoding(1, 5, 3)
+    wheel.join(first)
+    wheel.join(second)
+    wheel.turn(1)
+    wheel.leave(first)
+    assert (first.num_computed, first.num_made) == (6, 2)
+    assert wheel.steps_to_finish() == 2
+    wheel.turn(2)
+    assert wheel.pop_finished() == [second]
+
+
+def test_waiting_is_by_priority_then_preempted_then_arrival() -> None:
+    queue = WaitingQueue()
+    low, first, second, high = (request(i, priority=p) for i, p in enumerate([-1, 0, 0, 5]))
+    for each in (low, first, second, high):
+        queue.push(each)
+    preempted = request(9)
+    queue.push_front(preempted)
+    assert list(queue) == [high, preempted, first, second, low]
+    queue.remove(first)
+    assert [queue.pop() for _ in range(4)] == [high, preempted, second, low]
+    assert queue.head() is None
+
+
+def test_the_victim_is_the_last_admitted_of_the_lowest_priority() -> None:
+    running = RunningSet()
+    requests = [request(i, priority=p) for i, p in enumerate([0, -1, -1, 3])]
+    for admission, each in enumerate(requests):
+        each.admission = admission
+        running.add(each)
+    victims = []
+    while running.num_running:
+        victims.append(running.victim())
+        running.remove(victims[-1])
+    assert [victim.index for victim in victims] == [2, 1, 0, 3]
+
+
+def run(scheduler: Scheduler, steps: int) -> None:
+    for step in range(steps):
+        scheduler.schedule(step)
+        scheduler.commit(step + 1)
+        scheduler.check()
+
+
+def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
+    scheduler = Scheduler(EngineConfig(num_pages=3, page_size=4))
+    reason = scheduler.add(request(0, 10, 4))
+    assert reason == "needs 4 pages of 4 tokens for 10 prompt and 4 output tokens; the pool has 3"
+    assert scheduler.add(request(1, 9, 4)) is None, "the last token is never computed"
+
+
+def test_a_shortage_preempts_and_says_who_asked_and_what_was_lost() -> None:
+    scheduler = Scheduler(EngineConfig(num_pages=4, page_size=4))
+    first, second = request(0, 6, 9), request(1, 6, 9)
+    scheduler.add(first)
+    scheduler.add(second)
+    run(scheduler, 3)
+    plan = scheduler.schedule(3)
+    (preemption,) = plan.preemptions
+    assert (preemption.victim, preemption.asker) == (1, 0)
+    assert preemption.num_computed_tokens == 8
+    assert (preemption.num_pages_short, preemption.num_used_pages) == (1, 4)
+    assert plan.admitted == ()
+    scheduler.commit(4)
+    assert second.num_preemptions == 1
+    assert scheduler.waiting.head() is second
+
+
+def test_a_more_important_request_preempts_a_less_important_one_and_never_the_reverse() -> None:
+    scheduler = Scheduler(EngineConfig(num_pages=4, page_size=4))
+    low, high = request(0, 6, 9, priority=0), request(1, 6, 9, priority=1)
+    scheduler.add(low)
+    run(scheduler, 1)
+    scheduler.add(high)
+    run(scheduler, 25)
+    assert low.num_preemptions > 0
+    assert high.num_preemptions == 0
+    assert low.last_token_ns > high.last_token_ns
+
+
+def test_the_horizon_ends_before_a_page_is_missing() -> None:
+    scheduler = Scheduler(EngineConfig(num_pages=4, page_size=4))
+    for index in range(2):
+        scheduler.add(request(index, 6, 9))
+    run(scheduler, 1)
+    assert scheduler.horizon() == 2
+    assert scheduler.advance(2) == [0, 0]
+    assert scheduler.commit_many(3) == []
+    assert scheduler.horizon() == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "blocked"),
+    [
+        (EngineConfig(num_pages=4, page_size=4), Blocked.PAGES),
+        (EngineConfig(num_pages=64, page_size=4, max_num_seqs=1), Blocked.SEQS),
+        (EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=8, max_num_seqs=8), Blocked.BUDGET),
+    ],
+)
+def test_the_scheduler_says_why_the_head_waits(config: EngineConfig, blocked: Blocked) -> None:
+    scheduler = Scheduler(config)
+    for index in range(2):
+        scheduler.add(request(index, 9, 2))
+    scheduler.schedule(0)
+    assert scheduler.blocked is blocked
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_pages", 0), ("page_size", 0), ("max_num_seqs", 0), ("max_num_batched_tokens", -1), ("profile", "best")],
+)
+def test_a_bad_setting_is_refused_where_it_is_built(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_more_sequences_than_tokens_are_refused_with_a_way_out() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(max_num_batched_tokens=64)
+    assert "set max_seqs to 64 or less" in str(caught.value)
