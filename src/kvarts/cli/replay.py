@@ -89,7 +89,7 @@ def replay_command(
             check_writable(path)
     given = {name.removeprefix("set_"): value for name, value in settings.items() if value is not None}
     values, traffic = _settings(given, config_file)
-    config = make_config(values, config_file)
+    config = make_config(values)
     loaded = _traffic(trace, traffic, config_file)
     with _Progress(loaded) as progress:
         report = replay(loaded, config, on_progress=progress)

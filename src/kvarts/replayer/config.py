@@ -89,10 +89,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads a TOML file: the settings of ReplayConfig by their file names, for `make_config`, and the traffic.
+    """Reads a TOML file: checked settings of ReplayConfig by their file names, for `make_config`, and the traffic.
 
     The traffic is what is given of `trace`, `trace_block_size`, `skip_bad_lines` and `workload`, a Workload.
-
     `cost` is a string as on the command line, or a table. Raises InputError for what is no TOML, ConfigError for an
     unknown key or a bad value.
     """
@@ -116,23 +115,23 @@ def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
             cost = values["cost"]
             values["cost"] = parse_cost(cost) if isinstance(cost, str) else msgspec.convert(cost, CostSpec)
         checked = msgspec.convert(traffic, _File)
-        return values, {name: getattr(checked, name) for name in traffic}
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ConfigError) as error:
         raise _named(error, path) from error
+    make_config(values, path)
+    return values, {name: getattr(checked, name) for name in traffic}
 
 
 def make_config(values: dict[str, Any], path: Path | str | None = None) -> ReplayConfig:
     """A ReplayConfig from values by their file names. Raises ConfigError that names the field, and `path` if given."""
     try:
         return msgspec.convert(values, ReplayConfig)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ConfigError) as error:
         raise _named(error, path) from error
 
 
-def _named(error: msgspec.ValidationError, path: Path | str | None) -> ConfigError:
-    """Msgspec says `what - at `$.field``, and wraps what a value's own checks raise."""
-    cause = error.__cause__
-    if isinstance(cause, ConfigError):
-        return ConfigError(cause.what, hint=cause.hint, path=path, field=cause.field)
+def _named(error: msgspec.ValidationError | ConfigError, path: Path | str | None) -> ConfigError:
+    """The error with its file; what msgspec says reads ``what - at `$.field` ``."""
+    if isinstance(error, ConfigError):
+        return ConfigError(error.what, hint=error.hint, path=path, field=error.field)
     what, _, where = str(error).partition(" - at ")
     return ConfigError(what, path=path, field=where.strip("`").removeprefix("$.") or None)
