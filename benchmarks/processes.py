@@ -1,0 +1,47 @@
+"""Whole processes, timed from start to end, with their peak memory."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Cost", "kvarts_command", "median_of", "run"]
+
+
+@dataclass
+class Cost:
+    """What one process took."""
+
+    seconds: float
+    mebibytes: float
+
+
+def run(command: Sequence[str]) -> Cost:
+    """Runs `command` without its output, and asks the system what it took. Exits if it fails."""
+    start = time.perf_counter()
+    pid = os.posix_spawn(
+        command[0],
+        command,
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
+    )
+    _, status, usage = os.wait4(pid, 0)
+    seconds = time.perf_counter() - start
+    if status:
+        sys.exit(f"{' '.join(command)} failed")
+    return Cost(seconds, usage.ru_maxrss / 1024)
+
+
+def median_of(costs: Sequence[Cost]) -> Cost:
+    """Median time, and the largest memory."""
+    return Cost(statistics.median(cost.seconds for cost in costs), max(cost.mebibytes for cost in costs))
+
+
+def kvarts_command(*arguments: object) -> list[str]:
+    """The installed script beside this Python."""
+    return [str(Path(sys.executable).with_name("kvarts")), *map(str, arguments)]
