@@ -40,7 +40,9 @@ def theirs_of(path: Path) -> list[tuple[float, ...]]:
     return sorted(values(json.loads(line)) for line in path.read_text().splitlines())
 
 
-def commands(trace: str, python: str, pages: int, page_size: int, replicas: int, out: Path) -> tuple[list[str], list[str]]:
+def commands(
+    trace: str, python: str, pages: int, page_size: int, replicas: int, out: Path
+) -> tuple[list[str], list[str]]:
     ours = kvarts_command(
         *("replay", trace, "--profile", "mocker", "--pages", pages, "--page-size", page_size),
         *("--replicas", replicas, "--requests", out / "ours.jsonl", "--report", out / "report.json"),
@@ -56,7 +58,9 @@ def compare_answers(trace: str, python: str, out: Path) -> bool:
         for command in commands(trace, python, pages, page_size, replicas, out):
             run(command)
         ours, theirs = ours_of(out / "ours.jsonl"), theirs_of(out / "theirs.jsonl")
-        worst = max(abs(a - b) for mine, peers in zip(ours, theirs, strict=True) for a, b in zip(mine, peers, strict=True))
+        worst = max(
+            abs(a - b) for mine, peers in zip(ours, theirs, strict=True) for a, b in zip(mine, peers, strict=True)
+        )
         same_tokens = [row[6:] for row in ours] == [row[6:] for row in theirs]
         print(
             f"{name:12} {len(ours):,} requests: times differ by at most {worst:.1e} ms, "

@@ -81,16 +81,16 @@ def main() -> None:
             theirs.append(time_vllm(args.vllm_python))
     for name, runs in (("kvarts", ours), ("vllm", theirs)):
         if runs:
-            medians = {key: statistics.median(run[key] for run in runs) for key in ("schedule_us", "commit_us", "mean_us")}
+            medians = {
+                key: statistics.median(run[key] for run in runs) for key in ("schedule_us", "commit_us", "mean_us")
+            }
             version = f" {runs[0]['version']}" if "version" in runs[0] else ""
             print(
                 f"{name + version:16} schedule {medians['schedule_us']:8.1f} us   commit {medians['commit_us']:8.1f} us   "
                 f"mean of both {medians['mean_us']:8.1f} us"
             )
     if theirs:
-        both = [
-            statistics.median(run["schedule_us"] + run["commit_us"] for run in runs) for runs in (theirs, ours)
-        ]
+        both = [statistics.median(run["schedule_us"] + run["commit_us"] for run in runs) for runs in (theirs, ours)]
         mean = [statistics.median(run["mean_us"] for run in runs) for runs in (theirs, ours)]
         print(f"vllm / kvarts: {both[0] / both[1]:.1f} times by medians, {mean[0] / mean[1]:.1f} times by means")
 

@@ -60,9 +60,7 @@ def make_scheduler(num_pages: int, page_size: int, max_seqs: int) -> Scheduler:
     )
     config = VllmConfig(model_config=model, cache_config=cache, scheduler_config=scheduler)
     spec = FullAttentionSpec(block_size=page_size, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
-    kv = KVCacheConfig(
-        num_blocks=num_pages, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)]
-    )
+    kv = KVCacheConfig(num_blocks=num_pages, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)])
     return Scheduler(config, kv, StructuredOutputManager(config), block_size=page_size)
 
 

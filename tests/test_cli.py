@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,19 +28,14 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def kvarts(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def kvarts(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["kvarts", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        code = main()
         captured = capsysbinary.readouterr()
         return Ran(code, captured.out.decode(), captured.err.decode())
 
-    yield run
-    gc.enable()
+    return run
 
 
 @pytest.fixture

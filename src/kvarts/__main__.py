@@ -1,5 +1,5 @@
 """`python -m kvarts`."""
 
-from kvarts.cli.main import main
+from kvarts.cli.main import run
 
-main()
+run()

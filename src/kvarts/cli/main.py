@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import sys
 
 import click
@@ -11,7 +13,7 @@ from kvarts import __version__
 from kvarts.cli.replay import replay_command
 from kvarts.errors import KvartsError
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -28,14 +30,30 @@ def cli() -> None:
 cli.add_command(replay_command)
 
 
-def main() -> None:
-    """Entry point of the `kvarts` script."""
-    gc.disable()  # a command makes many objects that live to its end, and no cycles worth looking for
+def main() -> int:
+    """Runs the command line in `sys.argv`; returns the exit code."""
     try:
-        cli()
+        cli(standalone_mode=False)
     except KvartsError as error:
         click.echo(f"kvarts: {error}", err=True)
-        sys.exit(error.exit_code)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        click.echo("kvarts: interrupted", err=True)
+        return 130
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; nothing is left to say
-        sys.exit(7)
+        return 7  # whoever read our output has gone; nothing is left to say
+    return 0
+
+
+def run() -> None:
+    """Entry point of the `kvarts` script."""
+    gc.disable()  # a command makes many objects that live to its end, and no cycles worth looking for
+    code = main()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written. To take apart all objects of a replay one by one would take longer than its report did.
+    os._exit(code)

@@ -66,10 +66,10 @@ class PageCache:
         num_missing = count - pool.num_empty
         if num_missing <= 0:
             return pool.take(count)
+        taken_ids = pool.take(count - num_missing) if num_missing < count else []
         evicted_ids = self.tree.evict(num_missing)
         self.num_evicted += num_missing
-        taken_ids = pool.take(count - num_missing)
-        return None if taken_ids is None else taken_ids + evicted_ids
+        return taken_ids + evicted_ids if taken_ids is not None and self.has_page_ids else None
 
     def open(self, match: Match) -> Holding:
         """Pins what was found; the tree must not have changed since."""
@@ -87,11 +87,13 @@ class PageCache:
 
     def grow(self, holding: Holding, num_pages: int) -> None:
         """Takes pages until `holding` has `num_pages`."""
-        taken_ids = self.take(num_pages - holding.num_pages)
-        if taken_ids is not None:
-            assert holding.page_ids is not None
-            holding.page_ids += taken_ids
-        holding.num_pages = num_pages
+        num_missing = num_pages - holding.num_pages
+        if num_missing:
+            taken_ids = self.take(num_missing)
+            if taken_ids is not None:
+                assert holding.page_ids is not None
+                holding.page_ids += taken_ids
+            holding.num_pages = num_pages
 
     def publish(self, holding: Holding, content: Content, num_full_pages: int) -> None:
         """Makes the first `num_full_pages` pages findable. Pages already findable stay as they are."""

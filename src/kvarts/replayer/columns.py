@@ -221,21 +221,53 @@ class StepLog:
         self._durations_ns.fromlist(durations_ns)
         self._pages_taken.fromlist(pages_taken)
 
+    # Looking ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def spans(self) -> dict[str, Column]:
+        """Integer columns by name, one row a span; `duration_ns` is the whole span's."""
+        spans = dict(zip(_SPAN_FIELDS, self._spans.columns(), strict=True))
+        spans["duration_ns"] = (
+            np.add.reduceat(self.durations_ns, self._firsts(spans)) if len(self) else self.durations_ns
+        )
+        return spans
+
+    def __len__(self) -> int:
+        return len(self._durations_ns)
+
+    @property
+    def durations_ns(self) -> Column:
+        """Of each step."""
+        return np.frombuffer(self._durations_ns, np.int64)
+
+    def of_steps(self, name: str) -> Column:
+        """A column of the spans, one row a step: for what is alike in all steps of a span."""
+        return np.repeat(self.spans[name], self.spans["num_steps"])
+
+    def used(self) -> Column:
+        """Pages used in each step."""
+        taken = np.frombuffer(self._pages_taken, np.int64)
+        pages = np.cumsum(taken)
+        before = self.spans["used"] - (pages - taken)[self._firsts(self.spans)] if len(self) else self.spans["used"]
+        pages += np.repeat(before, self.spans["num_steps"])
+        return pages
+
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Integer columns by name, one row a step."""
-        span = dict(zip(_SPAN_FIELDS, self._spans.columns(), strict=True))
-        num_steps = span.pop("num_steps")
-        durations_ns = np.frombuffer(self._durations_ns, np.int64)
-        taken = np.frombuffer(self._pages_taken, np.int64)
-        steps = {name: np.repeat(values, num_steps) for name, values in span.items()}
-        first = np.repeat(np.cumsum(num_steps) - num_steps, num_steps)
-        elapsed = np.concatenate(([0], np.cumsum(durations_ns)))
-        steps["start_ns"] += elapsed[:-1] - elapsed[first]
-        steps["duration_ns"] = durations_ns
-        pages = np.cumsum(taken)
-        steps["used"] += pages - (pages - taken)[first]
+        steps = {name: self.of_steps(name) for name in _SPAN_FIELDS if name not in ("num_steps", "used")}
+        durations_ns = steps["duration_ns"] = self.durations_ns
+        used = steps["used"] = self.used()
+        elapsed = np.cumsum(durations_ns) - durations_ns
+        if len(self):
+            elapsed -= np.repeat(elapsed[self._firsts(self.spans)], self.spans["num_steps"])
+        steps["start_ns"] += elapsed
         # In a leap, a cached page is evicted only for what empty pages do not cover.
-        left = np.minimum(steps["cached"], self._num_pages - steps["used"])
+        left = np.minimum(steps["cached"], self._num_pages - used)
         steps["cached"] = np.where(steps.pop("is_leap"), left, steps["cached"])
         return steps
+
+    @staticmethod
+    def _firsts(spans: dict[str, Column]) -> Column:
+        """The number of each span's first step."""
+        return np.cumsum(spans["num_steps"]) - spans["num_steps"]

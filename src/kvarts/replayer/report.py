@@ -87,9 +87,10 @@ class Report:
         `used_pages` is the step's high-water mark; `cached_pages` is as after planning it. `blocked` says why the
         head of the queue was not admitted: 0 nobody waits, 1 token budget, 2 pages, 3 sequence cap.
         """
-        raw = self._raw_steps
+        logs = [log.columns for log in self._step_logs]
+        raw = {name: _joined([log[name] for log in logs]) for name in logs[0]}
         return {
-            "replica": raw["replica"],
+            "replica": np.repeat(np.arange(len(logs)), [len(log) for log in self._step_logs]),
             "start_ms": _ms(raw["start_ns"]),
             "duration_ms": _ms(raw["duration_ns"]),
             "tokens": raw["tokens"],
@@ -103,13 +104,6 @@ class Report:
             "cached_pages": raw["cached"],
         }
 
-    @cached_property
-    def _raw_steps(self) -> dict[str, Column]:
-        logs = [log.columns for log in self._step_logs]
-        steps = {name: _joined([log[name] for log in logs]) for name in logs[0]}
-        steps["replica"] = np.repeat(np.arange(len(logs)), [len(log["start_ns"]) for log in logs])
-        return steps
-
     # Summary ----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -119,7 +113,8 @@ class Report:
         raw = self._request_log.columns
         done = raw["status"] == COMPLETED
         completed = raw if done.all() else {name: column[done] for name, column in raw.items()}
-        steps = self._raw_steps
+        logs = self._step_logs
+        spans = [log.spans for log in logs]
         num_requests = len(done)
         num_completed = len(completed["row"])
         ttft_ns = completed["first_token_ns"] - completed["arrival_ns"]
@@ -129,15 +124,17 @@ class Report:
         several = output > 1
         decode_ns = completed["last_token_ns"] - completed["first_token_ns"]
         tpot_ns = decode_ns[several] / (output[several] - 1)
-        end_ns = int((steps["start_ns"] + steps["duration_ns"]).max(initial=0))
+        end_ns = max(int((span["start_ns"] + span["duration_ns"]).max(initial=0)) for span in spans)
         duration_s = max(end_ns, int(raw["arrival_ns"].max(initial=0))) / 1e9
         input_tokens = int(completed["input_tokens"].sum())
         output_tokens = int(output.sum())
         cached_tokens = int(completed["cached_tokens"].sum())
         pool_pages = config.num_pages
-        busy_ns = int(steps["duration_ns"].sum())
-        used_page_ns = _dot(steps["used"], steps["duration_ns"])
-        peak_used = int(steps["used"].max(initial=0))
+        busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
+        used = [(log.used(), log.durations_ns) for log in logs]
+        used_page_ns = sum(_dot(pages, durations_ns) for pages, durations_ns in used)
+        peak_used = max(int(pages.max(initial=0)) for pages, _ in used)
+        del used
         working_set = working_set_pages(self._trace, config.page_size)
         return {
             "version": REPORT_VERSION,
@@ -164,16 +161,16 @@ class Report:
             "prefix_hit_ratio_by_tier": {"device": _ratio(cached_tokens, input_tokens)},
             "num_cached_tokens": cached_tokens,
             "num_recomputed_tokens": int(completed["recomputed_tokens"].sum()),
-            "num_preemptions": int(steps["preempted"].sum()),
-            "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in self._step_logs),
-            "num_steps": len(steps["start_ns"]),
+            "num_preemptions": sum(int(span["preempted"].sum()) for span in spans),
+            "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
+            "num_steps": sum(map(len, logs)),
             "num_evicted_pages": self._num_evicted_pages,
             "peak_used_pages": peak_used,
             "peak_used_pct": peak_used / pool_pages,
             "mean_used_pct": _ratio(used_page_ns, busy_ns * pool_pages),
             "busy_pct": _ratio(busy_ns, duration_s * 1e9 * config.replicas),
-            "peak_running": int(steps["running"].max(initial=0)),
-            "peak_waiting": int(steps["waiting"].max(initial=0)),
+            "peak_running": max(int(span["running"].max(initial=0)) for span in spans),
+            "peak_waiting": max(int(span["waiting"].max(initial=0)) for span in spans),
             "working_set_pages": working_set,
             "working_set_to_pool": None if working_set is None else working_set / (pool_pages * config.replicas),
             "limited_by": self._limits(queue_ns, e2e_ns),
@@ -202,8 +199,9 @@ class Report:
 
     def _itl(self) -> Distribution:
         """Gaps between a request's consecutive tokens: as a rule the duration of the step that made the later one."""
-        steps = self._raw_steps
-        return _distribution(steps["duration_ns"], weights=steps["decodes"], extra=self._stalls_ns)
+        durations_ns = _joined([log.durations_ns for log in self._step_logs])
+        weights = _joined([log.of_steps("decodes") for log in self._step_logs])
+        return _distribution(durations_ns, weights=weights, extra=self._stalls_ns)
 
     def _goodput(
         self,
@@ -229,11 +227,11 @@ class Report:
 
     def _limits(self, queue_ns: Column, e2e_ns: Column) -> dict[str, Any]:
         """What waiting requests waited for, by the time they waited."""
-        steps = self._raw_steps
-        waited = {
-            name: _dot(steps["waiting"] * (steps["blocked"] == reason), steps["duration_ns"])
-            for reason, name in LIMITS.items()
-        }
+        waited = dict.fromkeys(LIMITS.values(), 0)
+        for log in self._step_logs:
+            spans = log.spans
+            for reason, name in LIMITS.items():
+                waited[name] += _dot(spans["waiting"] * (spans["blocked"] == reason), spans["duration_ns"])
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
         if int(queue_ns.sum()) * 100 < int(e2e_ns.sum()):
@@ -249,16 +247,16 @@ class Report:
         out = []
         for replica, log in enumerate(self._step_logs):
             mine = done & (raw["replica"] == replica)
-            steps = log.columns
+            spans = log.spans
             input_tokens = int(raw["input_tokens"][mine].sum())
             out.append(
                 {
                     "num_completed": int(mine.sum()),
-                    "num_steps": len(steps["start_ns"]),
-                    "num_preemptions": int(steps["preempted"].sum()),
+                    "num_steps": len(log),
+                    "num_preemptions": int(spans["preempted"].sum()),
                     "prefix_hit_ratio": _ratio(int(raw["cached_tokens"][mine].sum()), input_tokens),
-                    "peak_used_pct": int(steps["used"].max(initial=0)) / self.config.num_pages,
-                    "busy_ms": int(steps["duration_ns"].sum()) / NS_PER_MS,
+                    "peak_used_pct": int(log.used().max(initial=0)) / self.config.num_pages,
+                    "busy_ms": int(spans["duration_ns"].sum()) / NS_PER_MS,
                 }
             )
         return out

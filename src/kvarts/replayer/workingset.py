@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from kvarts.content import UNIT_BYTES
-from kvarts.replayer.trace import Trace, spell
+from kvarts.replayer.columns import Column
+from kvarts.replayer.trace import Trace, TraceRequest, spell
 
 __all__ = ["working_set_pages"]
+
+SLAB = 20_000
+"""Prompts compared at once: bounds the memory it takes."""
 
 
 def working_set_pages(trace: Trace, page_size: int) -> int | None:
@@ -16,29 +20,36 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     Sorted by content, a prompt shares with all prompts before it just what it shares with the one right before it.
     """
     requests = trace.requests
-    if requests is None:
+    if not requests:
         return None
-    by_tenant: dict[str | None, list[tuple[bytes, int]]] = {}
-    num_pages = 0
-    for request in requests:
-        units = request.units
-        if isinstance(units, tuple):
-            units = spell(units)
-        num_prompt = request.num_prompt_tokens
-        by_tenant.setdefault(request.tenant, []).append((units, num_prompt))
-        # A sequence's last token is never computed.
-        num_pages += (num_prompt + request.num_output_tokens - 1) // page_size - num_prompt // page_size
-    for prompts in by_tenant.values():
-        num_pages += _distinct_pages(prompts, trace.unit_tokens, page_size)
+    num_prompt = np.array([request.num_prompt_tokens for request in requests])
+    num_output = np.array([request.num_output_tokens for request in requests])
+    num_prompt_pages = num_prompt // page_size
+    # A sequence's last token is never computed.
+    num_pages = int(((num_prompt + num_output - 1) // page_size).sum())
+    units = [spell(request.units) if isinstance(request.units, tuple) else request.units for request in requests]
+    for members in _by_tenant(requests):
+        members.sort(key=units.__getitem__)
+        for start in range(1, len(members), SLAB):
+            slab = members[start - 1 : start + SLAB]
+            num_pages -= _shared_pages(
+                [units[index] for index in slab], num_prompt_pages[slab], trace.unit_tokens, page_size
+            )
     return num_pages
 
 
-def _distinct_pages(prompts: list[tuple[bytes, int]], unit_tokens: int, page_size: int) -> int:
-    """Distinct full pages of prompts, each given as units and number of tokens."""
-    prompts.sort()
-    units = np.frombuffer(b"".join([units for units, _ in prompts]), np.uint64)
-    num_units = np.array([len(units) for units, _ in prompts]) // UNIT_BYTES
-    pages = np.array([num_tokens for _, num_tokens in prompts]) // page_size
+def _by_tenant(requests: list[TraceRequest]) -> list[list[int]]:
+    """The places of each tenant's requests."""
+    members: dict[str | None, list[int]] = {}
+    for index, request in enumerate(requests):
+        members.setdefault(request.tenant, []).append(index)
+    return list(members.values())
+
+
+def _shared_pages(prompts: list[bytes], num_pages: Column, unit_tokens: int, page_size: int) -> int:
+    """Pages that each prompt has in common with the one before it, summed up."""
+    units = np.frombuffer(b"".join(prompts), np.uint64)
+    num_units = np.fromiter(map(len, prompts), np.int64, len(prompts)) // UNIT_BYTES
     # Lay each prompt, as far as it can agree, beside the one before it, and find where they first differ.
     starts = np.cumsum(num_units) - num_units
     compared = np.minimum(num_units[1:], num_units[:-1])
@@ -49,5 +60,5 @@ def _distinct_pages(prompts: list[tuple[bytes, int]], unit_tokens: int, page_siz
     where = np.flatnonzero(differs)[::-1]  # of several for a prompt, the first is written last
     pair = np.searchsorted(offsets, where, side="right") - 1
     common[pair] = within[where]
-    shared = np.minimum(common * unit_tokens // page_size, np.minimum(pages[1:], pages[:-1]))
-    return int(pages.sum() - shared.sum())
+    shared = np.minimum(common * unit_tokens // page_size, np.minimum(num_pages[1:], num_pages[:-1]))
+    return int(shared.sum())

@@ -60,6 +60,7 @@ class Scheduler:
         self._chunked: Request | None = None
         self._completing: list[Request] = []
         """Who computes the last of its known tokens in the scheduled step, off the wheel."""
+        self._page_size = config.page_size
         self._pool_tokens = config.pool_tokens
         self._has_events = events is not None
         self._num_admitted = 0
@@ -102,7 +103,7 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plans the step that starts at `now_ns` and takes its pages. `commit` must follow."""
-        wheel, cache, config = self.wheel, self.cache, self.config
+        wheel, cache = self.wheel, self.cache
         preemptions: list[Preemption] = []
         self.num_used_high_water = 0
         num_due = wheel.pages_due()
@@ -110,7 +111,7 @@ class Scheduler:
             self._take_due_one_by_one(now_ns, preemptions)
         elif num_due:
             self._take_due(num_due)
-        budget = config.max_num_batched_tokens - wheel.num_decoding
+        budget = self.config.max_num_batched_tokens - wheel.num_decoding
         chunks: list[Chunk] = []
         if self._chunked is not None:
             budget = self._continue_chunked(self._chunked, budget, now_ns, preemptions, chunks)
@@ -170,7 +171,7 @@ class Scheduler:
             if self.blocked is Blocked.BUDGET and wheel.num_decoding < self.config.max_num_batched_tokens:
                 return 0
         num_steps = wheel.steps_to_finish()
-        page_size = self.config.page_size
+        page_size = self._page_size
         most_pages = (num_steps // page_size + 1) * wheel.num_decoding
         if self._num_sharing:
             if self.blocked is Blocked.PAGES:
@@ -260,7 +261,7 @@ class Scheduler:
             self._leave_wheel(victim)
             victim.last_token_ns = now_ns  # it made one in the step that ended now
             # A page taken for the step that it is now not part of.
-            if victim.num_computed % self.config.page_size == 0 and (served is None or victim.index in served):
+            if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
         preemptions.append(
             Preemption(victim.index, asker.index, num_pages - cache.num_free, num_used, victim.num_computed)
@@ -284,22 +285,25 @@ class Scheduler:
         """The next chunk of the chunked request; returns the budget left. Preempts for its pages."""
         cache = self.cache
         start = request.num_computed
-        num_tokens = min(request.num_known - start, budget)
+        num_known = request.num_known
+        num_tokens = num_known - start
+        if num_tokens > budget:
+            num_tokens = budget
         assert num_tokens > 0, "a sequence more than the budget has tokens"
         holding = request.holding
         assert holding is not None
-        num_pages = self.config.pages_for(start + num_tokens) - holding.num_pages
+        num_pages = -(-(start + num_tokens) // self._page_size) - holding.num_pages
         while num_pages > cache.num_free:
             if self._preempt_for(request, num_pages, now_ns, preemptions, None) is request:
                 return budget
-        self._compute_chunk(request, num_tokens, chunks)
+        self._compute_chunk(request, num_tokens, num_known, chunks)
         return budget - num_tokens
 
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admits from the head of the waiting queue while seats, budget and pages last."""
         waiting, cache, config = self.waiting, self.cache, self.config
         running = self.running
-        page_size = config.page_size
+        page_size = self._page_size
         admitted: list[int] = []
         self.blocked = Blocked.NOT
         while (request := waiting.head()) is not None:
@@ -335,22 +339,20 @@ class Scheduler:
             num_tokens = num_known - hit_tokens
             if num_tokens > budget:
                 num_tokens = budget
-            self._compute_chunk(request, num_tokens, chunks)
+            self._compute_chunk(request, num_tokens, num_known, chunks)
             budget -= num_tokens
             admitted.append(request.index)
         return tuple(admitted)
 
-    def _compute_chunk(self, request: Request, num_tokens: int, chunks: list[Chunk]) -> None:
+    def _compute_chunk(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Takes the pages of a chunk and counts it as computed; full pages can be hit from now on."""
-        config, cache = self.config, self.cache
+        cache, page_size = self.cache, self._page_size
         holding, content = request.holding, request.content
         assert holding is not None
         start = request.num_computed
-        end = start + num_tokens
-        num_known = request.num_known
-        cache.grow(holding, config.pages_for(end))
-        request.num_computed = end
-        cache.publish(holding, content, end // config.page_size)
+        end = request.num_computed = start + num_tokens
+        cache.grow(holding, -(-end // page_size))
+        cache.publish(holding, content, end // page_size)
         if end == num_known:
             self._completing.append(request)
             if request is self._chunked:
@@ -403,7 +405,7 @@ class Scheduler:
     def _publish_filled(self, num_steps: int) -> None:
         """Pages that decodes fill in the next `num_steps` steps can be hit, where their tokens are known."""
         wheel, cache, rows = self.wheel, self.cache, self.rows
-        page_size = self.config.page_size
+        page_size = self._page_size
         for request in wheel.completing_page(num_steps):
             num_computed = wheel.num_computed(request) + num_steps
             if rows is not None:
@@ -432,7 +434,7 @@ class Scheduler:
 
         `num_unused`: pages beyond its computed tokens.
         """
-        config, rows = self.config, self.rows
+        page_size, rows = self._page_size, self.rows
         holding = request.holding
         assert holding is not None
         num_computed = request.num_computed
@@ -441,14 +443,15 @@ class Scheduler:
             rows.leave(request)
             num_pages = holding.num_pages
         else:
-            num_pages = config.pages_for(num_computed) + num_unused
-        self.cache.close(holding, request.content, num_computed // config.page_size, num_pages)
+            num_pages = -(-num_computed // page_size) + num_unused
+        self.cache.close(holding, request.content, num_computed // page_size, num_pages)
         request.holding = None
         self.running.remove(request)
         request.admission = -1
-        recomputed = min(num_computed, request.furthest_computed) - request.hit_tokens
-        if recomputed > 0:
-            request.recomputed_tokens += recomputed
+        if request.furthest_computed:
+            recomputed = min(num_computed, request.furthest_computed) - request.hit_tokens
+            if recomputed > 0:
+                request.recomputed_tokens += recomputed
         if num_computed > request.furthest_computed:
             request.furthest_computed = num_computed
 
