@@ -7,85 +7,54 @@ in pages: the scheduler makes computed catch up with known.
 
 from __future__ import annotations
 
+import msgspec
+
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
 
 __all__ = ["Request"]
 
 
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One request. `index` is its place in arrival order and ends every sort key; times are integer nanoseconds.
 
     `num_output_tokens` is how many tokens it generates, unless it stops before.
     """
 
-    __slots__ = (
-        "admission",
-        "arrival_ns",
-        "cached_tokens",
-        "content",
-        "first_admitted_ns",
-        "first_token_ns",
-        "furthest_computed",
-        "hit_tokens",
-        "holding",
-        "index",
-        "largest_hit_tokens",
-        "last_token_ns",
-        "num_admissions",
-        "num_computed",
-        "num_made",
-        "num_output_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "priority",
-        "recomputed_tokens",
-        "row",
-        "stop_step",
-        "wheel_base",
-    )
+    index: int
+    content: Content
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrival_ns: int = 0
+    priority: int = 0
 
-    def __init__(
-        self,
-        index: int,
-        content: Content,
-        *,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-        arrival_ns: int = 0,
-        priority: int = 0,
-    ) -> None:
-        self.index = index
-        self.content = content
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_output_tokens = num_output_tokens
-        self.arrival_ns = arrival_ns
-        self.priority = priority
-        # Progress. While the request decodes, `num_computed` and `num_made` are as of when it joined the wheel.
-        self.num_made = 0
-        self.num_computed = 0
-        self.holding: Holding | None = None
-        self.admission = -1
-        """Its place in admission order while it runs, else -1."""
-        self.row = -1
-        """Its row in the executor's batch while it runs, where an executor needs rows, else -1."""
-        # Written by the wheel.
-        self.wheel_base = 0
-        self.stop_step = -1
-        # The account.
-        self.first_admitted_ns = -1
-        self.first_token_ns = -1
-        self.last_token_ns = -1
-        self.num_admissions = 0
-        self.num_preemptions = 0
-        self.hit_tokens = 0
-        """Hit in the present admission."""
-        self.largest_hit_tokens = 0
-        self.cached_tokens = 0
-        """Prompt tokens whose KV others had left; what it found of its own after a preemption is not in here."""
-        self.recomputed_tokens = 0
-        self.furthest_computed = 0
-        """Tokens it had in pages before its last preemption."""
+    # Progress. While the request decodes, `num_computed` and `num_made` are as of when it joined the wheel.
+    num_made: int = 0
+    num_computed: int = 0
+    holding: Holding | None = None
+    admission: int = -1
+    """Its place in admission order while it runs, else -1."""
+    row: int = -1
+    """Its row in the executor's batch while it runs, where an executor needs rows, else -1."""
+
+    # Written by the wheel.
+    wheel_base: int = 0
+    stop_step: int = -1
+
+    # The account.
+    first_admitted_ns: int = -1
+    first_token_ns: int = -1
+    last_token_ns: int = -1
+    num_admissions: int = 0
+    num_preemptions: int = 0
+    hit_tokens: int = 0
+    """Hit in the present admission."""
+    largest_hit_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV others had left; what it found of its own after a preemption is not in here."""
+    recomputed_tokens: int = 0
+    furthest_computed: int = 0
+    """Tokens it had in pages before its last preemption."""
 
     @property
     def num_known(self) -> int:

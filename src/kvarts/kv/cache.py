@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
+
 from kvarts.content import Content
 from kvarts.events import PageEvent
 from kvarts.kv.pool import CountPool, IdPool, PageId
@@ -17,19 +19,16 @@ from kvarts.kv.tree import Match, Node, Path, PrefixTree
 __all__ = ["Holding", "PageCache"]
 
 
-class Holding:
+class Holding(msgspec.Struct, eq=False):
     """The pages of one running request. Written by PageCache.
 
     `path`: its full, findable pages. `num_pages`: all its pages, the partial last one included. `page_ids`: their
     ids in order of position, or None where pages are only counted.
     """
 
-    __slots__ = ("num_pages", "page_ids", "path")
-
-    def __init__(self, path: Path, num_pages: int, page_ids: list[PageId] | None) -> None:
-        self.path = path
-        self.num_pages = num_pages
-        self.page_ids = page_ids
+    path: Path
+    num_pages: int
+    page_ids: list[PageId] | None
 
 
 class PageCache:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from kvarts.content import Content, PageKey
 from kvarts.events import PageEvent, PagesRemoved, PagesStored
 from kvarts.kv.pool import PageId
@@ -68,19 +70,16 @@ class Node:
 Path = list[Node]
 
 
-class Match:
+class Match(msgspec.Struct, eq=False):
     """The longest resident prefix of a content. Valid until the tree changes.
 
     `num_pages`: its length. `num_shared`: how many of these pages somebody references. `nodes`: the runs; the last
     one may reach beyond `num_pages`.
     """
 
-    __slots__ = ("nodes", "num_pages", "num_shared")
-
-    def __init__(self, nodes: Path, num_pages: int, num_shared: int) -> None:
-        self.nodes = nodes
-        self.num_pages = num_pages
-        self.num_shared = num_shared
+    nodes: Path
+    num_pages: int
+    num_shared: int
 
 
 class PrefixTree:

@@ -74,11 +74,8 @@ class RequestLog:
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
 
-    def complete(self, request: Request, row: TraceRequest, replica: int) -> None:
-        """`request` made its last token."""
-        self._record(COMPLETED, request, row, replica)
-
-    def _record(self, status: int, request: Request, row: TraceRequest, replica: int) -> None:
+    def end(self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED) -> None:
+        """`request` made its last token, or was rejected."""
         rows = self._rows
         rows.recent.extend(
             (
@@ -106,7 +103,7 @@ class RequestLog:
     def reject(self, request: Request, row: TraceRequest, replica: int, reason: str) -> None:
         """`request` was refused on arrival."""
         self._reasons[request.index] = reason
-        self._record(REJECTED, request, row, replica)
+        self.end(request, row, replica, REJECTED)
 
     @cached_property
     def columns(self) -> dict[str, Column]:

@@ -75,7 +75,7 @@ class Driver:
         self._engines[index].run_until(until_ns, finished)
         if finished:
             for request in finished:
-                self._log.complete(request, self._rows.pop(request.index), index)
+                self._log.end(request, self._rows.pop(request.index), index)
             if self._on_progress is not None:
                 self._on_progress(len(finished))
             finished.clear()
@@ -101,7 +101,7 @@ class Driver:
         finished = self._engines[index].finish()
         for request in finished:
             row = self._rows.pop(request.index)
-            self._log.complete(request, row, index)
+            self._log.end(request, row, index)
             self._source.done(row, now_ns)
         if finished and self._on_progress is not None:
             self._on_progress(len(finished))

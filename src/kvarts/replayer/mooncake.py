@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator
-from itertools import count, pairwise
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -54,13 +54,16 @@ class MooncakeReader:
         self._decoder = msgspec.json.Decoder(_Row)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        rows = count()
+        row_number = 0
         for first_line, block in self._blocks():
             for line, row in self._decode(first_line, block):
                 try:
-                    yield self._request(next(rows), row)
+                    request = self._request(row_number, row)
                 except InputError as error:
                     self._skip_or_raise(error, line)
+                else:
+                    yield request
+                row_number += 1
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         """Blocks of whole lines, each with the number of its first line."""
@@ -91,15 +94,18 @@ class MooncakeReader:
             if rest.strip():
                 yield line, rest
 
-    def _decode(self, first_line: int, block: bytes) -> Iterator[tuple[int, _Row]]:
+    def _decode(self, first_line: int, block: bytes) -> Iterable[tuple[int, _Row]]:
         try:
             rows = self._decoder.decode_lines(block)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            rows = None
-        # Blank lines shift the count of lines, and bad lines must be found: then line by line.
-        if rows is not None and len(rows) == block.count(b"\n") + (not block.endswith(b"\n")):
-            yield from enumerate(rows, first_line)
-            return
+            return self._decode_by_line(first_line, block)
+        # Blank lines shift the count of lines.
+        if len(rows) == block.count(b"\n") + (not block.endswith(b"\n")):
+            return enumerate(rows, first_line)
+        return self._decode_by_line(first_line, block)
+
+    def _decode_by_line(self, first_line: int, block: bytes) -> Iterator[tuple[int, _Row]]:
+        """Finds the bad lines."""
         for line, text in enumerate(block.split(b"\n"), first_line):
             if not text.strip():
                 continue
@@ -152,7 +158,9 @@ class MooncakeReader:
                 field="hash_ids",
             )
         timestamp, delay = row.timestamp, row.delay
-        if timestamp is None:
+        if type(timestamp) is int and timestamp >= 0:
+            arrival_ns = timestamp * NS_PER_MS
+        elif timestamp is None:
             if delay is None or row.session_id is None:
                 raise InputError("is missing; only a session's later turn may have a delay instead", field="timestamp")
             arrival_ns = -1
