@@ -27,7 +27,7 @@ TOLERANCE_MS = 1e-3
 def ours_of(path: Path) -> list[tuple[float, ...]]:
     names = ("arrival_ms", "input_tokens", "output_tokens", "first_admitted_ms", "first_token_ms", "last_token_ms")
     rows = (json.loads(line) for line in path.read_text().splitlines())
-    return sorted(tuple(row[name] for name in names) + (row["cached_tokens"], row["admissions"]) for row in rows)
+    return sorted((*(row[name] for name in names), row["cached_tokens"], row["admissions"]) for row in rows)
 
 
 def theirs_of(path: Path) -> list[tuple[float, ...]]:
@@ -35,7 +35,7 @@ def theirs_of(path: Path) -> list[tuple[float, ...]]:
 
     def values(row: dict[str, Any]) -> tuple[float, ...]:
         reused = max(admission["reused_input_tokens"] for admission in row["admission_history"])
-        return tuple(row[name] for name in names) + (reused, row["admission_count"])
+        return (*(row[name] for name in names), reused, row["admission_count"])
 
     return sorted(values(json.loads(line)) for line in path.read_text().splitlines())
 

@@ -85,10 +85,8 @@ def main() -> None:
                 key: statistics.median(run[key] for run in runs) for key in ("schedule_us", "commit_us", "mean_us")
             }
             version = f" {runs[0]['version']}" if "version" in runs[0] else ""
-            print(
-                f"{name + version:16} schedule {medians['schedule_us']:8.1f} us   commit {medians['commit_us']:8.1f} us   "
-                f"mean of both {medians['mean_us']:8.1f} us"
-            )
+            cells = "   ".join(f"{key.removesuffix('_us')} {value:8.1f} us" for key, value in medians.items())
+            print(f"{name + version:16} {cells}")
     if theirs:
         both = [statistics.median(run["schedule_us"] + run["commit_us"] for run in runs) for runs in (theirs, ours)]
         mean = [statistics.median(run["mean_us"] for run in runs) for runs in (theirs, ours)]

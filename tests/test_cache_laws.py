@@ -15,6 +15,8 @@ from kvarts.kv.cache import Holding, PageCache
 
 from models import evicted_names, page_name
 
+pytestmark = pytest.mark.laws
+
 Name = object
 
 

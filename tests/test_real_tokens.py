@@ -17,6 +17,8 @@ from kvarts.sched.plan import StepPlan, StepResult
 
 from toy_model import NUM_TOKEN_IDS, ToyExecutor, generate
 
+pytestmark = pytest.mark.laws
+
 
 @dataclass
 class Arrival:

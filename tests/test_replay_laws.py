@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 
 from kvarts.replayer import replay
 from kvarts.replayer.columns import REJECTED
 
 from models import Case, cases, evicted_names, paged, run_kvarts
+
+pytestmark = pytest.mark.laws
 
 
 @given(cases())
