@@ -3,12 +3,15 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import dynamo._core as dynamo
 
 
 def main() -> None:
+    """OUT.jsonl receives a row a request, OUT.json only the summary."""
     trace, pages, page_size, replicas, out = sys.argv[1:]
     engine = {
         "backend": "vllm",
@@ -17,13 +20,16 @@ def main() -> None:
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 256,
     }
-    dynamo.run_mocker_trace_replay(
+    rows = out if out.endswith(".jsonl") else None
+    result = dynamo.run_mocker_trace_replay(
         [trace],
         extra_engine_args={"engine": engine},
         num_workers=int(replicas),
         trace_block_size=512,
-        report_jsonl_path=out,
+        report_jsonl_path=rows,
     )
+    if rows is None:
+        Path(out).write_text(json.dumps(dict(result.summary)))
 
 
 if __name__ == "__main__":

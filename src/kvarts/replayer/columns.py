@@ -237,9 +237,9 @@ class StepLog:
         """Of each step."""
         return np.frombuffer(self._durations_ns, np.int64)
 
-    def of_steps(self, name: str) -> Column:
+    def of_steps(self, name: str, dtype: type[np.signedinteger[Any]] = np.int64) -> Column:
         """A column of the spans, one row a step: for what is alike in all steps of a span."""
-        return np.repeat(self.spans[name], self.spans["num_steps"])
+        return np.repeat(self.spans[name].astype(dtype), self.spans["num_steps"])
 
     def used(self) -> Column:
         """Pages used in each step."""

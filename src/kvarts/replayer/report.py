@@ -200,7 +200,7 @@ class Report:
     def _itl(self) -> Distribution:
         """Gaps between a request's consecutive tokens: as a rule the duration of the step that made the later one."""
         durations_ns = _joined([log.durations_ns for log in self._step_logs])
-        weights = _joined([log.of_steps("decodes") for log in self._step_logs])
+        weights = _joined([log.of_steps("decodes", np.int32) for log in self._step_logs])
         return _distribution(durations_ns, weights=weights, extra=self._stalls_ns)
 
     def _goodput(
@@ -307,16 +307,19 @@ def _distribution(values_ns: Column, weights: Column | None = None, extra: Seque
             return float(ordered[rank])
 
     else:
-        used = weights > 0
-        values_ns, weights = values_ns[used], weights[used]
+        if not weights.all():
+            used = weights > 0
+            values_ns, weights = values_ns[used], weights[used]
         if len(extra):
             values_ns = np.concatenate((values_ns, np.asarray(extra, np.int64)))
-            weights = np.concatenate((weights, np.ones(len(extra), np.int64)))
+            weights = np.concatenate((weights, np.ones(len(extra), np.int32)))
+        mean = _dot(weights, values_ns)
         order = np.argsort(values_ns, kind="stable")
         ordered = values_ns[order]
-        ranks = np.cumsum(weights[order])
+        ranks = np.cumsum(weights[order], dtype=np.int64)
+        del order, weights  # a million requests have fifteen million steps
         count = int(ranks[-1]) if len(ranks) else 0
-        mean = _dot(weights, values_ns) / count if count else 0.0
+        mean = mean / count if count else 0.0
 
         def at(rank: int) -> float:
             return float(ordered[np.searchsorted(ranks, rank, side="right")])
