@@ -50,13 +50,13 @@ def test_the_wheel_knows_pages_and_ends(page_size: int, joins: list[tuple[int, i
         assert wheel.known_tokens == sum(computed + 1 for _, computed, _ in left.values())
         needing = [index for index, (_, computed, _) in left.items() if computed % page_size == 0]
         assert [made.index for made in wheel.needing_page()] == needing
-        wheel.turn(num_steps)
+        finished = wheel.turn(num_steps)
         left = {
             index: (made, computed + num_steps, num_left - num_steps)
             for index, (made, computed, num_left) in left.items()
         }
         ended = [index for index, (_, _, num_left) in left.items() if num_left == 0]
-        assert [made.index for made in wheel.pop_finished()] == ended
+        assert [made.index for made in finished] == ended
         for index in ended:
             made, computed, _ = left.pop(index)
             assert made.num_computed == computed
@@ -68,12 +68,11 @@ def test_a_request_that_left_early_never_finishes() -> None:
     first, second = decoding(0, 5, 2), decoding(1, 5, 3)
     wheel.join(first)
     wheel.join(second)
-    wheel.turn(1)
+    assert wheel.turn(1) == []
     wheel.leave(first)
     assert (first.num_computed, first.num_made) == (6, 2)
     assert wheel.steps_to_finish() == 2
-    wheel.turn(2)
-    assert wheel.pop_finished() == [second]
+    assert wheel.turn(2) == [second]
 
 
 def test_waiting_is_by_priority_then_preempted_then_arrival() -> None:
@@ -152,7 +151,7 @@ def test_the_horizon_ends_before_a_page_is_missing() -> None:
     run(scheduler, 1)
     assert scheduler.horizon() == 2
     assert scheduler.advance(2) == [0, 0]
-    assert scheduler.commit_many(3) == []
+    assert scheduler.commit_many(2, 3) == []
     assert scheduler.horizon() == 0
 
 

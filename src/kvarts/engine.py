@@ -71,7 +71,8 @@ class Engine:
         self.now_ns = 0
         """When the step under way ends; where there is none, the time the engine has reached."""
         self._under_way = False
-        self._is_leap = False
+        self._num_leapt = 0
+        """Steps under way that are alike; 0 for a scheduled step."""
         self._result: StepResult | None = None
         self._last_decode_ns = 10 * ONE_MS_IN_NS  # a guess, to ask for about as many durations as are needed
 
@@ -109,7 +110,7 @@ class Engine:
                 return self._leap(now_ns, until_ns, num_steps)
         plan = scheduler.schedule(now_ns)
         result = self._result = self.executor.execute(plan)
-        self._is_leap = False
+        self._num_leapt = 0
         if self._sink is not None:
             self._sink.record_step(now_ns, result.duration_ns, plan, scheduler)
         self.now_ns = now_ns + result.duration_ns
@@ -118,8 +119,8 @@ class Engine:
     def finish(self) -> list[Request]:
         """Ends what `start` started; returns who finished, in admission order."""
         self._under_way = False
-        if self._is_leap:
-            finished = self.scheduler.commit_many(self.now_ns)
+        if self._num_leapt:
+            finished = self.scheduler.commit_many(self._num_leapt, self.now_ns)
         else:
             finished = self.scheduler.commit(self.now_ns, self._result)
         if self._audit:
@@ -167,10 +168,10 @@ class Engine:
             num_steps -= 1
         self._last_decode_ns = durations_ns[-1] or 1
         cache = scheduler.cache
-        num_used, num_cached = cache.num_used, cache.tree.num_cached
+        num_used, num_cached = self.config.num_pages - cache.num_free, cache.tree.num_cached
         pages_taken = scheduler.advance(num_steps)
         if self._sink is not None:
             self._sink.record_leap(now_ns, durations_ns, pages_taken, num_used, num_cached, scheduler)
-        self._is_leap = True
+        self._num_leapt = num_steps
         self.now_ns = end_ns
         return end_ns

@@ -83,14 +83,13 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
                 # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
                 durations.append(round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6))
             return durations
-        known_by_step = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
-        u: npt.NDArray[np.float64] = known_by_step / pool_tokens
-        np.minimum(u, 1.0, out=u)
         # In place, and in the order of the loop above, so that both round alike.
-        ms: npt.NDArray[np.float64] = -25.74 * u
-        ms *= u
-        u *= 54.01
-        ms += u
+        use = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) / pool_tokens
+        np.minimum(use, 1.0, out=use)
+        ms = -25.74 * use
+        ms *= use
+        use *= 54.01
+        ms += use
         ms += 5.74
         ms *= 1e6
         return _whole_ns(ms)

@@ -26,46 +26,31 @@ from kvarts.kv.pool import PageId
 __all__ = ["Match", "Node", "Path", "PrefixTree"]
 
 
-class Node:
+class Node(msgspec.Struct, eq=False):
     """Pages [start, end) of `content`, counted from the first token. Written by PrefixTree only.
 
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is in the LRU list,
     between `older` and `newer`. `children` is by their keys, and one dict for all twins. `page_ids` is None where pages
-    are only counted.
+    are only counted. A root has neither content nor key.
     """
 
-    __slots__ = (
-        "children",
-        "content",
-        "end",
-        "key",
-        "newer",
-        "older",
-        "page_ids",
-        "parent",
-        "refs",
-        "start",
-        "twins",
-    )
-
-    def __init__(
-        self, content: Content | None, key: PageKey | None, start: int, end: int, refs: int, parent: Node | None
-    ) -> None:
-        self.content: Content = content  # type: ignore[assignment]  # only a root has none
-        self.key: PageKey = key  # type: ignore[assignment]  # nor a key
-        self.start = start
-        self.end = end
-        self.refs = refs
-        self.parent = parent
-        self.children: dict[PageKey, Node] | None = None
-        self.twins: list[Node] | None = None
-        self.page_ids: list[PageId] | None = None
-        self.older = self
-        self.newer = self
+    content: Content
+    key: PageKey
+    start: int
+    end: int
+    refs: int
+    parent: Node | None
+    children: dict[PageKey, Node] | None = None
+    twins: list[Node] | None = None
+    page_ids: list[PageId] | None = None
+    older: Node = None  # type: ignore[assignment]
+    newer: Node = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"Node(pages {self.start}..{self.end}, refs {self.refs}, twins {len(self.twins or ())})"
 
+
+NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 
 Path = list[Node]
 
@@ -93,7 +78,8 @@ class PrefixTree:
         self.events = events
         self._roots: dict[str | None, Node] = {}
         # One sentinel closes the LRU list to a ring: newer of it is the oldest run, older of it the youngest.
-        self._lru = Node(None, None, 0, 0, 0, None)
+        self._lru = Node(NOTHING, b"", 0, 0, 0, None)
+        self._lru.older = self._lru.newer = self._lru
 
     # Finding ----------------------------------------------------------------------------------------------
 
@@ -251,7 +237,7 @@ class PrefixTree:
         """Tenants share nothing, not even a root."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(None, None, 0, 0, 1, None)
+            root = self._roots[salt] = Node(NOTHING, b"", 0, 0, 1, None)
         return root
 
     def _split(self, node: Node, at: int) -> Node:
@@ -302,7 +288,9 @@ class PrefixTree:
 
     def _remove(self, node: Node) -> None:
         """Takes a whole unreferenced run out of the list and out of the tree."""
-        self._unlist(node)
+        older, newer = node.older, node.newer
+        older.newer = newer
+        newer.older = older
         twins = node.twins
         parent = node.parent
         assert parent is not None and parent.children is not None
@@ -325,11 +313,6 @@ class PrefixTree:
         node.newer = newer
         older.newer = node
         newer.older = node
-
-    def _unlist(self, node: Node) -> None:
-        older, newer = node.older, node.newer
-        older.newer = newer
-        newer.older = older
 
     # Looking ----------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class Scheduler:
         self._chunked: Request | None = None
         self._completing: list[Request] = []
         """Who computes the last of its known tokens in the scheduled step, off the wheel."""
+        self._num_pages = config.num_pages
         self._page_size = config.page_size
         self._pool_tokens = config.pool_tokens
         self._has_events = events is not None
@@ -122,7 +123,7 @@ class Scheduler:
             self.blocked = Blocked.NOT
         elif self.waiting.num_waiting:
             admitted = self._admit(now_ns, budget, chunks)
-        num_used = cache.num_used
+        num_used = self._num_pages - cache.num_free
         if num_used > self.num_used_high_water:
             self.num_used_high_water = num_used
         batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
@@ -138,8 +139,7 @@ class Scheduler:
         if rows is not None:
             assert result is not None
             rows.keep(wheel.step, result)
-        wheel.turn(1)
-        finished = self.commit_many(end_ns)
+        finished = self.commit_many(1, end_ns)
         if self._completing:
             self._commit_completing(end_ns, finished)
         if rows is not None and result is not None and result.stopped_rows:
@@ -195,12 +195,11 @@ class Scheduler:
             self.cache.take(num_due)
         if self._num_sharing:
             self._publish_filled(num_steps)
-        wheel.turn(num_steps)
         return due
 
-    def commit_many(self, end_ns: int) -> list[Request]:
+    def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
         """The last of the advanced steps ended at `end_ns`; returns who finished with it, in admission order."""
-        finished = self.wheel.pop_finished()
+        finished = self.wheel.turn(num_steps)
         if finished:
             for request in finished:
                 if self._num_sharing and self._shares(request):
@@ -285,7 +284,7 @@ class Scheduler:
         """The next chunk of the chunked request; returns the budget left. Preempts for its pages."""
         cache = self.cache
         start = request.num_computed
-        num_known = request.num_known
+        num_known = request.num_prompt_tokens + request.num_made
         num_tokens = num_known - start
         if num_tokens > budget:
             num_tokens = budget
@@ -313,7 +312,7 @@ class Scheduler:
             if budget <= 0:
                 self.blocked = Blocked.BUDGET
                 break
-            num_known = request.num_known
+            num_known = request.num_prompt_tokens + request.num_made
             # The last token is always computed: somebody has to produce the logits.
             match = cache.match(request.content, (num_known - 1) // page_size)
             if -(-num_known // page_size) - match.num_shared > cache.num_free:

@@ -59,10 +59,6 @@ class DecodeWheel:
         request.num_made += num_steps
         request.stop_step = -1
 
-    def turn(self, num_steps: int) -> None:
-        """`num_steps` steps have passed."""
-        self.step += num_steps
-
     # Questions --------------------------------------------------------------------------------------------
 
     @property
@@ -116,8 +112,12 @@ class DecodeWheel:
                 return stop_step - self.step + 1
             heappop(finishing)
 
-    def pop_finished(self) -> list[Request]:
-        """Takes those off the wheel who made their last token in the step just turned, in admission order."""
+    def turn(self, num_steps: int) -> list[Request]:
+        """`num_steps` steps have passed, at most `steps_to_finish`.
+
+        Takes those off the wheel who made their last token in the last of them, and returns them in admission order.
+        """
+        self.step += num_steps
         finished: list[Request] = []
         finishing = self._finishing
         while finishing and finishing[0][0] < self.step:
