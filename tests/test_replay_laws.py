@@ -57,8 +57,17 @@ def test_fast_forward_equals_step_by_step(case: Case) -> None:
 
 
 @given(cases())
-def test_every_prompt_token_is_counted_once(case: Case) -> None:
-    """L7: what was hit and what was computed for the first time make the prompt, and what was generated the rest."""
+def test_every_token_is_counted_once(case: Case) -> None:
+    """L7: what steps computed is what was neither left by others nor already computed, plus what was recomputed."""
+    case.profile = "default"
+    outcome = run_kvarts(case)
+    rows = outcome.requests.columns
+    done = rows["status"] != REJECTED
+    for replica, steps in enumerate(outcome.steps):
+        mine = {name: column[done & (rows["replica"] == replica)] for name, column in rows.items()}
+        needed = mine["input_tokens"] + mine["output_tokens"] - 1  # the last token is never computed
+        computed = needed - mine["cached_tokens"] + mine["recomputed_tokens"]
+        assert steps.columns["tokens"].sum() == computed.sum()
     for request in case.naive()[0]:
         if not request.rejected:
             total = len(request.tokens) + request.num_output - 1

@@ -59,10 +59,11 @@ class _Rows:
         self._packed.fromlist(self.recent)
         self.recent.clear()
 
-    def columns(self) -> Column:
-        """Shape [width, rows]."""
+    def take_columns(self) -> Column:
+        """Shape [width, rows]; the rows are gone from here, so that they are not in memory twice."""
         self.pack()
-        return np.ascontiguousarray(np.frombuffer(self._packed, np.int64).reshape(-1, self._width).T)
+        packed, self._packed = self._packed, array("q")
+        return np.ascontiguousarray(np.frombuffer(packed, np.int64).reshape(-1, self._width).T)
 
 
 class RequestLog:
@@ -108,7 +109,7 @@ class RequestLog:
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Integer columns by name, sorted by arrival."""
-        columns = self._rows.columns()
+        columns = self._rows.take_columns()
         return dict(zip(_REQUEST_FIELDS, columns[:, np.argsort(columns[0])], strict=True))
 
     def request_ids(self) -> list[str]:
@@ -152,7 +153,7 @@ class StepLog:
         self._num_pages = num_pages
         self._spans = _Rows(len(_SPAN_FIELDS))
         self._durations_ns = array("q")
-        self._pages_taken = array("q")
+        self._pages_taken = array("i")
         self.tokens_lost = 0
         """Computed tokens that preempted requests lost."""
 
@@ -223,7 +224,7 @@ class StepLog:
     @cached_property
     def spans(self) -> dict[str, Column]:
         """Integer columns by name, one row a span; `duration_ns` is the whole span's."""
-        spans = dict(zip(_SPAN_FIELDS, self._spans.columns(), strict=True))
+        spans = dict(zip(_SPAN_FIELDS, self._spans.take_columns(), strict=True))
         spans["duration_ns"] = (
             np.add.reduceat(self.durations_ns, self._firsts(spans)) if len(self) else self.durations_ns
         )
@@ -243,8 +244,8 @@ class StepLog:
 
     def used(self) -> Column:
         """Pages used in each step."""
-        taken = np.frombuffer(self._pages_taken, np.int64)
-        pages = np.cumsum(taken)
+        taken = np.frombuffer(self._pages_taken, np.int32)
+        pages = np.cumsum(taken, dtype=np.int64)
         before = self.spans["used"] - (pages - taken)[self._firsts(self.spans)] if len(self) else self.spans["used"]
         pages += np.repeat(before, self.spans["num_steps"])
         return pages

@@ -314,7 +314,7 @@ def _distribution(values_ns: Column, weights: Column | None = None, extra: Seque
             values_ns = np.concatenate((values_ns, np.asarray(extra, np.int64)))
             weights = np.concatenate((weights, np.ones(len(extra), np.int32)))
         mean = _dot(weights, values_ns)
-        order = np.argsort(values_ns, kind="stable")
+        order = np.argsort(values_ns)  # equals may come in any order: they are the same value
         ordered = values_ns[order]
         ranks = np.cumsum(weights[order], dtype=np.int64)
         del order, weights  # a million requests have fifteen million steps
