@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -61,6 +62,26 @@ def test_a_turn_waits_for_the_turn_before_it(settings: dict[str, Any]) -> None:
     arrivals = dict(zip(column(report, "request_id"), column(report, "arrival_ms"), strict=True))
     assert arrivals["1"] == 27
     assert arrivals["3"] == (47 if settings.get("concurrency") else 500)
+
+
+@pytest.mark.parametrize("concurrency", [None, 3])
+def test_a_turn_is_not_late_because_its_row_is(concurrency: int | None) -> None:
+    rows = [
+        make_row(0, session_id="s"),
+        make_row(1, at_ms=5000),
+        make_row(2, at_ms=5000),
+        make_row(3, session_id="s", delay_ns=7 * MS),
+    ]
+    report = run(rows, concurrency=concurrency)
+    arrivals = dict(zip(column(report, "request_id"), column(report, "arrival_ms"), strict=True))
+    assert arrivals["3"] == 27
+
+
+@pytest.mark.parametrize("broken", [{"num_prompt_tokens": 0}, {"num_output_tokens": 0}, {"units": b""}])
+def test_a_request_made_by_hand_is_checked_too(broken: dict[str, Any]) -> None:
+    row = msgspec.structs.replace(make_row(0), **broken)
+    with pytest.raises(ConfigError):
+        run([row])
 
 
 def test_speeding_up_shortens_delays_too() -> None:

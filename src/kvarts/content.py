@@ -47,8 +47,15 @@ class Content:
         owner: int,
         salt: str | None = None,
     ) -> None:
-        """`units`: 8 bytes each, native order, covering at least `num_tokens` tokens. `salt`: the tenant."""
-        assert len(units) // UNIT_BYTES * unit_tokens >= num_tokens, "units do not cover the tokens"
+        """`units`: 8 bytes each, native order. `salt`: the tenant.
+
+        Raises ConfigError if the units do not cover `num_tokens` tokens.
+        """
+        if len(units) // UNIT_BYTES * unit_tokens < num_tokens:
+            raise ConfigError(
+                f"{len(units) // UNIT_BYTES} units of {unit_tokens} tokens do not cover {num_tokens} tokens",
+                field="units",
+            )
         self.units = units
         self.unit_tokens = unit_tokens
         self.page_size = page_size

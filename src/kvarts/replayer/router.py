@@ -51,8 +51,8 @@ class LeastLoaded:
 class PrefixAware:
     """The replica where the request costs least: the prompt pages it would have to compute, plus the load.
 
-    Load is the pages in use and the pages that waiting requests know tokens for, in the same unit, so an idle replica
-    without the prefix wins over a crowded one with it as soon as the crowd holds more pages than the hit saves.
+    Load is the pages in use and the pages that all tokens of waiting requests would fill, in the same unit, so an idle
+    replica without the prefix wins over a crowded one with it as soon as the crowd holds more pages than the hit saves.
     """
 
     looks_at_engines = True
@@ -65,7 +65,7 @@ class PrefixAware:
             config, scheduler = engine.config, engine.scheduler
             limit = (request.num_known - 1) // config.page_size
             hit_pages = scheduler.cache.match(request.content, limit).num_pages
-            num_waiting_pages = sum(config.pages_for(waiting.num_known) for waiting in scheduler.waiting)
+            num_waiting_pages = config.pages_for(scheduler.waiting.num_waiting_tokens)
             to_compute = config.pages_for(request.num_prompt_tokens) - hit_pages
             return to_compute + scheduler.cache.num_used + num_waiting_pages
 

@@ -17,22 +17,26 @@ __all__ = ["RunningSet", "WaitingQueue"]
 class WaitingQueue:
     """Requests that wait, by priority, then preempted before new, then arrival."""
 
-    __slots__ = ("_by_priority", "_top", "num_waiting")
+    __slots__ = ("_by_priority", "_top", "num_waiting", "num_waiting_tokens")
 
     def __init__(self) -> None:
         self._by_priority: dict[int, deque[Request]] = {}
         self._top: deque[Request] | None = None
         self.num_waiting = 0
+        self.num_waiting_tokens = 0
+        """Tokens known of all that wait."""
 
     def push(self, request: Request) -> None:
         """Behind its equals."""
         self._queue(request.priority).append(request)
         self.num_waiting += 1
+        self.num_waiting_tokens += request.num_known
 
     def push_front(self, request: Request) -> None:
         """Before its equals: a preempted request."""
         self._queue(request.priority).appendleft(request)
         self.num_waiting += 1
+        self.num_waiting_tokens += request.num_known
 
     def head(self) -> Request | None:
         """Who is next."""
@@ -45,6 +49,7 @@ class WaitingQueue:
         assert top
         request = top.popleft()
         self.num_waiting -= 1
+        self.num_waiting_tokens -= request.num_known
         if not top:
             del self._by_priority[request.priority]
             self._top = self._by_priority[max(self._by_priority)] if self._by_priority else None
@@ -55,6 +60,7 @@ class WaitingQueue:
         queue = self._by_priority[request.priority]
         queue.remove(request)
         self.num_waiting -= 1
+        self.num_waiting_tokens -= request.num_known
         if not queue:
             del self._by_priority[request.priority]
             self._top = self._by_priority[max(self._by_priority)] if self._by_priority else None

@@ -15,6 +15,7 @@ from enum import IntEnum
 import numpy as np
 
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
 from kvarts.events import PageEvent, Preemption
 from kvarts.kv.cache import PageCache
 from kvarts.kv.pool import PageId
@@ -71,8 +72,13 @@ class Scheduler:
     # Requests come and go ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> str | None:
-        """Queues `request`; or answers why it can never run, and forgets it."""
+        """Queues `request`; or answers why it can never run, and forgets it.
+
+        Raises ConfigError for a request without prompt or output tokens.
+        """
         config = self.config
+        if request.num_prompt_tokens < 1 or request.num_output_tokens < 1:
+            raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
         num_tokens = request.num_prompt_tokens + request.num_output_tokens - 1
         num_pages = config.pages_for(num_tokens)
         if num_pages > config.num_pages:
