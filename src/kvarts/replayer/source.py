@@ -39,7 +39,7 @@ class _Loop:
     def __init__(self, trace: Trace) -> None:
         self._has_sessions = trace.has_sessions
         self._turns: dict[str, deque[TraceRequest]] = {}
-        """The turns of each session that wait for the turn before them; a session without a turn in flight is not here."""
+        """For each session, the turns that wait for the turn before them."""
         # A turn may be due long before its row would be read, so with sessions all rows are read first.
         self._rows = iter([row for row in trace if not self._wait_for_turn(row)] if self._has_sessions else trace)
         self._later: list[tuple[int, int, TraceRequest]] = []  # (arrival, row, turn)
