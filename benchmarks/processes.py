@@ -21,7 +21,7 @@ class Cost:
     mebibytes: float
 
 
-def run(command: Sequence[str]) -> Cost:
+def run(command: list[str]) -> Cost:
     """Runs `command` without its output, and asks the system what it took. Exits if it fails."""
     start = time.perf_counter()
     pid = os.posix_spawn(
