@@ -53,13 +53,16 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
             prompt = chunk.num_prompt_tokens
             start = chunk.start
             end = start + chunk.num_tokens
-            if start < prompt:
-                num_prefills += 1
-                before += start
-                after += end if end < prompt else prompt
-            if end == chunk.num_known_tokens and end > prompt:
-                num_decodes += 1
-                known_tokens += end
+            if end > prompt:  # a recompute
+                if end == chunk.num_known_tokens:
+                    num_decodes += 1
+                    known_tokens += end
+                if start >= prompt:
+                    continue
+                end = prompt
+            num_prefills += 1
+            before += start
+            after += end
         duration_ns = 0
         if num_prefills:
             t = num_prefills * (after // num_prefills - before // num_prefills)

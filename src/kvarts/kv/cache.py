@@ -62,13 +62,16 @@ class PageCache:
         """
         pool = self.pool
         self.num_free -= count
-        num_missing = count - pool.num_empty
-        if num_missing <= 0:
+        num_empty = pool.num_empty
+        if count <= num_empty:
             return pool.take(count)
-        taken_ids = pool.take(count - num_missing) if num_missing < count else []
-        evicted_ids = self.tree.evict(num_missing)
-        self.num_evicted += num_missing
-        return taken_ids + evicted_ids if taken_ids is not None and self.has_page_ids else None
+        taken_ids = pool.take(num_empty) if num_empty else []
+        evicted_ids = self.tree.evict(count - num_empty)
+        self.num_evicted += count - num_empty
+        if not self.has_page_ids:
+            return None
+        assert taken_ids is not None
+        return taken_ids + evicted_ids
 
     def open(self, match: Match) -> Holding:
         """Pins what was found; the tree must not have changed since."""
@@ -96,11 +99,7 @@ class PageCache:
 
     def publish(self, holding: Holding, content: Content, num_full_pages: int) -> None:
         """Makes the first `num_full_pages` pages findable. Pages already findable stay as they are."""
-        path = holding.path
-        start = path[-1].end if path else 0
-        if start < num_full_pages:
-            page_ids = holding.page_ids
-            self.tree.extend(path, content, num_full_pages, page_ids and page_ids[start:num_full_pages])
+        self.tree.extend(holding.path, content, num_full_pages, holding.page_ids)
 
     def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
         """Releases everything: full pages become cached, deepest first, the rest empty.

@@ -129,12 +129,12 @@ class PrefixTree:
     def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
         """Makes the pages from the end of `path` to `end` findable; the holder of `path` references them.
 
-        `page_ids` are the ids of just these pages, or None.
+        Pages that are findable already stay as they are. `page_ids` are the ids of all the holder's pages, or None.
         """
         if path:
             last = path[-1]
             start = last.end
-            if start == end:
+            if start >= end:
                 return
             if last.refs == 1 and not last.children and last.twins is None:
                 # The holder is alone with a leaf: the run grows.
@@ -142,7 +142,7 @@ class PrefixTree:
                 last.content = content
                 if page_ids is not None:
                     assert last.page_ids is not None
-                    last.page_ids.extend(page_ids)
+                    last.page_ids.extend(page_ids[start:end])
                 if self.events is not None:
                     self.events.append(PagesStored(content, start, end))
                 return
@@ -164,8 +164,7 @@ class PrefixTree:
             else:
                 node = self._add_twin(first_copy, content, end, last)
             if page_ids is not None:
-                node.page_ids = page_ids[: node.end - start]
-                del page_ids[: node.end - start]
+                node.page_ids = page_ids[start : node.end]
             path.append(node)
             start = node.end
             last = node
@@ -210,26 +209,27 @@ class PrefixTree:
         assert count <= self.num_cached, f"{count} pages to evict, {self.num_cached} cached"
         self.num_cached -= count
         page_ids: list[PageId] = []
-        while count:
+        while True:
             node = self._lru.newer
             size = node.end - node.start
             if size > count:
                 if node.twins is not None:
                     self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
                     continue
-                node.end -= count
                 assert not node.children, f"{node} would be evicted under its children"
+                end = node.end = node.end - count
                 if node.page_ids is not None:
                     page_ids.extend(reversed(node.page_ids[-count:]))
                     del node.page_ids[-count:]
                 if self.events is not None:
-                    self.events.append(PagesRemoved(node.content, node.end, node.end + count))
-                break
-            count -= size
+                    self.events.append(PagesRemoved(node.content, end, end + count))
+                return page_ids
             if node.page_ids is not None:
                 page_ids.extend(reversed(node.page_ids))
             self._remove(node)
-        return page_ids
+            if size == count:
+                return page_ids
+            count -= size
 
     # Inside -----------------------------------------------------------------------------------------------
 

@@ -117,10 +117,10 @@ class DecodeWheel:
 
         Takes those off the wheel who made their last token in the last of them, and returns them in admission order.
         """
-        self.step += num_steps
+        step = self.step = self.step + num_steps
         finished: list[Request] = []
         finishing = self._finishing
-        while finishing and finishing[0][0] < self.step:
+        while finishing and finishing[0][0] < step:
             stop_step, admission, request = heappop(finishing)
             if request.admission == admission and request.stop_step == stop_step:
                 finished.append(request)
