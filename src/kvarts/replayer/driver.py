@@ -50,7 +50,7 @@ class Driver:
         self._finished: list[Request] = []
         self._ends_ns = [NEVER_NS] * len(engines)
         self._quiet_ns = [NEVER_NS] * len(engines)
-        """Until when no request ends, for engines with a step under way."""
+        """For engines with a step under way: until when no request ends there, if none arrives there."""
 
     def run(self) -> None:
         """Runs until every request has ended."""
@@ -124,6 +124,8 @@ class Driver:
         reason = engines[replica].submit(request, now_ns)
         if reason is None:
             self._rows[index] = row
+            # It may be admitted in the next step there, and end before all others.
+            self._quiet_ns[replica] = self._ends_ns[replica]
         else:
             self._log.reject(request, row, replica, reason)
             self._source.done(row, now_ns)

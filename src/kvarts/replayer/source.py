@@ -42,7 +42,8 @@ class _Loop:
         """For each session, the turns that wait for the turn before them."""
         # A turn may be due long before its row would be read, so with sessions all rows are read first.
         self._rows = iter([row for row in trace if not self._wait_for_turn(row)] if self._has_sessions else trace)
-        self._later: list[tuple[int, int, TraceRequest]] = []  # (arrival, row, turn)
+        self._later: list[tuple[int, int, TraceRequest]] = []  # (arrival, place in the order they became due, turn)
+        self._num_due = 0
         self._upcoming: TraceRequest | None = None
         self._upcoming_ns = 0
 
@@ -93,6 +94,10 @@ class _Loop:
         turns.append(request)
         return True
 
+    def _push_turn(self, arrival_ns: int, turn: TraceRequest) -> None:
+        heappush(self._later, (arrival_ns, self._num_due, turn))
+        self._num_due += 1
+
     def _turn_after(self, request: TraceRequest) -> TraceRequest | None:
         """The turn that waited for `request`."""
         turns = self._turns.get(request.session_id) if request.session_id is not None else None
@@ -116,7 +121,7 @@ class OpenLoop(_Loop):
                 arrival_ns = now_ns + self._scaled(turn.delay_ns)
             else:
                 arrival_ns = max(now_ns, self._scaled(turn.arrival_ns))
-            heappush(self._later, (arrival_ns, turn.row, turn))
+            self._push_turn(arrival_ns, turn)
 
     def _scaled(self, time_ns: int) -> int:
         return time_ns if self._speedup == 1.0 else round(time_ns / self._speedup)
@@ -159,4 +164,4 @@ class ClosedLoop(_Loop):
         self._upcoming_ns = now_ns
         turn = self._turn_after(request)
         if turn is not None:
-            heappush(self._later, (now_ns + (turn.delay_ns or 0), turn.row, turn))
+            self._push_turn(now_ns + (turn.delay_ns or 0), turn)
