@@ -129,11 +129,42 @@ def test_replicas_in_any_loop_are_the_same_step_by_step(case: Case, router: Any,
         assert replay(trace, case.config(**changes)).requests_jsonl() == reports[0].requests_jsonl()
 
 
+@given(cases(max_requests=24), st.data(), st.sampled_from([1, 3]), st.sampled_from([None, 3]))
+@pytest.mark.laws
+def test_sessions_are_the_same_step_by_step(
+    case: Case, data: st.DataObject, replicas: int, concurrency: int | None
+) -> None:
+    """L5 and L8 where turns wait for turns."""
+    rows = []
+    seen = set()
+    for row in case.trace():
+        session = data.draw(st.sampled_from([None, "a", "b", "c"]))
+        delay_ns = data.draw(st.sampled_from([0, 5 * MS, 400 * MS, None])) if session in seen else None
+        seen.add(session)
+        rows.append(msgspec.structs.replace(row, session_id=session, delay_ns=delay_ns))
+    trace = Trace(rows, unit_tokens=case.unit_tokens, has_output_tokens=case.trace().has_output_tokens)
+    changes: dict[str, Any] = {"replicas": replicas, "router": "least-loaded", "concurrency": concurrency}
+    reports = [replay(trace, case.config(step_by_step=slowly, **changes)) for slowly in (False, True)]
+    assert reports[0].to_json() == reports[1].to_json()
+    assert reports[0].requests_jsonl() == reports[1].requests_jsonl()
+    assert reports[0].summary["num_requests"] == len(rows)
+    requests = reports[0].requests
+    done = dict(zip(column(reports[0], "request_id"), column(reports[0], "last_token_ms"), strict=True))
+    before: dict[str, str] = {}
+    arrivals = dict(zip(requests["request_id"], requests["arrival_ms"], strict=True))
+    for turn in rows:
+        request_id, arrival_ms = str(turn.row), arrivals[str(turn.row)]
+        if turn.session_id in before and not np.isnan(done[before[turn.session_id]]):
+            assert arrival_ms >= done[before[turn.session_id]] + (turn.delay_ns or 0) / MS - 1e-9
+        if turn.session_id is not None:
+            before[turn.session_id] = request_id
+
+
 def test_a_request_that_reaches_a_busy_replica_may_end_before_all_others_there() -> None:
     """The replica that leaps while it is admitted elsewhere must not leap past its end."""
     outputs = [30, 40, 5, 1, 1, 1]
     trace = Trace([make_row(index, output=output) for index, output in enumerate(outputs)], unit_tokens=16)
-    config = {"replicas": 2, "concurrency": 3, "cost": lambda batch: 10.0 + batch.num_decodes}
+    config: dict[str, Any] = {"replicas": 2, "concurrency": 3, "cost": lambda batch: 10.0 + batch.num_decodes}
     reports = [replay(trace, ReplayConfig(**config, step_by_step=slowly)) for slowly in (False, True)]
     assert column(reports[0], "replica") == [0, 1, 0, 1, 0, 1]
     assert column(reports[0], "first_admitted_ms")[4] < 100
