@@ -16,15 +16,18 @@ from kvarts.errors import KvartsError
 __all__ = ["main", "run"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+HELP = """KV-cache engine for LLM serving: planning, testing and proving KV memory.
+
+\b
+Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
+7 a result could not be written.
+"""
+
+
+@click.group(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvarts")
 def cli() -> None:
-    r"""KV-cache engine for LLM serving: planning, testing and proving KV memory.
-
-    \b
-    Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
-    5 violated, 6 inconclusive, 7 I/O error.
-    """
+    """The group of commands."""
 
 
 cli.add_command(replay_command)
