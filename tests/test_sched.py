@@ -85,7 +85,7 @@ def test_waiting_is_by_priority_then_preempted_then_arrival() -> None:
     assert list(queue) == [high, preempted, first, second, low]
     queue.remove(first)
     assert [queue.pop() for _ in range(4)] == [high, preempted, second, low]
-    assert queue.head() is None
+    assert queue.num_waiting == queue.num_waiting_tokens == 0
 
 
 def test_the_victim_is_the_last_admitted_of_the_lowest_priority() -> None:

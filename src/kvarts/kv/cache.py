@@ -60,18 +60,19 @@ class PageCache:
 
         Their ids, or None where pages are only counted.
         """
-        pool = self.pool
         self.num_free -= count
-        num_empty = pool.num_empty
+        num_empty = self.pool.num_empty
         if count <= num_empty:
-            return pool.take(count)
-        taken_ids = pool.take(num_empty) if num_empty else []
-        evicted_ids = self.tree.evict(count - num_empty)
-        self.num_evicted += count - num_empty
+            return self.pool.take(count)
+        taken_ids = None
+        if num_empty:
+            taken_ids = self.pool.take(num_empty)
+            count -= num_empty
+        evicted_ids = self.tree.evict(count)
+        self.num_evicted += count
         if not self.has_page_ids:
             return None
-        assert taken_ids is not None
-        return taken_ids + evicted_ids
+        return taken_ids + evicted_ids if taken_ids else evicted_ids
 
     def open(self, match: Match) -> Holding:
         """Pins what was found; the tree must not have changed since."""

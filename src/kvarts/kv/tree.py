@@ -212,24 +212,24 @@ class PrefixTree:
         while True:
             node = self._lru.newer
             size = node.end - node.start
-            if size > count:
-                if node.twins is not None:
-                    self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
-                    continue
+            if size <= count:
+                if node.page_ids is not None:
+                    page_ids.extend(reversed(node.page_ids))
+                self._remove(node)
+                count -= size
+                if not count:
+                    return page_ids
+            elif node.twins is None:
                 assert not node.children, f"{node} would be evicted under its children"
-                end = node.end = node.end - count
+                node.end -= count
                 if node.page_ids is not None:
                     page_ids.extend(reversed(node.page_ids[-count:]))
                     del node.page_ids[-count:]
                 if self.events is not None:
-                    self.events.append(PagesRemoved(node.content, end, end + count))
+                    self.events.append(PagesRemoved(node.content, node.end, node.end + count))
                 return page_ids
-            if node.page_ids is not None:
-                page_ids.extend(reversed(node.page_ids))
-            self._remove(node)
-            if size == count:
-                return page_ids
-            count -= size
+            else:
+                self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
 
     # Inside -----------------------------------------------------------------------------------------------
 

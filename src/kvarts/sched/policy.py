@@ -38,10 +38,10 @@ class WaitingQueue:
         self.num_waiting += 1
         self.num_waiting_tokens += request.num_known
 
-    def head(self) -> Request | None:
-        """Who is next."""
-        top = self._top
-        return top[0] if top else None
+    def head(self) -> Request:
+        """Who is next; somebody waits."""
+        assert self._top is not None
+        return self._top[0]
 
     def pop(self) -> Request:
         """Takes the head out."""

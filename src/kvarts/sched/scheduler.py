@@ -80,7 +80,7 @@ class Scheduler:
         if request.num_prompt_tokens < 1 or request.num_output_tokens < 1:
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
         num_tokens = request.num_prompt_tokens + request.num_output_tokens - 1
-        num_pages = config.pages_for(num_tokens)
+        num_pages = -(-num_tokens // self._page_size)
         if num_pages > config.num_pages:
             return (
                 f"needs {num_pages} pages of {config.page_size} tokens for {request.num_prompt_tokens} prompt and "
@@ -88,8 +88,9 @@ class Scheduler:
             )
         if config.profile == "mocker":
             request.priority = 0
-        self.waiting.push(request)
-        if self.waiting.head() is request:
+        waiting = self.waiting
+        waiting.push(request)
+        if waiting.num_waiting == 1 or waiting.head() is request:
             self.blocked = Blocked.NOT
         return None
 
@@ -311,7 +312,8 @@ class Scheduler:
         page_size = self._page_size
         admitted: list[int] = []
         self.blocked = Blocked.NOT
-        while (request := waiting.head()) is not None:
+        while waiting.num_waiting:
+            request = waiting.head()
             if running.num_running >= config.max_num_seqs:
                 self.blocked = Blocked.SEQS
                 break
