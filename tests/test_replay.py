@@ -64,6 +64,23 @@ def test_a_turn_waits_for_the_turn_before_it(settings: dict[str, Any]) -> None:
     assert arrivals["3"] == (47 if settings.get("concurrency") else 500)
 
 
+def test_in_a_closed_loop_a_session_keeps_its_place_while_it_thinks() -> None:
+    rows = [make_row(0, session_id="s"), make_row(1), make_row(2, session_id="s", delay_ns=50 * MS)]
+    assert column(run(rows, concurrency=1), "request_id") == ["0", "2", "1"]
+    assert column(run(rows, concurrency=1), "arrival_ms") == [0, 70, 90]
+
+
+def test_turns_due_at_one_time_come_in_the_order_of_their_sessions() -> None:
+    rows = [
+        make_row(0, session_id="s", output=3),
+        make_row(1, session_id="t", output=3),
+        make_row(2, session_id="t", delay_ns=0),
+        make_row(3, session_id="s", delay_ns=0),
+        make_row(4, at_ms=30),
+    ]
+    assert column(run(rows), "request_id") == ["0", "1", "3", "2", "4"]
+
+
 @pytest.mark.parametrize("concurrency", [None, 3])
 def test_a_turn_is_not_late_because_its_row_is(concurrency: int | None) -> None:
     rows = [

@@ -48,7 +48,7 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
           help="Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to "
           "compute plus pages in use or waited for. [round-robin]")  # fmt: skip
 @_setting("--concurrency", field="concurrency", type=int, metavar="N",
-          help="Closed loop: keep N requests in flight, whatever their times in the trace.")  # fmt: skip
+          help="Closed loop: keep N requests (or sessions) in flight, whatever their times in the trace.")  # fmt: skip
 @_setting("--speedup", field="speedup", type=float, metavar="X",
           help="Open loop: divide arrival times and session delays by X. [1]")  # fmt: skip
 @_setting("--slo-ttft-ms", field="slo_ttft_ms", type=float, metavar="MS", help="Goodput: longest time to first token.")

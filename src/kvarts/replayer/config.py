@@ -40,8 +40,8 @@ class ReplayConfig(
 
     `cost`: a cost model, or any callable that answers the milliseconds of a Batch. `replicas` engines of the same
     configuration stand behind `router`. Requests arrive at their times divided by `speedup`, or `concurrency` of them
-    are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of page
-    accounting after every step.
+    (or sessions) are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of
+    page accounting after every step.
     """
 
     cost: Any = PolynomialCost()

@@ -34,7 +34,7 @@ class Source(Protocol):
 
 class _Loop:
     """What both loops share: the next request of the trace, and turns whose time is known because the turn before them
-    is done. Of two at one time, the request of the trace goes first."""
+    is done. At one time, turns go first, in the order in which their sessions appear in the trace."""
 
     def __init__(self, trace: Trace) -> None:
         self._has_sessions = trace.has_sessions
@@ -42,8 +42,8 @@ class _Loop:
         """For each session, the turns that wait for the turn before them."""
         # A turn may be due long before its row would be read, so with sessions all rows are read first.
         self._rows = iter([row for row in trace if not self._wait_for_turn(row)] if self._has_sessions else trace)
-        self._later: list[tuple[int, int, TraceRequest]] = []  # (arrival, place in the order they became due, turn)
-        self._num_due = 0
+        self._places = {session_id: place for place, session_id in enumerate(self._turns)}
+        self._later: list[tuple[int, int, TraceRequest]] = []  # (arrival, place of the session in the trace, turn)
         self._upcoming: TraceRequest | None = None
         self._upcoming_ns = 0
 
@@ -63,7 +63,7 @@ class _Loop:
         return request
 
     def _is_turn_next(self) -> bool:
-        return bool(self._later) and (self._upcoming is None or self._later[0][0] < self._upcoming_ns)
+        return bool(self._later) and (self._upcoming is None or self._later[0][0] <= self._upcoming_ns)
 
     def _advance(self) -> None:
         """Reads the next request of the trace."""
@@ -95,8 +95,8 @@ class _Loop:
         return True
 
     def _push_turn(self, arrival_ns: int, turn: TraceRequest) -> None:
-        heappush(self._later, (arrival_ns, self._num_due, turn))
-        self._num_due += 1
+        assert turn.session_id is not None
+        heappush(self._later, (arrival_ns, self._places[turn.session_id], turn))
 
     def _turn_after(self, request: TraceRequest) -> TraceRequest | None:
         """The turn that waited for `request`."""
@@ -133,9 +133,10 @@ class OpenLoop(_Loop):
 
 
 class ClosedLoop(_Loop):
-    """`concurrency` requests are in flight at any time; when one is done, the next in order arrives.
+    """`concurrency` sessions are open at any time; when one is through, the next in order begins.
 
-    Times of the trace do not matter; a session's turn is let in no earlier than its delay after the turn before it.
+    A request without a session is a session of one turn. Times of the trace do not matter; a session's next turn comes
+    its delay after the turn before it, and the session keeps its place meanwhile.
     """
 
     is_reactive = True
@@ -148,20 +149,25 @@ class ClosedLoop(_Loop):
     def next_ns(self) -> int | None:
         """See Source."""
         if not self._num_free:
-            return None
-        arrival_ns = super().next_ns()
-        # A turn may have been due while nobody could be let in.
-        return None if arrival_ns is None else max(arrival_ns, self._upcoming_ns)
+            return self._later[0][0] if self._later else None
+        return super().next_ns()
 
     def pop(self) -> TraceRequest:
         """See Source."""
-        self._num_free -= 1
-        return super().pop()
+        is_turn = self._is_turn_next()
+        request = super().pop()
+        if not is_turn:
+            self._num_free -= 1
+        return request
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
         """See Source."""
-        self._num_free += 1
-        self._upcoming_ns = now_ns
         turn = self._turn_after(request)
-        if turn is not None:
+        if turn is None:
+            self._num_free += 1
+            self._upcoming_ns = now_ns
+        else:
             self._push_turn(now_ns + (turn.delay_ns or 0), turn)
+
+    def _is_turn_next(self) -> bool:
+        return super()._is_turn_next() or (not self._num_free and bool(self._later))
