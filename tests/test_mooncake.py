@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvarts.errors import InputError, KvartsError, MissingFileError
-from kvarts.replayer import load_mooncake
+from kvarts.replayer import ReplayConfig, Trace, load_mooncake, replay
 from kvarts.replayer.mooncake import MooncakeReader
 
 GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
@@ -115,3 +115,10 @@ def test_the_first_turn_of_a_session_needs_a_time(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", row(session_id="s", delay=5, timestamp=None))
     with pytest.raises(KvartsError, match="first turn of session 's'"):
         load_mooncake(path)
+
+
+def test_a_file_read_as_a_stream_replays_like_one_read_before(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", *(row(timestamp=40 * i, hash_ids=[7, i % 3]) for i in range(30)))
+    config = ReplayConfig(num_pages=100, audit=True)
+    streamed = replay(Trace(MooncakeReader(path), unit_tokens=512), config)
+    assert streamed.requests_jsonl() == replay(path, config).requests_jsonl()
