@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import isnan
+from math import fsum, isnan
 from typing import Any
 
 import msgspec
@@ -234,7 +234,7 @@ class Report:
                 waited[name] += _dot(spans["waiting"] * (spans["blocked"] == reason), spans["duration_ns"])
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
-        if int(queue_ns.sum()) * 100 < int(e2e_ns.sum()):
+        if fsum(queue_ns.tolist()) * 100 < fsum(e2e_ns.tolist()):
             cause = "nothing"
         return {
             "cause": cause,
@@ -301,7 +301,8 @@ def _distribution(values_ns: Column, weights: Column | None = None, extra: Seque
     if weights is None:
         ordered = np.sort(values_ns)
         count = len(ordered)
-        mean = float(ordered.mean()) if count else 0.0
+        # fsum is exact: no overflow, and the same on machines that add in another order.
+        mean = fsum(ordered.tolist()) / count if count else 0.0
 
         def at(rank: int) -> float:
             return float(ordered[rank])
