@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from kvarts.errors import ConfigError
 
-__all__ = ["UNIT_BYTES", "Content", "PageKey"]
+__all__ = ["UNIT_BYTES", "Content", "PageKey", "pack_units"]
 
 PageKey = bytes | int
 """Names a page among the pages that may follow the same prefix: the bytes of its units, or an owner."""

@@ -171,6 +171,7 @@ class PrefixTree:
 
     def release(self, path: Path) -> None:
         """Drops the references of `path`, deepest page first; what nobody references is cached from now on."""
+        # `walk` and `_list_before` spelled out, as unlisting is in `pin` and `_remove`: this runs for every request.
         lru = self._lru
         index = len(path)
         while index:

@@ -48,20 +48,25 @@ PACK_AT = 1 << 16
 class _Rows:
     """Rows of integers, one after the other: appended to a list, which is packed to 8 bytes each now and then."""
 
-    __slots__ = ("_packed", "_width", "recent")
+    __slots__ = ("_packed", "_recent", "_width")
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._packed = array("q")
-        self.recent: list[int] = []
+        self._recent: list[int] = []
 
-    def pack(self) -> None:
-        self._packed.fromlist(self.recent)
-        self.recent.clear()
+    def add(self, row: tuple[int, ...]) -> None:
+        self._recent += row
+        if len(self._recent) > PACK_AT:
+            self._pack()
+
+    def _pack(self) -> None:
+        self._packed.fromlist(self._recent)
+        self._recent.clear()
 
     def take_columns(self) -> Column:
         """Shape [width, rows]; the rows are gone from here, so that they are not in memory twice."""
-        self.pack()
+        self._pack()
         packed, self._packed = self._packed, array("q")
         return np.ascontiguousarray(np.frombuffer(packed, np.int64).reshape(-1, self._width).T)
 
@@ -77,8 +82,7 @@ class RequestLog:
 
     def end(self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED) -> None:
         """`request` made its last token, or was rejected."""
-        rows = self._rows
-        rows.recent.extend(
+        self._rows.add(
             (
                 request.index,
                 row.row,
@@ -96,8 +100,6 @@ class RequestLog:
                 request.recomputed_tokens,
             )
         )
-        if len(rows.recent) > PACK_AT:
-            rows.pack()
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
 
@@ -167,13 +169,12 @@ class StepLog:
         if preemptions:
             self.tokens_lost += sum(preemption.num_computed_tokens for preemption in preemptions)
         cache = scheduler.cache
-        spans = self._spans
-        spans.recent.extend(
+        self._spans.add(
             (
                 1,
                 start_ns,
                 scheduler.num_used_high_water,
-                cache.tree.num_cached,
+                cache.num_cached,
                 scheduler.running.num_running,
                 scheduler.waiting.num_waiting,
                 scheduler.blocked,
@@ -186,8 +187,6 @@ class StepLog:
         )
         self._durations_ns.append(duration_ns)
         self._pages_taken.append(0)
-        if len(spans.recent) > PACK_AT:
-            spans.pack()
 
     def record_leap(
         self,
@@ -200,7 +199,7 @@ class StepLog:
     ) -> None:
         """See StepSink."""
         num_decodes = scheduler.running.num_running
-        self._spans.recent.extend(
+        self._spans.add(
             (
                 len(durations_ns),
                 start_ns,

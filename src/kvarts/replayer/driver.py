@@ -74,10 +74,7 @@ class Driver:
         finished = self._finished
         self._engines[index].run_until(until_ns, finished)
         if finished:
-            for request in finished:
-                self._log.end(request, self._rows.pop(request.index), index)
-            if self._on_progress is not None:
-                self._on_progress(len(finished))
+            self._end(index, finished)
             finished.clear()
 
     def _run_by_event(self) -> None:
@@ -92,17 +89,16 @@ class Driver:
             for index, end_ns in enumerate(ends_ns):
                 if end_ns == now_ns:
                     ends_ns[index] = self._quiet_ns[index] = NEVER_NS
-                    self._finish(index, now_ns)
+                    self._end(index, self._engines[index].finish())
             while (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
                 self._arrive(source.pop(), now_ns)
             self._start(now_ns, NEVER_NS if arrival_ns is None else arrival_ns)
 
-    def _finish(self, index: int, now_ns: int) -> None:
-        finished = self._engines[index].finish()
+    def _end(self, index: int, finished: list[Request]) -> None:
         for request in finished:
             row = self._rows.pop(request.index)
             self._log.end(request, row, index)
-            self._source.done(row, now_ns)
+            self._source.done(row, request.last_token_ns)
         if finished and self._on_progress is not None:
             self._on_progress(len(finished))
 

@@ -7,13 +7,13 @@ Read as well, where a row has them: `session_id` and `delay` (ms after the sessi
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
+from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.replayer.trace import Trace, TraceRequest
 
@@ -170,10 +170,7 @@ class MooncakeReader:
                 raise InputError(f"must be at least 0, got {timestamp}", field="timestamp")
         if delay is not None and delay < 0:
             raise InputError(f"must be at least 0, got {delay}", field="delay")
-        try:
-            units = array("Q", row.hash_ids).tobytes()
-        except OverflowError:
-            raise InputError("ids must be from 0 to 2**64 - 1", field="hash_ids") from None
+        units = _packed(row.hash_ids, "hash_ids")
         if (
             delay is None
             and row.session_id is None
@@ -183,10 +180,7 @@ class MooncakeReader:
         ):
             return TraceRequest(row_number, arrival_ns, units, input_length, output_length)
         self.has_sessions |= row.session_id is not None
-        try:
-            output_units = None if output_token_ids is None else array("Q", output_token_ids).tobytes()
-        except OverflowError:
-            raise InputError("ids must be from 0 to 2**64 - 1", field="output_token_ids") from None
+        output_units = None if output_token_ids is None else _packed(output_token_ids, "output_token_ids")
         return TraceRequest(
             row_number,
             arrival_ns,
@@ -199,6 +193,13 @@ class MooncakeReader:
             delay_ns=None if delay is None else round(delay * NS_PER_MS),
             request_id=None if row.request_id is None else str(row.request_id),
         )
+
+
+def _packed(ids: list[int], field: str) -> bytes:
+    try:
+        return pack_units(ids)
+    except ConfigError:
+        raise InputError("ids must be from 0 to 2**64 - 1", field=field) from None
 
 
 def load_mooncake(path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> Trace:

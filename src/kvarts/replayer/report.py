@@ -131,10 +131,12 @@ class Report:
         cached_tokens = int(completed["cached_tokens"].sum())
         pool_pages = config.num_pages
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
-        used = [(log.used(), log.durations_ns) for log in logs]
-        used_page_ns = sum(_dot(pages, durations_ns) for pages, durations_ns in used)
-        peak_used = max(int(pages.max(initial=0)) for pages, _ in used)
-        del used
+        used_page_ns, peaks = 0, []
+        for log in logs:
+            used = log.used()
+            used_page_ns += _dot(used, log.durations_ns)
+            peaks.append(int(used.max(initial=0)))
+        peak_used = max(peaks)
         working_set = working_set_pages(self._trace, config.page_size)
         return {
             "version": REPORT_VERSION,
@@ -174,7 +176,7 @@ class Report:
             "working_set_pages": working_set,
             "working_set_to_pool": None if working_set is None else working_set / (pool_pages * config.replicas),
             "limited_by": self._limits(queue_ns, e2e_ns),
-            "replicas": self._replicas(),
+            "replicas": self._replicas(peaks),
         }
 
     def to_json(self) -> bytes:
@@ -241,7 +243,7 @@ class Report:
             "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
         }
 
-    def _replicas(self) -> list[dict[str, Any]]:
+    def _replicas(self, peaks_used: list[int]) -> list[dict[str, Any]]:
         raw = self._request_log.columns
         done = raw["status"] == COMPLETED
         out = []
@@ -255,7 +257,7 @@ class Report:
                     "num_steps": len(log),
                     "num_preemptions": int(spans["preempted"].sum()),
                     "prefix_hit_ratio": _ratio(int(raw["cached_tokens"][mine].sum()), input_tokens),
-                    "peak_used_pct": int(log.used().max(initial=0)) / self.config.num_pages,
+                    "peak_used_pct": peaks_used[replica] / self.config.num_pages,
                     "busy_ms": int(spans["duration_ns"].sum()) / NS_PER_MS,
                 }
             )

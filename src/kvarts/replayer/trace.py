@@ -79,8 +79,7 @@ class Trace:
         """What the pages of `request` will hold. `know_output`: its generated tokens too, where the trace has them."""
         num_tokens = request.num_prompt_tokens
         units, unit_tokens = request.units, self.unit_tokens
-        if isinstance(units, tuple):
-            units = spell(units)
+        units = spell(units)
         if self.has_output_tokens:
             if unit_tokens > 1:
                 ids = np.frombuffer(units, np.uint64)
@@ -88,7 +87,7 @@ class Trace:
                 unit_tokens = 1
             output = request.output_units
             if output is not None and know_output:
-                units += spell(output) if isinstance(output, tuple) else output
+                units += spell(output)
                 num_tokens += request.num_output_tokens
         return Content(
             units,
@@ -100,6 +99,8 @@ class Trace:
         )
 
 
-def spell(ranges: tuple[range, ...]) -> bytes:
-    """The ids of `ranges`, 8 bytes each."""
-    return b"".join(np.arange(r.start, r.stop, dtype=np.uint64).tobytes() for r in ranges)
+def spell(units: Units) -> bytes:
+    """The ids of `units`, 8 bytes each."""
+    if isinstance(units, bytes):
+        return units
+    return b"".join(np.arange(ids.start, ids.stop, dtype=np.uint64).tobytes() for ids in units)

@@ -27,7 +27,7 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     num_prompt_pages = num_prompt // page_size
     # A sequence's last token is never computed.
     num_pages = int(((num_prompt + num_output - 1) // page_size).sum())
-    units = [spell(request.units) if isinstance(request.units, tuple) else request.units for request in requests]
+    units = [spell(request.units) for request in requests]
     for members in _by_tenant(requests):
         members.sort(key=units.__getitem__)
         for start in range(1, len(members), SLAB):

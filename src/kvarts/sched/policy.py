@@ -48,17 +48,16 @@ class WaitingQueue:
         top = self._top
         assert top
         request = top.popleft()
-        self.num_waiting -= 1
-        self.num_waiting_tokens -= request.num_known
-        if not top:
-            del self._by_priority[request.priority]
-            self._top = self._by_priority[max(self._by_priority)] if self._by_priority else None
+        self._took(request, top)
         return request
 
     def remove(self, request: Request) -> None:
         """Takes out a request from anywhere: it was cancelled. Costs the length of its queue."""
         queue = self._by_priority[request.priority]
         queue.remove(request)
+        self._took(request, queue)
+
+    def _took(self, request: Request, queue: deque[Request]) -> None:
         self.num_waiting -= 1
         self.num_waiting_tokens -= request.num_known
         if not queue:
