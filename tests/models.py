@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +11,15 @@ from hypothesis import strategies as st
 
 from kvarts.content import Content
 from kvarts.engine import Engine
-from kvarts.events import PageEvent, PagesRemoved, Preemption
+from kvarts.events import Event, PagesRemoved, PagesStored, StepStarted
 from kvarts.executor.sim import SimExecutor
-from kvarts.replayer.columns import RequestLog, StepLog
+from kvarts.replayer.columns import RequestLog
 from kvarts.replayer.config import ReplayConfig
 from kvarts.replayer.driver import Driver
 from kvarts.replayer.router import RoundRobin
 from kvarts.replayer.source import OpenLoop
 from kvarts.replayer.trace import Trace, TraceRequest
+from kvarts.timeline.spans import StepLog
 
 from naive import NaiveEngine, NaiveRequest, polynomial_ns, run_naive
 
@@ -156,24 +158,22 @@ def cases(draw: st.DrawFn, *, max_requests: int = 24, outputs: bool = True) -> C
     )
 
 
-class Recording(StepLog):
-    """A step log that keeps every preemption."""
+class Kept:
+    """Keeps every event."""
 
-    def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages)
-        self.preemptions: list[Preemption] = []
+    def __init__(self) -> None:
+        self.events: list[Event] = []
 
-    def record_step(self, start_ns: int, duration_ns: int, plan: Any, scheduler: Any) -> None:
-        self.preemptions += plan.preemptions
-        super().record_step(start_ns, duration_ns, plan, scheduler)
+    def observe(self, events: Sequence[Event]) -> None:
+        self.events += events
 
 
 @dataclass
 class Outcome:
     requests: RequestLog
     engines: list[Engine]
-    steps: list[Recording]
-    events: list[list[PageEvent]]
+    steps: list[StepLog]
+    events: list[list[Event]]
 
 
 def run_kvarts(case: Case, **changes: Any) -> Outcome:
@@ -181,21 +181,21 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     config = case.config(**{"audit": True, **changes})
     trace = case.trace()
     requests = RequestLog(largest_hit_counts=config.profile == "mocker")
-    steps = [Recording(config.num_pages) for _ in range(config.replicas)]
-    events: list[list[PageEvent]] = [[] for _ in steps]
+    steps = [StepLog(config.num_pages) for _ in range(config.replicas)]
+    kept = [Kept() for _ in steps]
     engines = [
         Engine(
             config,
             SimExecutor(config.cost_model),
             sink=log,
-            events=seen,
+            observers=[seen],
             step_by_step=config.step_by_step,
             audit=config.audit,
         )
-        for log, seen in zip(steps, events, strict=True)
+        for log, seen in zip(steps, kept, strict=True)
     ]
     Driver(trace, OpenLoop(trace), engines, RoundRobin(), requests).run()
-    return Outcome(requests, engines, steps, events)
+    return Outcome(requests, engines, steps, [seen.events for seen in kept])
 
 
 def page_name(content: Content, page: int) -> object:
@@ -207,7 +207,7 @@ def page_name(content: Content, page: int) -> object:
     return (content.salt, tuple(tokens))
 
 
-def evicted_names(events: list[PageEvent]) -> list[object]:
+def evicted_names(events: list[Event]) -> list[object]:
     """Every evicted page, in order."""
     return [
         page_name(event.content, page)
@@ -217,11 +217,16 @@ def evicted_names(events: list[PageEvent]) -> list[object]:
     ]
 
 
-def paged(events: list[PageEvent]) -> list[tuple[str, object]]:
-    """Events page by page."""
-    out = []
+def paged(events: list[Event]) -> list[tuple[object, ...]]:
+    """What happened to findable pages, page by page, each with its step."""
+    out: list[tuple[object, ...]] = []
+    step = -1
     for event in events:
+        if isinstance(event, StepStarted):
+            step = event.step
+        if not isinstance(event, PagesStored | PagesRemoved):
+            continue
         pages = range(event.start_page, event.end_page)
         for page in reversed(pages) if isinstance(event, PagesRemoved) else pages:
-            out.append((type(event).__name__, page_name(event.content, page)))  # noqa: PERF401
+            out.append((step, type(event).__name__, page_name(event.content, page)))  # noqa: PERF401
     return out

@@ -73,10 +73,12 @@ class NaiveStep:
     duration_ns: int
     used: int
     cached: int
+    released: int
     running: int
     waiting: int
     preempted: int
     tokens: int
+    leaves_nobody: bool
 
 
 CostFn = Callable[[Batch, "NaiveEngine"], int]
@@ -100,6 +102,7 @@ class NaiveEngine:
         self.profile = profile
         self.cost = cost
         self.num_empty = num_pages
+        self.num_released = 0
         self.lru: list[Page] = []
         self.index: dict[object, list[Page]] = {}
         self.running: list[NaiveRequest] = []
@@ -120,6 +123,9 @@ class NaiveEngine:
     def num_used(self) -> int:
         return self.num_pages - self.num_empty - len(self.lru)
 
+    def higher(self, mark: tuple[int, int, int]) -> tuple[int, int, int]:
+        return (self.num_used, len(self.lru), self.num_released) if self.num_used > mark[0] else mark
+
     def take_page(self) -> Page:
         if self.num_empty:
             self.num_empty -= 1
@@ -136,6 +142,7 @@ class NaiveEngine:
         for page in reversed(request.pages):
             page.refs -= 1
             if page.refs == 0:
+                self.num_released += 1
                 if page.name is None:
                     self.num_empty += 1
                 else:
@@ -206,7 +213,7 @@ class NaiveEngine:
         budget = self.max_num_batched_tokens
         took: dict[int, tuple[NaiveRequest, int]] = {}  # seq -> (request, computed before)
         num_preempted = 0
-        high_water = 0
+        mark = (-1, 0, 0)  # used, cached and released when most was in use
         for request in list(self.running):
             if budget == 0:
                 break
@@ -217,7 +224,7 @@ class NaiveEngine:
                 continue
             need = self.pages_for(request.computed + want) - len(request.pages)
             while need > self.num_empty + len(self.lru):
-                high_water = max(high_water, self.num_used)
+                mark = self.higher(mark)
                 victim = self.victim()
                 if victim.seq in took:
                     budget += took.pop(victim.seq)[1]
@@ -264,7 +271,7 @@ class NaiveEngine:
             before[head.seq] = hit_tokens
             self.compute(head, hit_tokens + want)
             budget -= want
-        high_water = max(high_water, self.num_used)
+        mark = self.higher(mark)
         batch = Batch([], [])
         for request in self.running:
             if request.seq not in before:
@@ -275,7 +282,7 @@ class NaiveEngine:
                 batch.decodes.append((request, request.known))
         duration_ns = self.cost(batch, self)
         end_ns = now_ns + duration_ns
-        num_running, num_waiting, num_cached = len(self.running), len(self.waiting), len(self.lru)
+        num_running, num_waiting = len(self.running), len(self.waiting)
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
                 request.made += 1
@@ -291,12 +298,12 @@ class NaiveEngine:
             NaiveStep(
                 now_ns,
                 duration_ns,
-                high_water,
-                num_cached,
+                *mark,
                 num_running,
                 num_waiting,
                 num_preempted,
                 self.max_num_batched_tokens - budget,
+                not self.has_work(),
             )
         )
         return end_ns

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.content import Content
-from kvarts.events import PageEvent
+from kvarts.events import Event
 from kvarts.kv.cache import Holding, PageCache
 
 from models import evicted_names, page_name
@@ -86,7 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(1, 30), page_size=st.sampled_from([1, 2, 3]))
     def build(self, num_pages: int, page_size: int) -> None:
-        self.events: list[PageEvent] = []
+        self.events: list[Event] = []
         self.cache = PageCache(num_pages, with_page_ids=self.with_page_ids, events=self.events)
         self.model = PageByPage(num_pages)
         self.num_pages, self.page_size = num_pages, page_size

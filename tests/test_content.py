@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
-from kvarts.kv.keys import BlockKeys, root_key
+from kvarts.keys import BlockKeys, root_key
 
 # What vLLM 0.32.0 computes for tokens 100..111 in pages of 4, salted "tenant-a": the root key, then three pages;
 # then the first page without a salt, and a page of the ids 151643, 2**31, 0, 70000.

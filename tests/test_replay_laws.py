@@ -37,9 +37,20 @@ def test_every_request_and_every_eviction_is_as_in_the_naive_engine(case: Case) 
     for index, naive in enumerate(naive_engines):
         assert evicted_names(outcome.events[index]) == naive.evicted
         preemptions = outcome.steps[index].preemptions
-        assert [(p.victim, p.asker, p.num_computed_tokens) for p in preemptions] == naive.preempted
-        steps = outcome.steps[index].columns
-        for name in ("start_ns", "duration_ns", "used", "cached", "running", "waiting", "preempted", "tokens"):
+        assert [(p.victim, p.asker, p.num_computed_tokens) for _, p in preemptions] == naive.preempted
+        log = outcome.steps[index]
+        steps = {**log.columns, "released": log.released()}
+        for name in (
+            "start_ns",
+            "duration_ns",
+            "used",
+            "cached",
+            "running",
+            "waiting",
+            "preempted",
+            "tokens",
+            "released",
+        ):
             assert steps[name].tolist() == [getattr(step, name) for step in naive.steps], name
 
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.events import Blocked
 from kvarts.request import Request
 from kvarts.sched.policy import RunningSet, WaitingQueue
-from kvarts.sched.scheduler import Blocked, Scheduler
+from kvarts.sched.scheduler import Scheduler
 from kvarts.sched.wheel import DecodeWheel
 
 

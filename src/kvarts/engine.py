@@ -7,47 +7,49 @@ steps are alike, `start` does many at once; whatever is recorded is the same as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvarts.config import EngineConfig
-from kvarts.events import PageEvent
+from kvarts.events import (
+    Arrived,
+    AtRest,
+    Cancelled,
+    CopiesRemoved,
+    Event,
+    LeapDone,
+    PagesRemoved,
+    Rejected,
+    StepDone,
+    StepEnded,
+    StepSink,
+    StepStarted,
+)
 from kvarts.executor.base import Executor
 from kvarts.executor.sim import SimExecutor
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
+from kvarts.timeline.auditor import Auditor
 
-__all__ = ["NEVER_NS", "Engine", "StepSink"]
+__all__ = ["NEVER_NS", "Engine", "Observer"]
 
 ONE_MS_IN_NS = 1_000_000
 NEVER_NS = 1 << 62
 
 
-class StepSink(Protocol):
-    """Receives what was done. Promises to change nothing."""
+class Observer(Protocol):
+    """Receives events. Promises to change nothing."""
 
-    def record_step(self, start_ns: int, duration_ns: int, plan: StepPlan, scheduler: Scheduler) -> None:
-        """A scheduled step; the scheduler is as after planning it."""
-
-    def record_leap(
-        self,
-        start_ns: int,
-        durations_ns: list[int],
-        pages_taken: list[int],
-        num_used: int,
-        num_cached: int,
-        scheduler: Scheduler,
-    ) -> None:
-        """Steps alike, one after the other: only decodes. The scheduler is as after the last.
-
-        `pages_taken`: for each step. `num_used` and `num_cached`: pages before the first.
-        """
+    def observe(self, events: Sequence[Event]) -> None:
+        """What happened since the last call, in order. Called after every step, or after many alike."""
 
 
 class Engine:
     """A scheduler, an executor, and the step that is under way.
 
-    `step_by_step`: never do many steps at once. `audit`: check laws L1, L2 and L3 after every step.
+    `sink` keeps a record of steps, `observers` receive events. `step_by_step`: never do many steps at once. `audit`:
+    check laws L1, L2 and L3 after every step, and mirror every operation into a second bookkeeping.
     """
 
     def __init__(
@@ -56,17 +58,19 @@ class Engine:
         executor: Executor,
         *,
         sink: StepSink | None = None,
-        events: list[PageEvent] | None = None,
+        observers: Sequence[Observer] = (),
         step_by_step: bool = False,
         audit: bool = False,
     ) -> None:
         self.config = config
         self.executor = executor
         self._sim = executor if isinstance(executor, SimExecutor) else None
-        self.scheduler = Scheduler(config, with_page_ids=self._sim is None, events=events)
+        self._events: list[Event] | None = [] if audit or observers else None
+        self.scheduler = Scheduler(config, with_page_ids=self._sim is None, events=self._events)
+        self._auditor = Auditor(config.num_pages, config.page_size) if audit else None
+        self._observers = observers
         self._pool_tokens = config.pool_tokens
         self._sink = sink
-        self._audit = audit
         self._leaps = self._sim is not None and not step_by_step
         self.now_ns = 0
         """When the step under way ends; where there is none, the time the engine has reached."""
@@ -80,10 +84,32 @@ class Engine:
         """Queues `request` at `now_ns`; or answers why it can never run."""
         if not self._under_way and now_ns > self.now_ns:
             self.now_ns = now_ns
-        return self.scheduler.add(request)
+        waiting = self.scheduler.waiting
+        reason = self.scheduler.add(request)
+        if self._events is not None:
+            if reason is None:
+                # The queue's order is total: whoever is more important goes first, then who came first.
+                num_ahead = waiting.num_ahead(request)
+                self._events.append(
+                    Arrived(
+                        request.index,
+                        now_ns,
+                        request.content,
+                        request.num_prompt_tokens,
+                        request.num_output_tokens,
+                        request.priority,
+                        request.request_id,
+                        num_ahead,
+                    )
+                )
+            else:
+                self._events.append(Rejected(request.index, now_ns, reason, request.request_id))
+        return reason
 
     def cancel(self, request: Request) -> None:
         """Drops `request` between steps; its pages are free at once."""
+        if self._events is not None:
+            self._events.append(Cancelled(request.index, self.now_ns))
         self.scheduler.cancel(request)
 
     @property
@@ -108,24 +134,47 @@ class Engine:
             num_steps = scheduler.horizon()
             if num_steps > 0:
                 return self._leap(now_ns, until_ns, num_steps)
+        if self._events is not None:
+            self._events.append(StepStarted(scheduler.wheel.step, now_ns))
         plan = scheduler.schedule(now_ns)
         result = self._result = self.executor.execute(plan)
         self._num_leapt = 0
         if self._sink is not None:
-            self._sink.record_step(now_ns, result.duration_ns, plan, scheduler)
+            self._record_step(self._sink, now_ns, result.duration_ns, plan)
         self.now_ns = now_ns + result.duration_ns
         return self.now_ns
 
     def finish(self) -> list[Request]:
         """Ends what `start` started; returns who finished, in admission order."""
         self._under_way = False
+        scheduler = self.scheduler
+        if self._events is not None:
+            self._events.append(StepEnded(scheduler.wheel.step + (self._num_leapt or 1) - 1, self.now_ns))
         if self._num_leapt:
-            finished = self.scheduler.commit_many(self._num_leapt, self.now_ns)
+            finished = scheduler.commit_many(self._num_leapt, self.now_ns)
         else:
-            finished = self.scheduler.commit(self.now_ns, self._result)
-        if self._audit:
-            self.scheduler.check()
+            finished = scheduler.commit(self.now_ns, self._result)
+        if self._sink is not None and finished and not scheduler.has_work:
+            cache = scheduler.cache
+            self._sink.record_rest(
+                AtRest(scheduler.wheel.step - 1, self.now_ns, cache.num_used, cache.num_cached, cache.num_released)
+            )
+        self.flush()
+        if self._auditor is not None:
+            scheduler.check()
         return finished
+
+    def flush(self) -> None:
+        """Hands events to who observes them. Also raises AuditError, where that is on and something does not add up."""
+        events = self._events
+        if not events:
+            return
+        for observer in self._observers:
+            observer.observe(events)
+        if self._auditor is not None:
+            self._auditor.observe(events)
+            self._auditor.compare(self.scheduler.cache)
+        events.clear()
 
     def run_until(self, until_ns: int, finished: list[Request]) -> None:
         """Ends steps, and starts those that start before `until_ns`, for as long as there is work.
@@ -169,9 +218,91 @@ class Engine:
         self._last_decode_ns = durations_ns[-1] or 1
         cache = scheduler.cache
         num_used, num_cached = self.config.num_pages - cache.num_free, cache.tree.num_cached
+        num_empty = cache.pool.num_empty
+        events = self._events
+        num_events = 0 if events is None else len(events)
         pages_taken = scheduler.advance(num_steps)
         if self._sink is not None:
-            self._sink.record_leap(now_ns, durations_ns, pages_taken, num_used, num_cached, scheduler)
+            self._sink.record_leap(
+                LeapDone(
+                    wheel.step,
+                    now_ns,
+                    durations_ns,
+                    pages_taken,
+                    num_used,
+                    num_cached,
+                    cache.num_released,
+                    scheduler.running.num_running,
+                    scheduler.waiting.num_waiting,
+                    scheduler.blocked,
+                )
+            )
+        if events is not None:
+            happened = events[num_events:]
+            del events[num_events:]
+            events += _by_step(happened, wheel.step, now_ns, durations_ns, pages_taken, num_empty)
         self._num_leapt = num_steps
         self.now_ns = end_ns
         return end_ns
+
+    def _record_step(self, sink: StepSink, start_ns: int, duration_ns: int, plan: StepPlan) -> None:
+        scheduler, batch = self.scheduler, plan.batch
+        num_tokens = batch.num_decodes
+        for chunk in batch.chunks:
+            num_tokens += chunk.num_tokens
+        sink.record_step(
+            StepDone(
+                plan.step,
+                start_ns,
+                duration_ns,
+                scheduler.mark_used,
+                scheduler.mark_cached,
+                scheduler.mark_released,
+                scheduler.running.num_running,
+                scheduler.waiting.num_waiting,
+                scheduler.blocked,
+                batch.num_decodes,
+                num_tokens,
+                len(plan.admitted),
+                plan.preemptions,
+            )
+        )
+
+
+def _by_step(
+    happened: list[Event],
+    step: int,
+    start_ns: int,
+    durations_ns: list[int],
+    pages_taken: list[int],
+    num_empty: int,
+) -> list[Event]:
+    """What happened in a leap, told step by step.
+
+    In a leap, pages are evicted for those that no empty page was left for, and are made findable in its last step only.
+    """
+    evicted: list[PagesRemoved | CopiesRemoved] = []
+    rest: list[Event] = []
+    for event in happened:
+        if isinstance(event, PagesRemoved | CopiesRemoved):
+            evicted.append(event)
+        else:
+            rest.append(event)
+    told: list[Event] = []
+    evicted.reverse()
+    last = len(durations_ns) - 1
+    for index, (duration_ns, num_taken) in enumerate(zip(durations_ns, pages_taken, strict=True)):
+        num_empty -= num_taken
+        if num_empty < 0 or index == last:
+            told.append(StepStarted(step + index, start_ns))
+        while num_empty < 0:
+            run = evicted.pop()
+            size = run.end_page - run.start_page
+            cut = max(run.start_page, run.end_page + num_empty)
+            told.append(type(run)(run.content, cut, run.end_page))
+            if cut > run.start_page:
+                evicted.append(type(run)(run.content, run.start_page, cut))
+            num_empty = min(0, num_empty + size)
+        start_ns += duration_ns
+    assert not evicted, "a leap evicted more than its decodes took"
+    return told + rest

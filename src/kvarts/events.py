@@ -1,45 +1,259 @@
-"""What happened, as values: the product's language, recorded where somebody asked for it.
+"""What happened, as values: the product's language, made where somebody asked for it.
 
 Page events speak of runs: pages [start_page, end_page) of a content, which keeps them as cheap as what they tell.
+Requests go by `index`, their place in arrival order. Times are integer nanoseconds. Page and request events stand in
+the order in which they happened, after the `StepStarted` or `StepEnded` that they belong to.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
+from typing import Protocol
 
 import msgspec
 
 from kvarts.content import Content
 
-__all__ = ["PageEvent", "PagesRemoved", "PagesStored", "Preemption"]
+__all__ = [
+    "Admitted",
+    "Arrived",
+    "AtRest",
+    "Blocked",
+    "Cancelled",
+    "ChunkComputed",
+    "CopiesRemoved",
+    "Event",
+    "Finished",
+    "HeadBlocked",
+    "LeapDone",
+    "PageEvent",
+    "PagesRemoved",
+    "PagesStored",
+    "Preemption",
+    "Rejected",
+    "StepDone",
+    "StepEnded",
+    "StepSink",
+    "StepStarted",
+]
+
+# Pages ----------------------------------------------------------------------------------------------------
 
 
 class PagesStored(msgspec.Struct, frozen=True, gc=False):
-    """A run of full pages became findable. Copies of what was findable already are not stored anew."""
+    """A run of full pages became findable, after page `start_page - 1` of `parent`; None where nothing is before it.
+
+    Copies of what was findable already are not stored anew.
+    """
 
     content: Content
     start_page: int
     end_page: int
+    parent: Content | None
 
 
 class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
-    """A run of cached pages was evicted, the last page first. A copy that stays findable is not removed."""
+    """A run of cached pages was evicted, the last page first; it can no longer be found."""
 
     content: Content
     start_page: int
     end_page: int
 
 
-PageEvent = PagesStored | PagesRemoved
+class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
+    """A run of cached pages was evicted, the last page first; another copy can still be found."""
+
+    content: Content
+    start_page: int
+    end_page: int
+
+
+PageEvent = PagesStored | PagesRemoved | CopiesRemoved
+
+# Requests -------------------------------------------------------------------------------------------------
+
+
+class Blocked(IntEnum):
+    """Why the head of the waiting queue was not admitted."""
+
+    NOT = 0
+    BUDGET = 1
+    PAGES = 2
+    SEQS = 3
+
+
+class Arrived(msgspec.Struct, frozen=True, gc=False):
+    """A request was queued, behind or before `num_ahead` others."""
+
+    request: int
+    time_ns: int
+    content: Content
+    num_prompt_tokens: int
+    num_output_tokens: int
+    priority: int
+    request_id: str | None
+    num_ahead: int
+
+
+class Rejected(msgspec.Struct, frozen=True, gc=False):
+    """A request was refused on arrival, because of `reason`."""
+
+    request: int
+    time_ns: int
+    reason: str
+    request_id: str | None
+
+
+class HeadBlocked(msgspec.Struct, frozen=True, gc=False):
+    """The request at the head of the queue was not admitted. Told when it begins, not in every step.
+
+    `num_pages_short`: how many pages were missing, where pages were the reason; else 0.
+    """
+
+    request: int
+    reason: int
+    num_pages_short: int
+
+
+class Admitted(msgspec.Struct, frozen=True, gc=False):
+    """A request began to run, and found its first `num_hit_pages` pages."""
+
+    request: int
+    content: Content
+    num_hit_pages: int
+
+
+class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
+    """Tokens [start, end) of a request are computed in this step, of `num_known_tokens` known ones.
+
+    If these are all, the request makes a token, and one more in every step after it.
+    """
+
+    request: int
+    start: int
+    end: int
+    num_known_tokens: int
 
 
 class Preemption(msgspec.Struct, frozen=True, gc=False):
-    """A running request lost its pages because another needed one. All requests by `index`.
+    """A running request lost its pages because another needed one.
 
-    `num_pages_short` is how many pages the asker was missing; `num_used_pages` what was in use at that moment;
-    `num_computed_tokens` what the victim had computed and has to find again or compute again.
+    `num_pages_short` is how many pages the asker was missing, of `num_pages_asked`; `num_used_pages` what was in use at
+    that moment; `num_computed_tokens` what the victim had computed and has to find again or compute again.
     """
 
     victim: int
     asker: int
+    num_pages_asked: int
     num_pages_short: int
     num_used_pages: int
     num_computed_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, gc=False):
+    """A request made its last token."""
+
+    request: int
+    content: Content
+
+
+class Cancelled(msgspec.Struct, frozen=True, gc=False):
+    """A request was dropped, waiting or running."""
+
+    request: int
+    time_ns: int
+
+
+# Steps ----------------------------------------------------------------------------------------------------
+
+
+class StepStarted(msgspec.Struct, frozen=True, gc=False):
+    """What follows happened in this step. Steps in which nothing happened but decoding may be left out."""
+
+    step: int
+    start_ns: int
+
+
+class StepEnded(msgspec.Struct, frozen=True, gc=False):
+    """All steps up to this one are done; what follows happened at its end."""
+
+    step: int
+    end_ns: int
+
+
+Event = (
+    PageEvent
+    | Arrived
+    | Rejected
+    | HeadBlocked
+    | Admitted
+    | ChunkComputed
+    | Preemption
+    | Finished
+    | Cancelled
+    | StepStarted
+    | StepEnded
+)
+
+
+class StepDone(msgspec.Struct, frozen=True, gc=False):
+    """A scheduled step, for who keeps a record. Pages are counted at the step's mark: the first moment in which the
+    most pages of that step were in use.
+
+    `num_released`: pages that have gone out of use since the engine began. `blocked`: see `Blocked`.
+    """
+
+    step: int
+    start_ns: int
+    duration_ns: int
+    num_used: int
+    num_cached: int
+    num_released: int
+    num_running: int
+    num_waiting: int
+    blocked: int
+    num_decodes: int
+    num_tokens: int
+    num_admitted: int
+    preemptions: tuple[Preemption, ...]
+
+
+class LeapDone(msgspec.Struct, frozen=True, gc=False):
+    """Steps alike, one after the other: only decodes.
+
+    `durations_ns` and `pages_taken` are for each step; `num_used` and `num_cached` as before the first.
+    """
+
+    step: int
+    start_ns: int
+    durations_ns: list[int]
+    pages_taken: list[int]
+    num_used: int
+    num_cached: int
+    num_released: int
+    num_running: int
+    num_waiting: int
+    blocked: int
+
+
+class AtRest(msgspec.Struct, frozen=True, gc=False):
+    """After `step` there is nobody left, running or waiting."""
+
+    step: int
+    time_ns: int
+    num_used: int
+    num_cached: int
+    num_released: int
+
+
+class StepSink(Protocol):
+    """Receives what was done. Promises to change nothing."""
+
+    def record_step(self, done: StepDone) -> None:
+        """A scheduled step."""
+
+    def record_leap(self, done: LeapDone) -> None:
+        """Steps alike."""
+
+    def record_rest(self, rest: AtRest) -> None:
+        """The engine ran out of work."""

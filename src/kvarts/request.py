@@ -27,6 +27,8 @@ class Request(msgspec.Struct, eq=False):
     num_output_tokens: int
     arrival_ns: int = 0
     priority: int = 0
+    request_id: str | None = None
+    """What it is called outside."""
 
     # Progress. While the request decodes, `num_computed` and `num_made` are as of when it joined the wheel.
     num_made: int = 0

@@ -11,6 +11,7 @@ import click
 
 from kvarts import __version__
 from kvarts.cli.replay import replay_command
+from kvarts.cli.verify import verify_command
 from kvarts.errors import KvartsError
 
 __all__ = ["main", "run"]
@@ -20,7 +21,7 @@ HELP = """KV-cache engine for LLM serving: planning, testing and proving KV memo
 
 \b
 Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
-7 a result could not be written.
+5 violated, 6 inconclusive, 7 a result could not be written.
 """
 
 
@@ -31,12 +32,13 @@ def cli() -> None:
 
 
 cli.add_command(replay_command)
+cli.add_command(verify_command)
 
 
 def main() -> int:
     """Runs the command line in `sys.argv`; returns the exit code."""
     try:
-        cli(standalone_mode=False)
+        code = cli(standalone_mode=False)
     except KvartsError as error:
         click.echo(f"kvarts: {error}", err=True)
         return error.exit_code
@@ -48,7 +50,12 @@ def main() -> int:
         return 130
     except BrokenPipeError:
         return 7  # whoever read our output has gone; nothing is left to say
-    return 0
+    except AssertionError as error:
+        if not getattr(error, "findings", None):
+            raise
+        click.echo(f"kvarts: the audit found that pages do not add up:\n{error}", err=True)
+        return 5
+    return code if isinstance(code, int) else 0
 
 
 def run() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.output import check_writable, write_whole
 from kvarts.errors import ConfigError, OutputError
+from kvarts.files import check_writable, write_whole
 
 if TYPE_CHECKING:
     from kvarts.replayer import Report, Trace
@@ -68,12 +68,20 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
               help="Write the report as JSON to FILE.")  # fmt: skip
 @click.option("--requests", "requests_file", metavar="FILE", type=click.Path(path_type=Path),
               help="Write one JSON line a request to FILE, in arrival order.")  # fmt: skip
+@click.option("--timeline", "timeline_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write how KV pages were used, a row a step, to FILE: .json, .jsonl or .parquet, and .gz on top. "
+              "With replicas, a file each: FILE.json becomes FILE-r0.json and so on.")  # fmt: skip
+@click.option("--timeline-every", metavar="K", type=click.IntRange(min=1), default=1,
+              help="Write every K-th row of the timeline, and besides the peak, every preemption, the first and the "
+              "last step. [1]")  # fmt: skip
 def replay_command(
     trace: Path | None,
     config_file: Path | None,
     as_json: bool,
     report_file: Path | None,
     requests_file: Path | None,
+    timeline_file: Path | None,
+    timeline_every: int,
     **settings: Any,
 ) -> None:
     """Replay traffic through the KV-cache control plane, in virtual time.
@@ -83,6 +91,7 @@ def replay_command(
     """
     from kvarts.replayer import replay
     from kvarts.replayer.config import make_config
+    from kvarts.timeline.record import form_of
 
     for path in (report_file, requests_file):
         if path is not None:
@@ -90,10 +99,28 @@ def replay_command(
     given = {name.removeprefix("set_"): value for name, value in settings.items() if value is not None}
     values, traffic = _settings(given, config_file)
     config = make_config(values)
+    timeline_files = [] if timeline_file is None else [*_per_replica(timeline_file, config.replicas)]
+    for path in timeline_files:
+        form_of(path)
+        check_writable(path)
     loaded = _traffic(trace, traffic, config_file)
     with _Progress(loaded) as progress:
         report = replay(loaded, config, on_progress=progress)
+    if timeline_files:
+        for path, timeline in zip(timeline_files, report.timelines, strict=True):
+            timeline.write(path, every=timeline_every)
     _write(report, as_json=as_json, report_file=report_file, requests_file=requests_file)
+
+
+def _per_replica(path: Path, replicas: int) -> Iterator[Path]:
+    """A path for each replica: its number goes before the suffixes that name the form."""
+    if replicas == 1:
+        yield path
+        return
+    num_suffixes = 2 if path.suffix == ".gz" else 1
+    suffix = "".join(path.suffixes[-num_suffixes:])
+    for replica in range(replicas):
+        yield path.with_name(f"{path.name.removesuffix(suffix)}-r{replica}{suffix}")
 
 
 def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:

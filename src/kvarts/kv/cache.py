@@ -7,12 +7,12 @@ otherwise. `free` is cached plus empty, and empty pages are always used before a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from kvarts.content import Content
-from kvarts.events import PageEvent
+from kvarts.events import Event
 from kvarts.kv.pool import CountPool, IdPool, PageId
 from kvarts.kv.tree import Match, Node, Path, PrefixTree
 
@@ -34,15 +34,17 @@ class Holding(msgspec.Struct, eq=False):
 class PageCache:
     """Owner of every page of one pool: who has it, and what it holds."""
 
-    __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "pool", "tree")
+    __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "num_released", "pool", "tree")
 
-    def __init__(self, num_pages: int, *, with_page_ids: bool, events: list[PageEvent] | None = None) -> None:
+    def __init__(self, num_pages: int, *, with_page_ids: bool, events: list[Event] | None = None) -> None:
         self.pool: CountPool | IdPool = IdPool(num_pages) if with_page_ids else CountPool(num_pages)
         self.tree = PrefixTree(events)
         self.has_page_ids = with_page_ids
         self.num_free = num_pages
         """Pages that can be taken now: empty or cached."""
         self.num_evicted = 0
+        self.num_released = 0
+        """Pages that have gone out of use since the beginning; those that came into use are these and `num_used`."""
         self.match = self.tree.match
 
     @property
@@ -118,7 +120,13 @@ class PageCache:
         num_private = num_pages - num_findable
         if num_private:
             self.pool.give(num_private, None if page_ids is None else page_ids[num_findable:])
-        self.num_free += tree.num_cached - num_cached + num_private
+        num_released = tree.num_cached - num_cached + num_private
+        self.num_free += num_released
+        self.num_released += num_released
+
+    def runs(self) -> Iterator[tuple[Content, int, int, int]]:
+        """Findable pages and their copies: content, first page, page after the last, how often referenced."""
+        return ((node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -151,6 +159,8 @@ class PageCache:
                 assert len(node.page_ids) == size, f"L1: {node} has {len(node.page_ids)} page ids"
                 resident_ids += node.page_ids
             for child in (node.children or {}).values():
+                parent = child.parent
+                assert parent is not None and parent.children is node.children, f"L3: {child} has another parent"
                 assert child.start == node.end, f"L3: {child} does not follow {node}"
                 parents[id(child)] = node
         assert num_cached == self.num_cached == sum(n.end - n.start for n in self.tree.lru_nodes()), "L1: cached"

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvarts.content import Content, PageKey
-from kvarts.events import PageEvent, PagesRemoved, PagesStored
+from kvarts.events import CopiesRemoved, Event, PagesRemoved, PagesStored
 from kvarts.kv.pool import PageId
 
 __all__ = ["Match", "Node", "Path", "PrefixTree"]
@@ -73,7 +73,7 @@ class PrefixTree:
     `events`, where given, is a list that receives what became findable and what was evicted.
     """
 
-    def __init__(self, events: list[PageEvent] | None = None) -> None:
+    def __init__(self, events: list[Event] | None = None) -> None:
         self.num_cached = 0
         self.events = events
         self._roots: dict[str | None, Node] = {}
@@ -139,12 +139,13 @@ class PrefixTree:
             if last.refs == 1 and not last.children and last.twins is None:
                 # The holder is alone with a leaf: the run grows.
                 last.end = end
+                before = last.content
                 last.content = content
                 if page_ids is not None:
                     assert last.page_ids is not None
                     last.page_ids.extend(page_ids[start:end])
                 if self.events is not None:
-                    self.events.append(PagesStored(content, start, end))
+                    self.events.append(PagesStored(content, start, end, before))
                 return
         else:
             if end == 0:
@@ -160,7 +161,7 @@ class PrefixTree:
                 node = Node(content, key, start, end, 1, last)
                 last.children[key] = node
                 if self.events is not None:
-                    self.events.append(PagesStored(content, start, end))
+                    self.events.append(PagesStored(content, start, end, last.content if start else None))
             else:
                 node = self._add_twin(first_copy, content, end, last)
             if page_ids is not None:
@@ -301,6 +302,8 @@ class PrefixTree:
             if self.events is not None:
                 self.events.append(PagesRemoved(node.content, node.start, node.end))
             return
+        if self.events is not None:
+            self.events.append(CopiesRemoved(node.content, node.start, node.end))
         was_first = twins[0] is node
         twins.remove(node)
         if was_first:

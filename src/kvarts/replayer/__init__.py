@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvarts.engine import Engine
 from kvarts.executor.sim import SimExecutor
-from kvarts.replayer.columns import RequestLog, StepLog
+from kvarts.replayer.columns import RequestLog
 from kvarts.replayer.config import ReplayConfig
 from kvarts.replayer.driver import Driver
 from kvarts.replayer.mooncake import load_mooncake
@@ -16,6 +16,7 @@ from kvarts.replayer.router import make_router
 from kvarts.replayer.source import ClosedLoop, OpenLoop, Source
 from kvarts.replayer.trace import Trace, TraceRequest
 from kvarts.replayer.workload import Workload
+from kvarts.timeline.spans import StepLog
 
 __all__ = ["ReplayConfig", "Report", "Trace", "TraceRequest", "Workload", "load_mooncake", "replay"]
 

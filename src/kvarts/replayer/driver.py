@@ -112,6 +112,7 @@ class Driver:
             num_output_tokens=row.num_output_tokens,
             arrival_ns=now_ns,
             priority=row.priority,
+            request_id=row.request_id or str(row.row),
         )
         engines = self._engines
         replica = self._router.choose(request, engines) if len(engines) > 1 else 0

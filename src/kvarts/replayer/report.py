@@ -15,11 +15,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.replayer.columns import COMPLETED, Column, RequestLog, StepLog
+from kvarts.events import Blocked
+from kvarts.replayer.columns import COMPLETED, RequestLog
 from kvarts.replayer.config import ReplayConfig
 from kvarts.replayer.trace import Trace
 from kvarts.replayer.workingset import working_set_pages
-from kvarts.sched.scheduler import Blocked
+from kvarts.timeline.record import Timeline
+from kvarts.timeline.rows import Column
+from kvarts.timeline.spans import StepLog
 
 __all__ = ["REPORT_VERSION", "Report"]
 
@@ -84,7 +87,7 @@ class Report:
     def steps(self) -> dict[str, Column]:
         """One row a step, by replica, then time.
 
-        `used_pages` is the step's high-water mark; `cached_pages` is as after planning it. `blocked` says why the
+        `used_pages` and `cached_pages` are at the step's high-water mark. `blocked` says why the
         head of the queue was not admitted: 0 nobody waits, 1 token budget, 2 pages, 3 sequence cap.
         """
         logs = [log.columns for log in self._step_logs]
@@ -103,6 +106,12 @@ class Report:
             "used_pages": raw["used"],
             "cached_pages": raw["cached"],
         }
+
+    @cached_property
+    def timelines(self) -> list[Timeline]:
+        """How the KV pages of each replica were used, a row a step."""
+        request_ids = self._request_log.request_ids()
+        return [Timeline.of(log, page_size=self.config.page_size, request_ids=request_ids) for log in self._step_logs]
 
     # Summary ----------------------------------------------------------------------------------------------
 

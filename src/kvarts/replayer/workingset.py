@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvarts.content import UNIT_BYTES
-from kvarts.replayer.columns import Column
 from kvarts.replayer.trace import Trace, TraceRequest, spell
+from kvarts.timeline.rows import Column
 
 __all__ = ["working_set_pages"]
 

@@ -57,6 +57,10 @@ class WaitingQueue:
         queue.remove(request)
         self._took(request, queue)
 
+    def num_ahead(self, request: Request) -> int:
+        """How many wait that go before `request`, which waits and came last."""
+        return sum(len(queue) for priority, queue in self._by_priority.items() if priority >= request.priority) - 1
+
     def _took(self, request: Request, queue: deque[Request]) -> None:
         self.num_waiting -= 1
         self.num_waiting_tokens -= request.num_known

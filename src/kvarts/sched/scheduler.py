@@ -10,13 +10,11 @@ The scheduler reads no clock and no random number: time comes in with `schedule`
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.events import PageEvent, Preemption
+from kvarts.events import Admitted, Blocked, ChunkComputed, Event, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import PageCache
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
@@ -25,27 +23,17 @@ from kvarts.sched.policy import RunningSet, WaitingQueue
 from kvarts.sched.rows import LiveRows
 from kvarts.sched.wheel import DecodeWheel
 
-__all__ = ["Blocked", "Scheduler"]
-
-
-class Blocked(IntEnum):
-    """Why the head of the waiting queue was not admitted."""
-
-    NOT = 0
-    BUDGET = 1
-    PAGES = 2
-    SEQS = 3
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
     """Owner of the queues, the wheel and the page cache, and of everything in a Request that changes.
 
-    `with_page_ids`: plans name pages, rows and tokens, for an executor that writes KV. `events` receives page events.
+    `with_page_ids`: plans name pages, rows and tokens, for an executor that writes KV. `events` receives what
+    happens to pages and requests.
     """
 
-    def __init__(
-        self, config: EngineConfig, *, with_page_ids: bool = False, events: list[PageEvent] | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, with_page_ids: bool = False, events: list[Event] | None = None) -> None:
         self.config = config
         self.cache = PageCache(config.num_pages, with_page_ids=with_page_ids, events=events)
         self.wheel = DecodeWheel(config.page_size)
@@ -54,8 +42,8 @@ class Scheduler:
         self.rows = LiveRows(config.max_num_seqs, config.page_size) if with_page_ids else None
         self.blocked = Blocked.NOT
         """Why the head waits; NOT also where nobody waits or the head was not looked at since something changed."""
-        self.num_used_high_water = 0
-        """Most pages in use at any moment of the last scheduled step."""
+        self.mark_used = self.mark_cached = self.mark_released = 0
+        """Pages at the mark of the last scheduled step: the first moment in which the most were in use."""
         self.stalls_ns: list[int] = []
         """For every token made after a preemption: the time since the token before it."""
         self._chunked: Request | None = None
@@ -64,7 +52,8 @@ class Scheduler:
         self._num_pages = config.num_pages
         self._page_size = config.page_size
         self._pool_tokens = config.pool_tokens
-        self._has_events = events is not None
+        self._events = events
+        self._told_blocked: tuple[int, Blocked] | None = None
         self._num_admitted = 0
         # Decoding requests whose generated pages others may hit, because their tokens are known.
         self._num_sharing = 0
@@ -99,7 +88,8 @@ class Scheduler:
         if request.admission < 0:
             self.waiting.remove(request)
         else:
-            self._stop(request)
+            self._leave_batch(request)
+            self._release(request)
         self.blocked = Blocked.NOT
 
     @property
@@ -113,7 +103,7 @@ class Scheduler:
         """Plans the step that starts at `now_ns` and takes its pages. `commit` must follow."""
         wheel, cache = self.wheel, self.cache
         preemptions: list[Preemption] = []
-        self.num_used_high_water = 0
+        self.mark_used = -1
         num_due = wheel.pages_due()
         if num_due > cache.num_free:
             self._take_due_one_by_one(now_ns, preemptions)
@@ -130,9 +120,8 @@ class Scheduler:
             self.blocked = Blocked.NOT
         elif self.waiting.num_waiting:
             admitted = self._admit(now_ns, budget, chunks)
-        num_used = self._num_pages - cache.num_free
-        if num_used > self.num_used_high_water:
-            self.num_used_high_water = num_used
+        if self._num_pages - cache.num_free > self.mark_used:
+            self._mark()
         batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
         rows = self.rows
         if rows is None:
@@ -153,8 +142,8 @@ class Scheduler:
             # Who stopped at what was its last token anyway is gone from its row already.
             stopped = [request for row in result.stopped_rows if (request := rows.requests[row]) is not None]
             for request in sorted(stopped, key=lambda request: request.admission):
-                self._stop(request)
-                request.last_token_ns = end_ns
+                self._leave_batch(request)
+                self._finish(request, end_ns)
                 finished.append(request)
         if finished:
             self.blocked = Blocked.NOT
@@ -184,7 +173,7 @@ class Scheduler:
             if self.blocked is Blocked.PAGES:
                 # A page that a decode fills may be one that the head needs, and then needs no more.
                 num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
-            elif self._has_events or most_pages > self.cache.pool.num_empty:
+            elif self._events is not None or most_pages > self.cache.pool.num_empty:
                 # What is filled and what is evicted may be copies of one page: their order matters.
                 num_steps = min(num_steps, wheel.steps_to_filled_page())
         num_free = self.cache.num_free
@@ -211,8 +200,7 @@ class Scheduler:
             for request in finished:
                 if self._num_sharing and self._shares(request):
                     self._num_sharing -= 1
-                request.last_token_ns = end_ns
-                self._release(request)
+                self._finish(request, end_ns)
             self.blocked = Blocked.NOT
         return finished
 
@@ -257,8 +245,8 @@ class Scheduler:
         """Preempts one request and returns it. `served`: the decodes that took a page for this step; None: all."""
         cache = self.cache
         num_used = cache.num_used
-        if num_used > self.num_used_high_water:
-            self.num_used_high_water = num_used
+        if num_used > self.mark_used:
+            self._mark()
         victim = self.running.victim()
         num_unused = 0
         if victim is self._chunked:
@@ -269,9 +257,12 @@ class Scheduler:
             # A page taken for the step that it is now not part of.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
-        preemptions.append(
-            Preemption(victim.index, asker.index, num_pages - cache.num_free, num_used, victim.num_computed)
+        preemption = Preemption(
+            victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed
         )
+        preemptions.append(preemption)
+        if self._events is not None:
+            self._events.append(preemption)
         self._release(victim, num_unused)
         victim.num_preemptions += 1
         victim.num_computed = 0
@@ -311,6 +302,7 @@ class Scheduler:
         running = self.running
         page_size = self._page_size
         admitted: list[int] = []
+        num_pages_short = 0
         self.blocked = Blocked.NOT
         while waiting.num_waiting:
             request = waiting.head()
@@ -325,12 +317,16 @@ class Scheduler:
             match = cache.match(request.content, (num_known - 1) // page_size)
             if -(-num_known // page_size) - match.num_shared > cache.num_free:
                 self.blocked = Blocked.PAGES
+                num_pages_short = -(-num_known // page_size) - match.num_shared - cache.num_free
                 break
             waiting.pop()
             request.admission = self._num_admitted
             self._num_admitted += 1
             running.add(request)
             hit_tokens = match.num_pages * page_size
+            if self._events is not None:
+                self._told_blocked = None
+                self._events.append(Admitted(request.index, request.content, match.num_pages))
             request.holding = cache.open(match)
             request.num_computed = request.hit_tokens = hit_tokens
             if request.num_admissions == 0:
@@ -349,6 +345,11 @@ class Scheduler:
             self._compute_chunk(request, num_tokens, num_known, chunks)
             budget -= num_tokens
             admitted.append(request.index)
+        if self._events is not None and self.blocked is not Blocked.NOT:
+            head = waiting.head().index
+            if self._told_blocked != (head, self.blocked):
+                self._told_blocked = head, self.blocked
+                self._events.append(HeadBlocked(head, self.blocked, num_pages_short))
         return tuple(admitted)
 
     def _compute_chunk(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
@@ -358,6 +359,8 @@ class Scheduler:
         assert holding is not None
         start = request.num_computed
         end = request.num_computed = start + num_tokens
+        if self._events is not None:
+            self._events.append(ChunkComputed(request.index, start, end, num_known))
         cache.grow(holding, -(-end // page_size))
         cache.publish(holding, content, end // page_size)
         if end == num_known:
@@ -394,8 +397,7 @@ class Scheduler:
                 self.stalls_ns.append(end_ns - request.last_token_ns)
             if request.num_made == request.num_output_tokens:
                 finished.append(request)
-                request.last_token_ns = end_ns
-                self._release(request)
+                self._finish(request, end_ns)
             else:
                 wheel.join(request)
                 if self._shares(request):
@@ -428,13 +430,24 @@ class Scheduler:
         if self._shares(request):
             self._num_sharing -= 1
 
-    def _stop(self, request: Request) -> None:
+    def _leave_batch(self, request: Request) -> None:
         """`request` ends before its time."""
         if request is self._chunked:
             self._chunked = None
         else:
             self._leave_wheel(request)
+
+    def _finish(self, request: Request, end_ns: int) -> None:
+        """`request`, off the wheel, made its last token."""
+        request.last_token_ns = end_ns
+        if self._events is not None:
+            self._events.append(Finished(request.index, request.content))
         self._release(request)
+
+    def _mark(self) -> None:
+        """More pages are in use than before in this step."""
+        cache = self.cache
+        self.mark_used, self.mark_cached, self.mark_released = cache.num_used, cache.num_cached, cache.num_released
 
     def _release(self, request: Request, num_unused: int = 0) -> None:
         """Gives back all pages of `request`, which is off the wheel; what it computed stays cached.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from kvarts.errors import OutputError
 
-__all__ = ["check_writable", "write_whole"]
+__all__ = ["check_writable", "whole_file", "write_whole"]
 
 
 def check_writable(path: Path) -> None:
@@ -21,20 +24,29 @@ def check_writable(path: Path) -> None:
         raise OutputError(f"the directory {parent} cannot be written to", path=path)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a new file beside `path`, then moves it there. Raises OutputError; then `path` is as it was."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new file beside `path`, moved there when all went well. Raises OutputError; then `path` is as it was."""
     import tempfile  # takes longer to import than a small replay
 
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             temporary = Path(file.name)
-            file.write(data)
+            yield file
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
+        temporary = None
     except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
+    finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes `data` to a `whole_file`."""
+    with whole_file(path) as file:
+        file.write(data)

@@ -1,0 +1,68 @@
+"""`kvarts verify`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+
+from kvarts.errors import KvartsError
+from kvarts.units import parse_bytes
+
+__all__ = ["verify_command"]
+
+
+class _Bytes(click.ParamType):  # type: ignore[type-arg]
+    name = "bytes"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return value if isinstance(value, int) else parse_bytes(value)
+
+
+@click.command("verify")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.option("--preempt-threshold", metavar="SHARE", type=float, default=0.95, show_default=True,
+              help="Preemption below this share of used blocks is a violation, unless the step says what it "
+              "asked for.")  # fmt: skip
+@click.option("--max-bytes", metavar="BYTES", type=_Bytes(),
+              help="Ask for boundedness too: never more than this (24GiB, 500MB, 1000), and no growth after "
+              "warm-up.")  # fmt: skip
+@click.option("--block-bytes", metavar="BYTES", type=_Bytes(),
+              help="Bytes of a block, where the timeline does not say.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print verdicts as JSON instead of text.")
+def verify_command(
+    files: tuple[Path, ...], preempt_threshold: float, max_bytes: int | None, block_bytes: int | None, as_json: bool
+) -> int:
+    """Judge KV timelines from anyone: are all blocks accounted for?
+
+    Prints a verdict for each FILE: ok, violated, or inconclusive (empty, constant zero, or too short). The exit code is
+    5 if any is violated, else that of the first file that cannot be read, else 6 if any is inconclusive, else 0.
+    """
+    from kvarts.timeline.verifier import verify_file
+
+    codes = []
+    answers = []
+    for path in files:
+        try:
+            verdict = verify_file(
+                path, preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes
+            )
+        except KvartsError as error:
+            if error.exit_code == 2:
+                raise
+            click.echo(f"kvarts: {error}", err=True)
+            codes.append(error.exit_code)
+            answers.append({"file": str(path), "verdict": None, "error": str(error)})
+            continue
+        codes.append(verdict.exit_code)
+        if as_json:
+            answers.append({"file": str(path), **msgspec.to_builtins(verdict)})
+        else:
+            click.echo(f"{path}: {verdict.to_text()}", nl=False)
+    if as_json:
+        encoded = msgspec.json.encode(answers[0] if len(answers) == 1 else answers)
+        sys.stdout.buffer.write(msgspec.json.format(encoded, indent=2) + b"\n")
+        sys.stdout.buffer.flush()
+    return next((code for rank in ((5,), (3, 4), (6,)) for code in codes if code in rank), 0)

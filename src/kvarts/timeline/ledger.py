@@ -1,0 +1,354 @@
+"""A page ledger: KV blocks by hash, moved by four signals. A second bookkeeping, on purpose a block at a time.
+
+A block is *active* while somebody holds it, counted, and *inactive*, in order of use, while nobody does and it can
+still be found. Both together never exceed the capacity; an inactive block is evicted, the least recently used first,
+where a new one needs its place.
+
+* `use`: holds blocks, found or new; all of them or none.
+* `deref`: drops one hold of each, from the last block to the first. A full block that nobody holds becomes inactive; a
+  partial one is gone, since nobody could find it.
+* `destroy`: forgets blocks that nobody else holds.
+* `promote`: a partial block, known by its uuid, is full now and known by its hash from now on.
+
+It shares no code with the engine: `Auditor` holds one against the other, and whoever tests a router or an engine of
+their own can do the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from uuid import UUID
+
+import msgspec
+
+from kvarts.errors import ConfigError, KvartsError
+
+__all__ = [
+    "Block",
+    "BlockInUseError",
+    "BlocksRemoved",
+    "BlocksStored",
+    "Deref",
+    "Destroy",
+    "FullBlock",
+    "LedgerError",
+    "LedgerEvent",
+    "NotUniqueError",
+    "PageLedger",
+    "PartialBlock",
+    "PrefillCost",
+    "Promote",
+    "Signal",
+    "UnknownBlockError",
+    "Use",
+]
+
+
+class FullBlock(msgspec.Struct, frozen=True):
+    """A full block, by the hash of all tokens up to its end. `tokens_hash`: of its own tokens alone, for events."""
+
+    block_hash: int | bytes
+    tokens_hash: int | bytes | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.block_hash)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FullBlock) and other.block_hash == self.block_hash
+
+
+class PartialBlock(msgspec.Struct, frozen=True):
+    """A block that is not full, and whose tokens may still change."""
+
+    uuid: UUID
+
+
+Block = FullBlock | PartialBlock
+
+
+class Use(msgspec.Struct, frozen=True):
+    """Hold `blocks`, in order. The first follows the full block of hash `parent_hash`."""
+
+    blocks: Sequence[Block]
+    parent_hash: int | bytes | None = None
+
+
+class Deref(msgspec.Struct, frozen=True):
+    """Drop one hold of each of `blocks`."""
+
+    blocks: Sequence[Block]
+
+
+class Destroy(msgspec.Struct, frozen=True):
+    """Forget `blocks`."""
+
+    blocks: Sequence[Block]
+
+
+class Promote(msgspec.Struct, frozen=True):
+    """The partial block `uuid` is `block` now, and follows the full block of hash `parent_hash`."""
+
+    uuid: UUID
+    block: FullBlock
+    parent_hash: int | bytes | None = None
+
+
+Signal = Use | Deref | Destroy | Promote
+
+
+class BlocksStored(msgspec.Struct, frozen=True):
+    """Full blocks can be found, one after the other, the first after `parent_hash`."""
+
+    event_id: int
+    parent_hash: int | bytes | None
+    block_hashes: tuple[int | bytes, ...]
+    tokens_hashes: tuple[int | bytes | None, ...]
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True):
+    """Full blocks can no longer be found."""
+
+    event_id: int
+    block_hashes: tuple[int | bytes, ...]
+
+
+LedgerEvent = BlocksStored | BlocksRemoved
+
+
+class PrefillCost(msgspec.Struct, frozen=True):
+    """What a prompt would cost: blocks and tokens that are not found."""
+
+    new_blocks: int
+    new_tokens: int
+
+
+class LedgerError(KvartsError):
+    """A signal that cannot be. The ledger is as it was before it."""
+
+
+class UnknownBlockError(LedgerError):
+    """A block that is not there, or that nobody holds."""
+
+
+class BlockInUseError(LedgerError):
+    """A block that somebody else still holds."""
+
+
+class NotUniqueError(LedgerError):
+    """A partial block that is held more than once, or a uuid that is in use already."""
+
+
+class PageLedger:
+    """Owner of the two pools. `sink` receives events, numbered from 0 without a gap.
+
+    A sink that raises is a warning, counted in `num_failed_events`: the ledger goes on. Raises ConfigError for a
+    capacity or a block size below 1.
+    """
+
+    def __init__(self, capacity: int, block_size: int, *, sink: Callable[[LedgerEvent], object] | None = None) -> None:
+        for field, value in (("capacity", capacity), ("block_size", block_size)):
+            if value < 1:
+                raise ConfigError(f"must be at least 1, got {value}", field=field)
+        self.capacity = capacity
+        self.block_size = block_size
+        self.num_events = 0
+        self.num_failed_events = 0
+        self._sink = sink
+        self._active: dict[Block, int] = {}
+        self._inactive: OrderedDict[FullBlock, None] = OrderedDict()  # the least recently used first
+
+    # Questions --------------------------------------------------------------------------------------------
+
+    @property
+    def num_active(self) -> int:
+        """Blocks somebody holds."""
+        return len(self._active)
+
+    @property
+    def num_inactive(self) -> int:
+        """Blocks nobody holds, that can be found."""
+        return len(self._inactive)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `use` could make room for."""
+        return self.capacity - len(self._active)
+
+    def refs(self, block: Block) -> int:
+        """How often `block` is held; 0 where it is inactive or unknown."""
+        return self._active.get(block, 0)
+
+    def is_resident(self, block: Block) -> bool:
+        """Whether `block` is active or inactive."""
+        return block in self._active or block in self._inactive
+
+    @property
+    def active(self) -> dict[Block, int]:
+        """Every active block and how often it is held: a copy."""
+        return dict(self._active)
+
+    @property
+    def inactive(self) -> list[FullBlock]:
+        """Every inactive block, the next to be evicted first: a copy."""
+        return list(self._inactive)
+
+    def probe_new_blocks(self, blocks: Sequence[Block]) -> int:
+        """How many different ones of `blocks` are not resident."""
+        return sum(not self.is_resident(block) for block in dict.fromkeys(blocks))
+
+    def prefill_cost(self, blocks: Sequence[Block], num_tokens: int) -> PrefillCost:
+        """What a prompt of `num_tokens` tokens in `blocks` would cost. What is found ends at the first miss."""
+        num_found = 0
+        for block in blocks:
+            if not self.is_resident(block):
+                break
+            num_found += 1
+        # The last block may be partial: what is found is never more than there is.
+        return PrefillCost(len(blocks) - num_found, num_tokens - min(num_found * self.block_size, num_tokens))
+
+    # Signals ----------------------------------------------------------------------------------------------
+
+    def process(self, signal: Signal) -> bool:
+        """Carries out a signal. False if it was a `Use` that there is no room for; then nothing has changed."""
+        if isinstance(signal, Use):
+            return self.use(signal.blocks, parent_hash=signal.parent_hash)
+        if isinstance(signal, Promote):
+            self.promote(signal.uuid, signal.block, parent_hash=signal.parent_hash)
+        elif isinstance(signal, Deref):
+            self.deref(signal.blocks)
+        else:
+            self.destroy(signal.blocks)
+        return True
+
+    def use(self, blocks: Sequence[Block], *, parent_hash: int | bytes | None = None) -> bool:
+        """Holds `blocks`, in order, once for each time they are named; new ones evict what is needed.
+
+        False, and nothing has changed, if there is no room for all of them.
+        """
+        active, inactive = self._active, self._inactive
+        different = dict.fromkeys(blocks)
+        num_not_held = sum(block not in active for block in different)
+        if len(active) + num_not_held > self.capacity:
+            return False
+        new = [block for block in different if not self.is_resident(block)]
+        # What is found is held before anything is evicted, so it is never evicted for its own sequel.
+        for block in blocks:
+            if isinstance(block, FullBlock):
+                inactive.pop(block, None)
+            active[block] = active.get(block, 0) + 1
+        num_too_many = len(active) + len(inactive) - self.capacity
+        if num_too_many > 0:
+            self._removed([inactive.popitem(last=False)[0] for _ in range(num_too_many)])
+        if new:
+            self._stored_among(blocks, set(new), parent_hash)
+        return True
+
+    def deref(self, blocks: Sequence[Block]) -> None:
+        """Drops one hold of each, the last block first. Raises UnknownBlockError for what is not held as often."""
+        active = self._active
+        counts: dict[Block, int] = {}
+        for block in blocks:
+            counts[block] = counts.get(block, 0) + 1
+        for block, count in counts.items():
+            if active.get(block, 0) < count:
+                raise UnknownBlockError(
+                    f"is held {active.get(block, 0)} times and cannot be dropped {count} times", field=_name(block)
+                )
+        for block in reversed(blocks):
+            if active[block] > 1:
+                active[block] -= 1
+                continue
+            del active[block]
+            if isinstance(block, FullBlock):
+                self._inactive[block] = None
+
+    def destroy(self, blocks: Sequence[Block]) -> None:
+        """Forgets `blocks`, the last first: inactive ones, or held by the caller alone.
+
+        Raises UnknownBlockError for what is not there, BlockInUseError for what is held more than once.
+        """
+        if len(dict.fromkeys(blocks)) < len(blocks):
+            raise UnknownBlockError("names a block twice: it can be destroyed once", field="destroy")
+        for block in blocks:
+            if not self.is_resident(block):
+                raise UnknownBlockError("is not there", field=_name(block))
+            if self.refs(block) > 1:
+                raise BlockInUseError(f"is held {self.refs(block)} times", field=_name(block))
+        removed = []
+        for block in reversed(blocks):
+            self._active.pop(block, None)
+            if isinstance(block, FullBlock):
+                self._inactive.pop(block, None)
+                removed.append(block)
+        self._removed(removed)
+
+    def promote(self, uuid: UUID, block: FullBlock, *, parent_hash: int | bytes | None = None) -> None:
+        """The partial block `uuid` becomes `block`. If that is resident already, both are one from now on.
+
+        Raises UnknownBlockError for a uuid that nobody holds, NotUniqueError for one held more than once.
+        """
+        partial = PartialBlock(uuid)
+        refs = self.refs(partial)
+        if not refs:
+            raise UnknownBlockError("is not there", field=_name(partial))
+        if refs > 1:
+            raise NotUniqueError(f"is held {refs} times and cannot become a full block", field=_name(partial))
+        del self._active[partial]
+        is_new = not self.is_resident(block)
+        self._inactive.pop(block, None)
+        self._active[block] = self.refs(block) + 1
+        if is_new:
+            self._stored([block], parent_hash)
+
+    # Events -----------------------------------------------------------------------------------------------
+
+    def _stored_among(self, blocks: Sequence[Block], new: set[Block], parent_hash: int | bytes | None) -> None:
+        """Tells of the full ones of `new`, a run at a time."""
+        run: list[FullBlock] = []
+        run_parent = before = parent_hash
+        for block in blocks:
+            if isinstance(block, FullBlock) and block in new:
+                new.discard(block)
+                if not run:
+                    run_parent = before
+                run.append(block)
+            elif run:
+                self._stored(run, run_parent)
+                run = []
+            if isinstance(block, FullBlock):
+                before = block.block_hash
+        if run:
+            self._stored(run, run_parent)
+
+    def _stored(self, blocks: list[FullBlock], parent_hash: int | bytes | None) -> None:
+        self._emit(
+            BlocksStored(
+                self.num_events,
+                parent_hash,
+                tuple(block.block_hash for block in blocks),
+                tuple(block.tokens_hash for block in blocks),
+            )
+        )
+
+    def _removed(self, blocks: list[FullBlock]) -> None:
+        if blocks:
+            self._emit(BlocksRemoved(self.num_events, tuple(block.block_hash for block in blocks)))
+
+    def _emit(self, event: LedgerEvent) -> None:
+        self.num_events += 1
+        if self._sink is None:
+            return
+        try:
+            self._sink(event)
+        except Exception as error:
+            self.num_failed_events += 1
+            warnings.warn(f"event {event.event_id} did not reach its sink: {error!r}", RuntimeWarning, stacklevel=4)
+
+
+def _name(block: Block) -> str:
+    if isinstance(block, PartialBlock):
+        return f"partial block {block.uuid}"
+    value = block.block_hash
+    return f"block {value.hex() if isinstance(value, bytes) else value}"

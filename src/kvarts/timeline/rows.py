@@ -1,0 +1,42 @@
+"""Rows of integers, appended while something runs, and turned into NumPy columns when somebody looks."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Column", "Rows"]
+
+Column = npt.NDArray[Any]
+
+PACK_AT = 1 << 16
+
+
+class Rows:
+    """Rows of `width` integers: appended to a list, which is packed to 8 bytes each now and then."""
+
+    __slots__ = ("_packed", "_recent", "_width")
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._packed = array("q")
+        self._recent: list[int] = []
+
+    def add(self, row: tuple[int, ...]) -> None:
+        """Appends a row."""
+        self._recent += row
+        if len(self._recent) > PACK_AT:
+            self._pack()
+
+    def _pack(self) -> None:
+        self._packed.fromlist(self._recent)
+        self._recent.clear()
+
+    def take_columns(self) -> Column:
+        """Shape [width, rows]; the rows are gone from here, so that they are not in memory twice."""
+        self._pack()
+        packed, self._packed = self._packed, array("q")
+        return np.ascontiguousarray(np.frombuffer(packed, np.int64).reshape(-1, self._width).T)

@@ -1,0 +1,164 @@
+"""What the steps of one engine leave behind, in spans: steps alike are one row, whatever their number.
+
+Every step has only its duration and the pages taken for it; the rest is worked out when somebody looks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvarts.events import AtRest, LeapDone, Preemption, StepDone
+from kvarts.timeline.rows import Column, Rows
+
+__all__ = ["StepLog"]
+
+_SPAN_FIELDS = (
+    "num_steps",
+    "start_ns",
+    "used",
+    "cached",
+    "released",
+    "running",
+    "waiting",
+    "blocked",
+    "decodes",
+    "tokens",
+    "preempted",
+    "admitted",
+    "is_leap",
+)
+_REST_FIELDS = ("step", "time_ns", "used", "cached", "released")
+
+
+class StepLog:
+    """The StepSink of one engine of `num_pages` pages, from step 0 on. Pages are as at each step's mark."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.preemptions: list[tuple[int, Preemption]] = []
+        """With the step in which they happened, in order."""
+        self._spans = Rows(len(_SPAN_FIELDS))
+        self._rests = Rows(len(_REST_FIELDS))
+        self._durations_ns = array("q")
+        self._pages_taken = array("i")
+
+    def record_step(self, done: StepDone) -> None:
+        """See StepSink."""
+        preemptions = done.preemptions
+        if preemptions:
+            self.preemptions += [(done.step, preemption) for preemption in preemptions]
+        self._spans.add(
+            (
+                1,
+                done.start_ns,
+                done.num_used,
+                done.num_cached,
+                done.num_released,
+                done.num_running,
+                done.num_waiting,
+                done.blocked,
+                done.num_decodes,
+                done.num_tokens,
+                len(preemptions),
+                done.num_admitted,
+                0,
+            )
+        )
+        self._durations_ns.append(done.duration_ns)
+        self._pages_taken.append(0)
+
+    def record_leap(self, done: LeapDone) -> None:
+        """See StepSink."""
+        num_decodes = done.num_running
+        self._spans.add(
+            (
+                len(done.durations_ns),
+                done.start_ns,
+                done.num_used,
+                done.num_cached,
+                done.num_released,
+                num_decodes,
+                done.num_waiting,
+                done.blocked,
+                num_decodes,
+                num_decodes,
+                0,
+                0,
+                1,
+            )
+        )
+        self._durations_ns.fromlist(done.durations_ns)
+        self._pages_taken.fromlist(done.pages_taken)
+
+    def record_rest(self, rest: AtRest) -> None:
+        """See StepSink."""
+        self._rests.add((rest.step, rest.time_ns, rest.num_used, rest.num_cached, rest.num_released))
+
+    @property
+    def tokens_lost(self) -> int:
+        """Computed tokens that preempted requests lost."""
+        return sum(preemption.num_computed_tokens for _, preemption in self.preemptions)
+
+    # Looking ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def spans(self) -> dict[str, Column]:
+        """Integer columns by name, one row a span; `duration_ns` is the whole span's."""
+        spans = dict(zip(_SPAN_FIELDS, self._spans.take_columns(), strict=True))
+        spans["duration_ns"] = (
+            np.add.reduceat(self.durations_ns, self._firsts(spans)) if len(self) else self.durations_ns
+        )
+        return spans
+
+    def __len__(self) -> int:
+        return len(self._durations_ns)
+
+    @property
+    def durations_ns(self) -> Column:
+        """Of each step."""
+        return np.frombuffer(self._durations_ns, np.int64)
+
+    def of_steps(self, name: str, dtype: type[np.signedinteger[Any]] = np.int64) -> Column:
+        """A column of the spans, one row a step: for what is alike in all steps of a span."""
+        return np.repeat(self.spans[name].astype(dtype), self.spans["num_steps"])
+
+    def used(self) -> Column:
+        """Pages used in each step."""
+        taken = np.frombuffer(self._pages_taken, np.int32)
+        pages = np.cumsum(taken, dtype=np.int64)
+        before = self.spans["used"] - (pages - taken)[self._firsts(self.spans)] if len(self) else self.spans["used"]
+        pages += np.repeat(before, self.spans["num_steps"])
+        return pages
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Integer columns by name, one row a step."""
+        steps = {name: self.of_steps(name) for name in _SPAN_FIELDS if name not in ("num_steps", "used", "released")}
+        durations_ns = steps["duration_ns"] = self.durations_ns
+        used = steps["used"] = self.used()
+        elapsed = np.cumsum(durations_ns) - durations_ns
+        if len(self):
+            elapsed -= np.repeat(elapsed[self._firsts(self.spans)], self.spans["num_steps"])
+        steps["start_ns"] += elapsed
+        # In a leap, a cached page is evicted only for what empty pages do not cover.
+        left = np.minimum(steps["cached"], self.num_pages - used)
+        steps["cached"] = np.where(steps.pop("is_leap"), left, steps["cached"])
+        return steps
+
+    def released(self) -> Column:
+        """Pages that had gone out of use, up to each step."""
+        return np.repeat(self.spans["released"], self.spans["num_steps"])
+
+    @cached_property
+    def rests(self) -> dict[str, Column]:
+        """Integer columns by name, one row for each time when nobody was left: `step` is the step before it."""
+        return dict(zip(_REST_FIELDS, self._rests.take_columns(), strict=True))
+
+    @staticmethod
+    def _firsts(spans: dict[str, Column]) -> Column:
+        """The number of each span's first step."""
+        return np.cumsum(spans["num_steps"]) - spans["num_steps"]

@@ -1,0 +1,21 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from kvarts.errors import ConfigError
+
+__all__ = ["parse_bytes"]
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `64GiB` (binary), `50GB` or `50G` (decimal), `4096`. Raises ConfigError for anything else."""
+    match = _SIZE.fullmatch(text)
+    if match is None or (match[3] and not match[2]):
+        raise ConfigError(f"{text!r} is no size in bytes", hint="Write 64GiB, 500MB or a number of bytes.")
+    unit: int = (1024 if match[3] else 1000) ** _POWERS[match[2]]
+    return round(float(match[1]) * unit)
