@@ -10,7 +10,7 @@ Keys cost a hash a page, so nothing in the control plane uses them: they are mad
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from typing import Literal, NewType
 
@@ -55,16 +55,24 @@ def _hash(algorithm: str) -> Callable[[object], bytes]:
 class BlockKeys:
     """The keys of one content's full pages, made when asked for and then kept.
 
-    `root`: the key before the first page, see `root_key`. Raises ConfigError for an unknown algorithm.
+    `root`: the key before the first page, see `root_key`. `known`: the keys of the first pages, where somebody has
+    them. Raises ConfigError for an unknown algorithm.
     """
 
     __slots__ = ("_content", "_hash", "_keys", "_root")
 
-    def __init__(self, content: Content, *, algorithm: KeyAlgorithm = "sha256", root: BlockKey | None = None) -> None:
+    def __init__(
+        self,
+        content: Content,
+        *,
+        algorithm: KeyAlgorithm = "sha256",
+        root: BlockKey | None = None,
+        known: Iterable[BlockKey] = (),
+    ) -> None:
         self._content = content
         self._hash = _hash(algorithm)
         self._root = root_key(algorithm) if root is None else root
-        self._keys: list[BlockKey] = []
+        self._keys = list(known)
 
     def __getitem__(self, page: int) -> BlockKey:
         """The key of `page`; IndexError where its tokens are not known."""

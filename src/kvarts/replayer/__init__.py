@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvarts.engine import Engine
+from kvarts.engine import Engine, Observer
 from kvarts.executor.sim import SimExecutor
 from kvarts.replayer.columns import RequestLog
 from kvarts.replayer.config import ReplayConfig
@@ -26,11 +26,13 @@ def replay(
     config: ReplayConfig | None = None,
     *,
     on_progress: Callable[[int], object] | None = None,
+    observer_of: Callable[[int], Observer] | None = None,
 ) -> Report:
     """Replays `trace` through the engines that `config` describes, and reports.
 
     `trace`: a Trace, a Workload to make one from, or the path of a Mooncake file. `on_progress` is told how many
-    requests have ended since it was last told. Raises InputError for a trace that cannot be read.
+    requests have ended since it was last told. `observer_of` answers who observes the events of a
+    replica. Raises InputError for a trace that cannot be read.
     """
     config = config or ReplayConfig()
     if isinstance(trace, Workload):
@@ -51,8 +53,9 @@ def replay(
             sink=log,
             step_by_step=config.step_by_step,
             audit=config.audit,
+            observers=() if observer_of is None else (observer_of(replica),),
         )
-        for log in steps
+        for replica, log in enumerate(steps)
     ]
     driver = Driver(trace, source, engines, make_router(config.router), requests, on_progress=on_progress)
     driver.run()

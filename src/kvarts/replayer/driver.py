@@ -58,6 +58,8 @@ class Driver:
             self._run_by_event()
         else:
             self._run_by_arrival()
+        for engine in self._engines:
+            engine.flush()
         assert not any(engine.has_work for engine in self._engines), "L8: the replay ended with requests left over"
 
     def _run_by_arrival(self) -> None:
