@@ -11,6 +11,8 @@ import click
 
 from kvarts import __version__
 from kvarts.cli.replay import replay_command
+from kvarts.cli.report import report_command
+from kvarts.cli.story import story_command
 from kvarts.cli.verify import verify_command
 from kvarts.errors import KvartsError
 
@@ -32,6 +34,8 @@ def cli() -> None:
 
 
 cli.add_command(replay_command)
+cli.add_command(report_command)
+cli.add_command(story_command)
 cli.add_command(verify_command)
 
 

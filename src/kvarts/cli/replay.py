@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.errors import ConfigError, OutputError
-from kvarts.files import check_writable, write_whole
+from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvarts.replayer import Report, Trace
+    from kvarts.replayer import Trace
 
 __all__ = ["replay_command"]
 
@@ -74,6 +73,12 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
 @click.option("--timeline-every", metavar="K", type=click.IntRange(min=1), default=1,
               help="Write every K-th row of the timeline, and besides the peak, every preemption, the first and the "
               "last step. [1]")  # fmt: skip
+@click.option("--events", "events_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write a journal of every event to FILE, JSON lines, for `kvarts story`; .gz packs it. With "
+              "replicas, a file each.")  # fmt: skip
+@click.option("--run-dir", metavar="DIR", type=click.Path(path_type=Path),
+              help="Write everything about the run to DIR, a new directory, for `kvarts report`: report, requests, "
+              "timeline, events.")  # fmt: skip
 def replay_command(
     trace: Path | None,
     config_file: Path | None,
@@ -82,6 +87,8 @@ def replay_command(
     requests_file: Path | None,
     timeline_file: Path | None,
     timeline_every: int,
+    events_file: Path | None,
+    run_dir: Path | None,
     **settings: Any,
 ) -> None:
     """Replay traffic through the KV-cache control plane, in virtual time.
@@ -89,38 +96,27 @@ def replay_command(
     TRACE is a Mooncake JSONL file; without it, a bundled sample is replayed: the first 1,000 requests of Mooncake's
     conversation trace. The report goes to standard output, everything else to standard error.
     """
+    from kvarts.cli.outputs import Outputs
     from kvarts.replayer import replay
     from kvarts.replayer.config import make_config
-    from kvarts.timeline.record import form_of
 
-    for path in (report_file, requests_file):
-        if path is not None:
-            check_writable(path)
     given = {name.removeprefix("set_"): value for name, value in settings.items() if value is not None}
     values, traffic = _settings(given, config_file)
     config = make_config(values)
-    timeline_files = [] if timeline_file is None else [*_per_replica(timeline_file, config.replicas)]
-    for path in timeline_files:
-        form_of(path)
-        check_writable(path)
+    outputs = Outputs(
+        config,
+        as_json=as_json,
+        report_file=report_file,
+        requests_file=requests_file,
+        timeline_file=timeline_file,
+        timeline_every=timeline_every,
+        events_file=events_file,
+        run_dir=run_dir,
+    )
     loaded = _traffic(trace, traffic, config_file)
-    with _Progress(loaded) as progress:
-        report = replay(loaded, config, on_progress=progress)
-    if timeline_files:
-        for path, timeline in zip(timeline_files, report.timelines, strict=True):
-            timeline.write(path, every=timeline_every)
-    _write(report, as_json=as_json, report_file=report_file, requests_file=requests_file)
-
-
-def _per_replica(path: Path, replicas: int) -> Iterator[Path]:
-    """A path for each replica: its number goes before the suffixes that name the form."""
-    if replicas == 1:
-        yield path
-        return
-    num_suffixes = 2 if path.suffix == ".gz" else 1
-    suffix = "".join(path.suffixes[-num_suffixes:])
-    for replica in range(replicas):
-        yield path.with_name(f"{path.name.removesuffix(suffix)}-r{replica}{suffix}")
+    with outputs.journals() as observers_of, _Progress(loaded) as progress:
+        report = replay(loaded, config, on_progress=progress, observers_of=observers_of)
+    outputs.write(report)
 
 
 def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -185,20 +181,3 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _write(report: Report, *, as_json: bool, report_file: Path | None, requests_file: Path | None) -> None:
-    from kvarts.cli.table import render_table
-
-    if requests_file is not None:
-        write_whole(requests_file, report.requests_jsonl())
-    as_bytes = report.to_json() if as_json or report_file is not None else b""
-    if report_file is not None:
-        write_whole(report_file, as_bytes)
-    try:
-        sys.stdout.buffer.write(as_bytes if as_json else render_table(report.summary).encode())
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", path="standard output") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvarts.engine import Engine, Observer
@@ -26,12 +26,12 @@ def replay(
     config: ReplayConfig | None = None,
     *,
     on_progress: Callable[[int], object] | None = None,
-    observer_of: Callable[[int], Observer] | None = None,
+    observers_of: Callable[[int], Sequence[Observer]] | None = None,
 ) -> Report:
     """Replays `trace` through the engines that `config` describes, and reports.
 
     `trace`: a Trace, a Workload to make one from, or the path of a Mooncake file. `on_progress` is told how many
-    requests have ended since it was last told. `observer_of` answers who observes the events of a
+    requests have ended since it was last told. `observers_of` answers who observes the events of a
     replica. Raises InputError for a trace that cannot be read.
     """
     config = config or ReplayConfig()
@@ -53,7 +53,7 @@ def replay(
             sink=log,
             step_by_step=config.step_by_step,
             audit=config.audit,
-            observers=() if observer_of is None else (observer_of(replica),),
+            observers=() if observers_of is None else observers_of(replica),
         )
         for replica, log in enumerate(steps)
     ]

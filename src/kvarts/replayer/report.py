@@ -192,6 +192,19 @@ class Report:
         """The summary as indented JSON, with a line end."""
         return msgspec.json.format(msgspec.json.encode(self.summary), indent=2) + b"\n"
 
+    def distributions_json(self) -> bytes:
+        """The gaps between tokens as a histogram: `itl_ms` with `upper_ms` of each bin, 2 % wide, and `counts`."""
+        durations_ns = _joined([log.durations_ns for log in self._step_logs])
+        weights = _joined([log.of_steps("decodes") for log in self._step_logs])
+        values_ns = np.concatenate((durations_ns, np.asarray(self._stalls_ns, np.int64)))
+        weights = np.concatenate((weights, np.ones(len(self._stalls_ns), np.int64)))
+        upper_ms = 0.001 * 1.02 ** np.arange(1400)  # from a microsecond to ten days
+        at = np.minimum(np.searchsorted(upper_ms, values_ns / NS_PER_MS), len(upper_ms) - 1)
+        counts = np.bincount(at, weights=weights, minlength=len(upper_ms)).astype(np.int64)
+        filled = np.flatnonzero(counts)
+        value = {"itl_ms": {"upper_ms": upper_ms[filled].tolist(), "counts": counts[filled].tolist()}}
+        return msgspec.json.encode(value) + b"\n"
+
     def requests_jsonl(self) -> bytes:
         """The requests as JSON lines, in arrival order; null where a time never came."""
         columns = []

@@ -52,6 +52,18 @@ class HitLedger(msgspec.Struct, frozen=True):
     evicted_ago_ms: dict[str, float] | None
     by_request: dict[int, dict[str, int]]
 
+    def to_text(self) -> str:
+        """A line a kind, with a line end."""
+        lines = [f"{'prompt tokens':<14}{self.prompt_tokens:>16,}"]
+        for kind in KINDS:
+            tokens = self.tokens[kind]
+            line = f"{kind.replace('_', ' '):<14}{tokens:>16,}{tokens / max(1, self.prompt_tokens):>9.1%}"
+            if kind == "evicted" and self.evicted_ago_ms is not None:
+                p50, p90 = (self.evicted_ago_ms[name] / 1e3 for name in ("p50", "p90"))
+                line += f"  gone for {p50:,.1f} s (median), {p90:,.1f} s (p90)"
+            lines.append(line)
+        return "\n".join(lines) + "\n"
+
     def to_builtins(self) -> dict[str, Any]:
         """JSON-able, without the requests."""
         return {

@@ -1,0 +1,54 @@
+"""`kvarts story`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvarts.errors import ConfigError, InputError, MissingFileError
+
+__all__ = ["story_command"]
+
+
+@click.command("story")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--request", "request_name", metavar="ID", help="A request, by its id in requests.jsonl.")
+@click.option("--block", "block_name", metavar="HASH",
+              help="A block: six or more hex digits of its key (sha256, as in vLLM), or REQUEST:PAGE.")  # fmt: skip
+@click.option("--hits", is_flag=True, help="The hit ledger: why each prompt token was, or was not, found.")
+def story_command(file: Path, request_name: str | None, block_name: str | None, hits: bool) -> None:
+    """Tell what happened to a request or a block, and why.
+
+    FILE is a journal that `kvarts replay --events` wrote, or a run directory.
+    """
+    from kvarts.timeline.hits import hit_ledger
+    from kvarts.timeline.journal import load_journal
+    from kvarts.timeline.rundir import RunDir
+    from kvarts.timeline.story import story_of_block, story_of_request
+
+    if sum((request_name is not None, block_name is not None, hits)) != 1:
+        raise ConfigError("say what to tell of", hint="Give one of --request ID, --block HASH and --hits.")
+    paths = [path for _, path in RunDir(file).journals()] if file.is_dir() else [file]
+    if not paths:
+        raise MissingFileError("has no journal", path=file, hint="Write one with `kvarts replay --run-dir`.")
+    failure: InputError | None = None
+    told = False
+    for path in paths:
+        journal = load_journal(path)
+        try:
+            if request_name is not None:
+                lines = story_of_request(journal, request_name)
+            elif block_name is not None:
+                lines = story_of_block(journal, block_name)
+            else:
+                lines = hit_ledger(journal).to_text().splitlines()
+        except InputError as error:
+            failure = error  # a replica that knows nothing of it; another may
+            continue
+        if len(paths) > 1:
+            click.echo(f"{path.name}:")
+        click.echo("\n".join(lines))
+        told = True
+    if not told and failure is not None:
+        raise failure
