@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.engine import Engine
+from kvarts.engine import Engine, Observer
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 
@@ -39,9 +40,11 @@ def make_request(index: int, arrival: Arrival, page_size: int) -> Request:
     )
 
 
-def serve(arrivals: list[Arrival], config: EngineConfig, executor: Any) -> tuple[Engine, list[Request], set[int]]:
+def serve(
+    arrivals: list[Arrival], config: EngineConfig, executor: Any, observers: Sequence[Observer] = ()
+) -> tuple[Engine, list[Request], set[int]]:
     """Runs all arrivals, one step at a time; the laws of page accounting are checked after each."""
-    engine = Engine(config, executor, audit=True)
+    engine = Engine(config, executor, audit=True, observers=observers)
     requests = [make_request(index, arrival, config.page_size) for index, arrival in enumerate(arrivals)]
     unfinished = set()
     cancelled = set()
