@@ -298,7 +298,8 @@ def inks(driver: Any, selector: str) -> int:
         """const canvas = document.querySelector(arguments[0]);
         const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
         const seen = new Set();
-        for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 200) seen.add(data[i] << 16 | data[i+1] << 8 | data[i+2]);
+        for (let i = 0; i < data.length; i += 4)
+          if (data[i + 3] > 200) seen.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
         return seen.size;""",
         selector,
     )

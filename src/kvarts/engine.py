@@ -8,7 +8,7 @@ steps are alike, `start` does many at once; whatever is recorded is the same as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvarts.config import EngineConfig
 from kvarts.events import (
@@ -30,7 +30,9 @@ from kvarts.executor.sim import SimExecutor
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
-from kvarts.timeline.auditor import Auditor
+
+if TYPE_CHECKING:
+    from kvarts.timeline.auditor import Auditor
 
 __all__ = ["NEVER_NS", "Engine", "Observer"]
 
@@ -67,7 +69,11 @@ class Engine:
         self._sim = executor if isinstance(executor, SimExecutor) else None
         self._events: list[Event] | None = [] if audit or observers else None
         self.scheduler = Scheduler(config, with_page_ids=self._sim is None, events=self._events)
-        self._auditor = Auditor(config.num_pages, config.page_size) if audit else None
+        self._auditor: Auditor | None = None
+        if audit:
+            from kvarts.timeline.auditor import Auditor
+
+            self._auditor = Auditor(config.num_pages, config.page_size)
         self._observers = observers
         self._pool_tokens = config.pool_tokens
         self._sink = sink

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvarts.cli.table import render_table
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file, write_whole
-from kvarts.timeline.journal import JournalWriter
 from kvarts.timeline.record import form_of
 from kvarts.timeline.rundir import DISTRIBUTIONS, EVENTS, REPORT, REQUESTS, TIMELINE, per_replica
 
@@ -60,7 +59,12 @@ class Outputs:
     @contextmanager
     def journals(self) -> Iterator[Callable[[int], list[Observer]]]:
         """Who writes down the events of each replica, while the replay runs; files appear when it has ended well."""
+        if not self._journals:
+            yield lambda _: []
+            return
         with ExitStack() as stack:
+            from kvarts.timeline.journal import JournalWriter
+
             writers: list[list[Observer]] = [[] for _ in range(self._config.replicas)]
             closing = []
             for paths in self._journals:

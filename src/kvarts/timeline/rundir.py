@@ -23,7 +23,7 @@ DISTRIBUTIONS = "distributions.json"
 TIMELINE = "timeline.json.gz"
 EVENTS = "events.jsonl.gz"
 
-_NUMBERED = re.compile(r"-r(\d+)\.")
+_NUMBERED = r"-r(\d+)\."
 
 
 def per_replica(path: Path, replicas: int) -> Iterator[Path]:
@@ -78,7 +78,7 @@ class RunDir:
         found = []
         for path in self.path.iterdir():
             if path.name.startswith(f"{name}.") or re.match(rf"{name}-r\d+\.", path.name):
-                number = _NUMBERED.search(path.name)
+                number = re.search(_NUMBERED, path.name)
                 found.append((int(number[1]) if number else 0, path))
         return sorted(found)
 
