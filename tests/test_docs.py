@@ -59,7 +59,7 @@ def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_python_examples(text: str, output: str | None, in_a_folder_with_a_trace: Path) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(text, {"sample_path": in_a_folder_with_a_trace})
+        exec(text, {"sample_path": in_a_folder_with_a_trace, "__name__": "example"})
     if output is not None:
         assert_printed(printed.getvalue(), output)
 

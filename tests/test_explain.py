@@ -148,7 +148,7 @@ def test_the_story_of_a_request_names_every_cause(told: Journal) -> None:
     preempted = next(line for line in told.lines if isinstance(line, PreemptedLine))
     assert preempted.request == 2
     expected = (
-        f"step {preempted.step:<8} {preempted.t_ms / 1e3:>12,.3f} s  preempted by B, which asked for 1 pages and was 1 "
+        f"step {preempted.step:<8} {preempted.t_ms / 1e3:>12,.3f} s  preempted by B, which asked for 1 page and was 1 "
         "short with 10 in use: lost 11 computed tokens, keeps 4 made"
     )
     assert expected in story

@@ -91,7 +91,7 @@ class _RequestStory:
                 urgent = f", priority {line.priority}" if line.priority else ""
                 self._say(
                     line,
-                    f"arrived{urgent}: {line.prompt_tokens:,} prompt tokens ({num_pages:,} pages), up to "
+                    f"arrived{urgent}: {line.prompt_tokens:,} prompt tokens ({_pages(num_pages)}), up to "
                     f"{line.output_tokens:,} to make, {ahead}",
                 )
             case RejectedLine():
@@ -109,7 +109,7 @@ class _RequestStory:
                 self._since_ms = line.t_ms
                 self._say(
                     line,
-                    f"preempted by {who}, which asked for {line.pages_asked:,} pages and was {line.pages_short:,} "
+                    f"preempted by {who}, which asked for {_pages(line.pages_asked)} and was {line.pages_short:,} "
                     f"short with {line.used_pages:,} in use: lost {line.lost_tokens:,} computed tokens, keeps "
                     f"{self._made:,} made",
                 )
@@ -148,7 +148,7 @@ class _RequestStory:
         else:
             last = _last_holder(self._journal, line, line.hit_pages - 1)
             by = f", last touched by {last}" if last else ""
-            found = f"hit {hit:,} tokens ({line.hit_pages:,} pages{by})"
+            found = f"hit {hit:,} tokens ({_pages(line.hit_pages)}{by})"
         if self._lost:
             found += f", computes {max(0, self._lost - hit):,} of the {self._lost:,} lost tokens again"
         self._say(line, f"admitted{again} after {waited}: {found}")
@@ -169,7 +169,7 @@ class _RequestStory:
 
 def _why_blocked(line: BlockedLine) -> str:
     if line.reason == "pages":
-        return f"{line.pages_short:,} pages short"
+        return f"{_pages(line.pages_short)} short"
     if line.reason == "token_budget":
         return "the step's token budget was spent"
     return "as many requests ran as may"
@@ -354,6 +354,10 @@ def _last_holder(journal: Journal, at: Line, page: int) -> str | None:
             case ComputedLine() if line.start < end <= line.end:
                 last = line.request
     return None if last is None else journal.names[last]
+
+
+def _pages(count: int) -> str:
+    return "1 page" if count == 1 else f"{count:,} pages"
 
 
 def _place(line: Line) -> str:
