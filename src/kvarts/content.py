@@ -27,6 +27,7 @@ class Content:
     """The known tokens of one sequence. Only its request appends to it."""
 
     __slots__ = (
+        "__weakref__",
         "_pages_per_unit",
         "num_known_pages",
         "num_known_tokens",

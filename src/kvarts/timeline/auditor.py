@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -86,7 +87,7 @@ class PageAccount(Protocol):
 class _Known:
     """What the auditor knows of one request. `blocks` are the pages it holds, the first `num_full` of them full."""
 
-    __slots__ = ("admission", "blocks", "computed", "content", "digests", "known", "num_full")
+    __slots__ = ("admission", "blocks", "computed", "content", "known", "num_full")
 
     def __init__(self, content: Content, known: int) -> None:
         self.content = content
@@ -95,7 +96,6 @@ class _Known:
         self.num_full = 0
         self.admission = -1
         self.blocks: list[Block] = []
-        self.digests: list[bytes] = []
 
 
 class Auditor:
@@ -120,7 +120,10 @@ class Auditor:
         """The resident copies of each page, the one that is found first."""
         self._digest_of: dict[FullBlock, bytes] = {}
         self._where: dict[bytes, tuple[int, int]] = {}
-        """A request and page that each digest names."""
+        """A request and page that each resident digest names."""
+        self._spoken_of: dict[bytes, tuple[int, int]] = {}
+        """And each that was spoken of since the last comparison."""
+        self._digests: WeakKeyDictionary[Content, list[bytes]] = WeakKeyDictionary()
         self._expected: list[tuple[int, str, bytes]] = []
         self._told: list[tuple[int, str, bytes]] = []
 
@@ -307,12 +310,14 @@ class Auditor:
                 partial.uuid, block, parent_hash=parent.block_hash if isinstance(parent, FullBlock) else None
             )
             self._copies.setdefault(digest, []).append(block)
+            self._where[digest] = known.content.owner, page
         known.num_full = max(known.num_full, num_full)
 
     def _digest(self, content: Content, page: int) -> bytes:
         """Names a page by its tenant and every token up to its end; a page of unknown tokens by its owner."""
-        known = self._requests.get(content.owner)
-        digests = known.digests if known is not None and known.content is content else []
+        digests = self._digests.get(content)
+        if digests is None:
+            digests = self._digests[content] = []
         size = content.page_size
         while len(digests) <= page:
             index = len(digests)
@@ -321,10 +326,14 @@ class Auditor:
                 own = content.tokens(index * size, (index + 1) * size).tobytes()
             else:
                 own = f"private {content.owner}".encode()
-            digest = blake2b(before + own, digest_size=16).digest()
-            digests.append(digest)
-            self._where.setdefault(digest, (content.owner, index))
-        return digests[page]
+            digests.append(blake2b(before + own, digest_size=16).digest())
+        digest = digests[page]
+        self._spoken_of[digest] = content.owner, page
+        return digest
+
+    def _place(self, digest: bytes) -> tuple[int, int]:
+        """A request and page that `digest` names; it is resident, or was spoken of since the last comparison."""
+        return self._where.get(digest) or self._spoken_of[digest]
 
     # Comparing --------------------------------------------------------------------------------------------
 
@@ -350,7 +359,7 @@ class Auditor:
         before = self._digest(content, start - 1) if start else None
         parent = self._digest(event.parent, start - 1) if event.parent is not None and start else None
         if before != parent:
-            other = "no page" if parent is None else "page {1} of request {0}".format(*self._where[parent])
+            other = "no page" if parent is None else "page {1} of request {0}".format(*self._place(parent))
             self._find(f"was stored after {other}, which does not precede it", content.owner, start)
         for page in range(start, event.end_page):
             self._told.append((self._step, "stored", self._digest(content, page)))
@@ -363,12 +372,15 @@ class Auditor:
                 index = min(len(expected), len(told))
             if index < len(expected) and (index >= len(told) or expected[index] not in told[index:]):
                 step, what, digest = expected[index]
-                self.findings.append(Finding(step, f"was {what} and no event says so", *self._where[digest]))
+                self.findings.append(Finding(step, f"was {what} and no event says so", *self._place(digest)))
             else:
                 step, what, digest = told[index]
                 self.findings.append(
-                    Finding(step, f"was {what}, says an event, and should not have been", *self._where[digest])
+                    Finding(step, f"was {what}, says an event, and should not have been", *self._place(digest))
                 )
+        for _, what, digest in expected:
+            if what == "removed" and digest not in self._copies:
+                self._where.pop(digest, None)
         self._expected, self._told = [], []
 
     def compare(self, account: PageAccount) -> None:
@@ -382,6 +394,7 @@ class Auditor:
             self._compare_pages(account)
         if self.findings:
             raise AuditError(self.findings)
+        self._spoken_of.clear()
 
     def _compare_pages(self, account: PageAccount) -> None:
         """Names the pages that the engine and the ledger do not hold alike."""
@@ -393,9 +406,7 @@ class Auditor:
         for digest, blocks in self._copies.items():
             for block in blocks:
                 mine[digest, self.ledger.refs(block)] += 1
-        pages = sorted(
-            {digest for digest, _ in (theirs - mine) + (mine - theirs)}, key=lambda digest: self._where[digest]
-        )
+        pages = sorted({digest for digest, _ in (theirs - mine) + (mine - theirs)}, key=self._place)
         for digest in pages[:MAX_PAGES_NAMED]:
             says = [
                 " and ".join(
@@ -407,7 +418,7 @@ class Auditor:
                 or "not at all"
                 for counter in (theirs, mine)
             ]
-            request, page = self._where[digest]
+            request, page = self._place(digest)
             self._find(f"the engine holds it {says[0]}, the ledger {says[1]}", request, page)
         if len(pages) > MAX_PAGES_NAMED:
             self._find(f"and {len(pages) - MAX_PAGES_NAMED} pages more")
