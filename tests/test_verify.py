@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.timeline import reader, verify, verify_file
+from kvarts.timeline import chunk, reader, verify, verify_file
 
 TOTAL = 100
 
@@ -452,7 +452,7 @@ NUMBERS = st.one_of(st.integers(-1, 5), st.integers(0, 100), st.floats(), st.int
 ROWS = st.fixed_dictionaries(
     {},
     optional={
-        **dict.fromkeys(reader.NUMBERS, NUMBERS | JSON),
+        **dict.fromkeys(chunk.NUMBERS, NUMBERS | JSON),
         "asked": st.lists(st.fixed_dictionaries({"blocks": NUMBERS, "free_blocks": NUMBERS}), max_size=2) | JSON,
     },
 )

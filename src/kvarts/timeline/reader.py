@@ -10,80 +10,22 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.timeline.chunk import Chunk, Step, brief, chunk_of
 
-__all__ = ["Chunk", "Complaint", "Recording", "open_recording"]
+__all__ = ["BodyRecording", "Recording", "open_recording"]
 
 BLOCK_BYTES = 1 << 22
 LARGEST_STEP_BYTES = 1 << 26
 SLAB_ROWS = 1 << 16
-LARGEST_COUNT = 1 << 53
-LARGEST_REAL = 1e18
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_COUNT)]
-_Real = Annotated[float, msgspec.Meta(ge=0.0, le=LARGEST_REAL)]
-
-
-class Ask(msgspec.Struct, gc=False):
-    """What a preempting step asked for."""
-
-    blocks: _Count
-    free_blocks: _Count
-    request: str | int | None = None
-
-
-class _Step(msgspec.Struct, gc=False):
-    step: _Count
-    t_ms: _Real
-    used_blocks: _Count
-    free_blocks: _Count
-    used_pct: _Real
-    active_seqs: _Count
-    preempted_seqs: _Count
-    cached_blocks: _Count = -1
-    allocated: _Count = -1
-    freed: _Count = -1
-    waiting: _Count = -1
-    asked: list[Ask] | None = None
-
-
-REQUIRED = _Step.__struct_fields__[:7]
-OPTIONAL = _Step.__struct_fields__[7:11]
-REALS = ("t_ms", "used_pct")
-NUMBERS = REQUIRED + OPTIONAL
-_GETTERS = {name: attrgetter(name) for name in NUMBERS}
-_steps = msgspec.json.Decoder(list[_Step])
+_steps = msgspec.json.Decoder(list[Step])
 _anything = msgspec.json.Decoder()
-
-Column = npt.NDArray[Any]
-
-
-class Complaint(msgspec.Struct, frozen=True):
-    """What is wrong with the form of a row, or of the whole (`row` None)."""
-
-    row: int | None
-    step: int | None
-    what: str
-
-
-class Chunk(msgspec.Struct):
-    """Consecutive well-formed rows. Optional columns hold -1 where a row lacks the field; `asked` is by place here.
-
-    `rows`: the number of each row, from 0; a row left out leaves a gap in it.
-    """
-
-    rows: Column
-    columns: dict[str, Column]
-    asked: dict[int, list[Ask]]
-    complaints: list[Complaint]
 
 
 class Recording:
@@ -104,7 +46,7 @@ class Recording:
         self.has_timeline = False
         num_rows = 0
         for rows in self._slabs():
-            chunk = _chunk(rows, num_rows)
+            chunk = chunk_of(rows, num_rows)
             num_rows += len(rows)
             yield chunk
 
@@ -149,76 +91,6 @@ class BodyRecording(Recording):
             self.has_timeline = True
             for start in range(0, len(timeline), SLAB_ROWS):
                 yield list(timeline[start : start + SLAB_ROWS])
-
-
-# Rows to columns ------------------------------------------------------------------------------------------
-
-
-def _chunk(rows: list[Any], first_row: int) -> Chunk:
-    """`rows`: _Step, or whatever came in place of one."""
-    numbers = list(range(first_row, first_row + len(rows)))
-    complaints: list[Complaint] = []
-    if set(map(type, rows)) - {_Step}:
-        good: list[Any] = []
-        good_numbers = []
-        for number, row in zip(numbers, rows, strict=True):
-            wrong = [] if type(row) is _Step else _wrong_with(row)
-            if wrong:
-                step = row.get("step") if isinstance(row, Mapping) else None
-                step = step if type(step) is int else None
-                complaints += [Complaint(number, step, what) for what in wrong]
-            else:
-                good.append(row if type(row) is _Step else _as_step(row))
-                good_numbers.append(number)
-        rows, numbers = good, good_numbers
-    columns: dict[str, Column] = {
-        name: np.fromiter(map(get, rows), np.float64 if name in REALS else np.int64, len(rows))
-        for name, get in _GETTERS.items()
-    }
-    asked = {index: row.asked for index, row in enumerate(rows) if row.asked}
-    return Chunk(np.array(numbers, np.int64), columns, asked, complaints)
-
-
-def _as_step(row: Mapping[str, Any]) -> _Step:
-    known = {name: row[name] for name in _Step.__struct_fields__ if row.get(name) is not None}
-    return msgspec.convert(known, _Step)
-
-
-def _wrong_with(row: Any) -> list[str]:
-    """Everything that is wrong with the form of `row`; empty if `_as_step` will take it."""
-    if not isinstance(row, Mapping):
-        return [f"must be an object, is {_brief(row)}"]
-    wrong = [f"{name} is missing" for name in REQUIRED if name not in row]
-    for name in NUMBERS:
-        if name in row and not (name in OPTIONAL and row[name] is None):
-            complaint = _wrong_number(row[name], is_real=name in REALS)
-            if complaint:
-                wrong.append(f"{name} {complaint}")
-    asked = row.get("asked")
-    if asked is not None:
-        try:
-            msgspec.convert(asked, list[Ask])
-        except (msgspec.ValidationError, RecursionError) as error:
-            wrong.append(f"asked: {error}")
-    return wrong
-
-
-def _wrong_number(value: Any, *, is_real: bool) -> str | None:
-    allowed = (int, float) if is_real else (int,)
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        return f"must be {'a number' if is_real else 'a whole number'}, is {_brief(value)}"
-    if not value >= 0:
-        return f"must not be negative, is {_brief(value)}"
-    if value > (LARGEST_REAL if is_real else LARGEST_COUNT):
-        return f"is too large: {_brief(value)}"
-    return None
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1 << 200:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # Bytes ----------------------------------------------------------------------------------------------------
@@ -426,7 +298,7 @@ class _JsonRecording(_FileRecording):
         except (msgspec.DecodeError, RecursionError) as error:
             raise self._broken(f"is no JSON: {error}") from error
         if not isinstance(body, dict):
-            raise self._broken(f"must be an object, is {_brief(body)}")
+            raise self._broken(f"must be an object, is {brief(body)}")
         if self.has_timeline and body.get("timeline") != []:
             raise self._broken("has two timelines")
         self.top = {name: value for name, value in body.items() if name != "timeline"}
@@ -524,7 +396,7 @@ class _ParquetRecording(_FileRecording):
                         self.top[name.decode()] = _anything.decode(value)
                     except (msgspec.DecodeError, UnicodeDecodeError):
                         continue  # other people's metadata
-                names = [name for name in table.schema_arrow.names if name in _Step.__struct_fields__]
+                names = [name for name in table.schema_arrow.names if name in Step.__struct_fields__]
                 for batch in table.iter_batches(batch_size=SLAB_ROWS, columns=names):
                     yield batch.to_pylist()
             except (pa.ArrowException, OSError, ValueError) as error:

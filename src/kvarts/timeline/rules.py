@@ -6,12 +6,12 @@ A rule keeps what it needs of the rows before, and remembers violations with the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from kvarts.timeline.reader import LARGEST_COUNT, Chunk, Column
+from kvarts.timeline.chunk import Chunk, Column, brief, is_count, is_real
 
 __all__ = ["MAX_LISTED", "Limits", "RuleResult", "Status", "Violation", "make_rules"]
 
@@ -123,15 +123,15 @@ class Schema(Rule):
             if name not in top:
                 self.add(f"{name} is missing")
             elif not is_count(top[name]) or top[name] < 1:
-                self.add(f"{name} must be a positive whole number, is {_brief(top[name])}")
+                self.add(f"{name} must be a positive whole number, is {brief(top[name])}")
         if not is_cut and "peak_used_pct" not in top:
             self.add("peak_used_pct is missing")
         if "peak_used_pct" in top and not is_real(top["peak_used_pct"]):
-            self.add(f"peak_used_pct must be a number of at least 0, is {_brief(top['peak_used_pct'])}")
+            self.add(f"peak_used_pct must be a number of at least 0, is {brief(top['peak_used_pct'])}")
         if not is_cut and "preemption_count" not in top:
             self.add("preemption_count is missing")
         if "preemption_count" in top and not is_count(top["preemption_count"]):
-            self.add(f"preemption_count must be a whole number of at least 0, is {_brief(top['preemption_count'])}")
+            self.add(f"preemption_count must be a whole number of at least 0, is {brief(top['preemption_count'])}")
 
 
 class BlockConservation(Rule):
@@ -487,16 +487,6 @@ class Boundedness(Rule):
             )
 
 
-def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it is a whole number from 0 up."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
-
-
-def is_real(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number from 0 up."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-
-
 def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[Rule]:
     """All rules but the schema's. `total`: blocks, None where the body does not say."""
     rules: list[Rule] = []
@@ -522,8 +512,3 @@ def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[R
             block_bytes = top["block_bytes"]
         rules.append(Boundedness(limits.max_bytes, block_bytes))
     return rules
-
-
-def _brief(value: Any) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 200 else "a very large number"
-    return text if len(text) <= 60 else f"{text[:57]}..."

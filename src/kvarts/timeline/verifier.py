@@ -12,8 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from kvarts.errors import ConfigError, InputError
-from kvarts.timeline.reader import BodyRecording, Chunk, Recording, open_recording
-from kvarts.timeline.rules import Limits, Rule, RuleResult, Schema, Violation, is_count, make_rules
+from kvarts.timeline.chunk import Chunk, is_count
+from kvarts.timeline.reader import BodyRecording, Recording, open_recording
+from kvarts.timeline.rules import Limits, Rule, RuleResult, Schema, Violation, make_rules
 
 __all__ = ["Limits", "RuleResult", "Verdict", "Violation", "verify", "verify_file"]
 
