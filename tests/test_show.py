@@ -193,6 +193,15 @@ def test_what_the_audit_finds_is_said_and_ends_with_5(kvarts: Kvarts, monkeypatc
     assert "step 7, page 2 of request 3: was hit and is not resident" in err
 
 
+def test_parquet_without_pyarrow_is_refused_before_any_work(
+    kvarts: Kvarts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    code, out, err = kvarts("replay", "--timeline", tmp_path / "t.parquet")
+    assert (code, out) == (2, "")
+    assert "kvarts[parquet]" in err and "replaying" not in err
+
+
 def test_a_failed_replay_leaves_no_files(kvarts: Kvarts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     test_what_the_audit_finds_is_said_and_ends_with_5(kvarts, monkeypatch)
     code, _, _ = kvarts("replay", "--audit", "--events", tmp_path / "e.jsonl", "--timeline", tmp_path / "t.json")

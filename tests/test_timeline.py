@@ -18,15 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts import ReplayConfig, load_mooncake, replay
+from kvarts.config import EngineConfig
+from kvarts.content import Content
 from kvarts.engine import Engine
 from kvarts.errors import ConfigError
+from kvarts.executor.cost import LinearCost
 from kvarts.executor.sim import SimExecutor
 from kvarts.replayer import Report
 from kvarts.replayer.columns import RequestLog
 from kvarts.replayer.driver import Driver
 from kvarts.replayer.router import RoundRobin
 from kvarts.replayer.source import OpenLoop
-from kvarts.timeline import LiveTimeline, Timeline, verify, verify_file
+from kvarts.request import Request
+from kvarts.timeline import LiveTimeline, StepLog, Timeline, verify, verify_file
 from kvarts.timeline.record import COLUMNS
 
 from models import Case, cases
@@ -157,6 +161,25 @@ def test_a_live_file_ends_as_one_written_at_the_end(tmp_path: Path, suffix: str)
     text = gzip.decompress(path.read_bytes()) if suffix.endswith(".gz") else path.read_bytes()
     rows = json.loads(text)["timeline"] if suffix == ".json" else [json.loads(line) for line in text.splitlines()][1:-1]
     assert rows == rows_of(timeline)
+
+
+def test_who_is_cancelled_leaves_nothing_and_the_timeline_says_so() -> None:
+    log = StepLog(8)
+    config = EngineConfig(num_pages=8, page_size=4)
+    engine = Engine(config, SimExecutor(LinearCost(step_ms=1.0)), sink=log, audit=True, step_by_step=True)
+    content = Content.from_tokens(range(10), page_size=4, owner=0)
+    request = Request(0, content, num_prompt_tokens=10, num_output_tokens=9)
+    assert engine.submit(request, 0) is None
+    engine.step(0)
+    engine.step(engine.now_ns)
+    engine.cancel(request)
+    rows = rows_of(Timeline.of(log, page_size=4))
+    assert [(row["step"], row["active_seqs"], row["used_blocks"], row["freed"]) for row in rows] == [
+        (0, 1, 3, 0),
+        (1, 1, 3, 0),
+        (1, 0, 0, 3),
+    ]
+    assert verify(Timeline.of(log, page_size=4).to_json()).verdict == "ok"
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json.gz"])

@@ -117,6 +117,8 @@ class Engine:
         if self._events is not None:
             self._events.append(Cancelled(request.index, self.now_ns))
         self.scheduler.cancel(request)
+        if not self.scheduler.has_work and self.scheduler.wheel.step:
+            self._record_rest()
 
     @property
     def has_work(self) -> bool:
@@ -160,11 +162,8 @@ class Engine:
             finished = scheduler.commit_many(self._num_leapt, self.now_ns)
         else:
             finished = scheduler.commit(self.now_ns, self._result)
-        if self._sink is not None and finished and not scheduler.has_work:
-            cache = scheduler.cache
-            self._sink.record_rest(
-                AtRest(scheduler.wheel.step - 1, self.now_ns, cache.num_used, cache.num_cached, cache.num_released)
-            )
+        if finished and not scheduler.has_work:
+            self._record_rest()
         self.flush()
         if self._auditor is not None:
             scheduler.check()
@@ -250,6 +249,11 @@ class Engine:
         self._num_leapt = num_steps
         self.now_ns = end_ns
         return end_ns
+
+    def _record_rest(self) -> None:
+        if self._sink is not None:
+            cache, last_step = self.scheduler.cache, self.scheduler.wheel.step - 1
+            self._sink.record_rest(AtRest(last_step, self.now_ns, cache.num_used, cache.num_cached, cache.num_released))
 
     def _record_step(self, sink: StepSink, start_ns: int, duration_ns: int, plan: StepPlan) -> None:
         scheduler, batch = self.scheduler, plan.batch

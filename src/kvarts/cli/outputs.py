@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvarts.cli.table import render_table
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file, write_whole
-from kvarts.timeline.record import form_of
+from kvarts.timeline.record import form_of, import_parquet
 from kvarts.timeline.rundir import DISTRIBUTIONS, EVENTS, REPORT, REQUESTS, TIMELINE, per_replica
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class Outputs:
         self._timelines = [list(per_replica(path, config.replicas)) for path in (timeline_file,) if path is not None]
         self._journals = [list(per_replica(path, config.replicas)) for path in (events_file,) if path is not None]
         for paths in self._timelines:
-            form_of(paths[0])
+            if form_of(paths[0])[0] == "parquet":
+                import_parquet()
         for path in (*self._reports, *self._requests, *chain.from_iterable(self._timelines + self._journals)):
             check_writable(path)
         self._run_dir = run_dir
