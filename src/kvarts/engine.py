@@ -90,12 +90,11 @@ class Engine:
         """Queues `request` at `now_ns`; or answers why it can never run."""
         if not self._under_way and now_ns > self.now_ns:
             self.now_ns = now_ns
-        waiting = self.scheduler.waiting
         reason = self.scheduler.add(request)
         if self._events is not None:
             if reason is None:
                 # The queue's order is total: whoever is more important goes first, then who came first.
-                num_ahead = waiting.num_ahead(request)
+                num_ahead = self.scheduler.waiting.num_ahead(request)
                 self._events.append(
                     Arrived(
                         request.index,

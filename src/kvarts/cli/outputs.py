@@ -84,8 +84,9 @@ class Outputs:
 
     def write(self, report: Report) -> None:
         """Everything else, and the report on standard output."""
+        requests = report.requests_jsonl() if self._requests else b""
         for path in self._requests:
-            write_whole(path, report.requests_jsonl())
+            write_whole(path, requests)
         for paths in self._timelines:
             for path, timeline in zip(paths, report.timelines, strict=True):
                 timeline.write(path, every=self._every)

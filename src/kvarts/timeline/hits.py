@@ -52,15 +52,22 @@ class HitLedger(msgspec.Struct, frozen=True):
     evicted_ago_ms: dict[str, float] | None
     by_request: dict[int, dict[str, int]]
 
+    @property
+    def gone_for(self) -> str:
+        """How long evicted tokens had been gone, for people; empty where none were."""
+        if self.evicted_ago_ms is None:
+            return ""
+        p50, p90 = (self.evicted_ago_ms[name] / 1e3 for name in ("p50", "p90"))
+        return f"gone for {p50:,.1f} s (median), {p90:,.1f} s (p90)"
+
     def to_text(self) -> str:
         """A line a kind, with a line end."""
         lines = [f"{'prompt tokens':<14}{self.prompt_tokens:>16,}"]
         for kind in KINDS:
             tokens = self.tokens[kind]
             line = f"{kind.replace('_', ' '):<14}{tokens:>16,}{tokens / max(1, self.prompt_tokens):>9.1%}"
-            if kind == "evicted" and self.evicted_ago_ms is not None:
-                p50, p90 = (self.evicted_ago_ms[name] / 1e3 for name in ("p50", "p90"))
-                line += f"  gone for {p50:,.1f} s (median), {p90:,.1f} s (p90)"
+            if kind == "evicted" and self.gone_for:
+                line += f"  {self.gone_for}"
             lines.append(line)
         return "\n".join(lines) + "\n"
 
@@ -167,7 +174,7 @@ class _Seen:
 class _Request:
     """What the ledger knows of one request. Tokens up to `furthest` have been found or computed once."""
 
-    __slots__ = ("again", "at_step", "computed", "content", "end", "furthest", "known", "parts", "prompt", "seen")
+    __slots__ = ("again", "at_step", "computed", "content", "furthest", "parts", "prompt", "seen")
 
     def __init__(self, content: Content, prompt: int) -> None:
         self.content = content
@@ -208,7 +215,7 @@ class _Reading:
         }
         self._requests: dict[int, _Request] = {}
         self._evicted_ago_ms: list[Column] = []
-        """With how many tokens, in turns."""
+        """One value for each page that was missed because it was evicted."""
 
     def read(self, line: Line) -> None:
         content = self._tokens.get(line.request)

@@ -16,11 +16,9 @@ import msgspec
 from kvarts.errors import ConfigError, OutputError
 from kvarts.events import AtRest, LeapDone, StepDone
 from kvarts.files import check_writable
-from kvarts.timeline.record import TIMELINE_VERSION, Ask, Row, form_of
+from kvarts.timeline.record import NS_PER_MS, Row, ask_of, form_of, head_of
 
 __all__ = ["LiveTimeline"]
-
-NS_PER_MS = 1e6
 
 
 class LiveTimeline:
@@ -53,13 +51,7 @@ class LiveTimeline:
         self._packer = zlib.compressobj(6, zlib.DEFLATED, 31) if is_packed else None
         self._encoder = msgspec.json.Encoder()
         self._is_json = form == "json"
-        head = {
-            "version": TIMELINE_VERSION,
-            "block_size_tokens": block_size_tokens,
-            "total_blocks": total_blocks,
-            "every": 1,
-            "initial_used_blocks": 0,
-        }
+        head = head_of(block_size_tokens=block_size_tokens, total_blocks=total_blocks)
         try:
             self._file: IO[bytes] = path.open("wb", buffering=0)
             start = self._encoder.encode(head)
@@ -74,16 +66,7 @@ class LiveTimeline:
 
     def record_step(self, done: StepDone) -> None:
         """See StepSink."""
-        asked = [
-            Ask(
-                self._name_of(preemption.asker),
-                preemption.num_pages_asked,
-                self._total - preemption.num_used_pages,
-                self._name_of(preemption.victim),
-                preemption.num_computed_tokens,
-            )
-            for preemption in done.preemptions
-        ]
+        asked = [ask_of(preemption, total_blocks=self._total, name_of=self._name_of) for preemption in done.preemptions]
         row = self._row(
             done.step,
             done.start_ns,

@@ -8,7 +8,7 @@ since the row before it. A row at rest carries the number of the step it follows
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from kvarts.errors import ConfigError
+from kvarts.events import Preemption
 from kvarts.files import check_writable, whole_file
 from kvarts.timeline.rows import Column
 from kvarts.timeline.spans import StepLog
@@ -55,6 +56,28 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     freed: int
     waiting: int
     asked: list[Ask] | None = None
+
+
+def ask_of(preemption: Preemption, *, total_blocks: int, name_of: Callable[[int], str]) -> Ask:
+    """What a preemption says in a row. `name_of`: the outside name of a request's index."""
+    return Ask(
+        request=name_of(preemption.asker),
+        blocks=preemption.num_pages_asked,
+        free_blocks=total_blocks - preemption.num_used_pages,
+        victim=name_of(preemption.victim),
+        lost_tokens=preemption.num_computed_tokens,
+    )
+
+
+def head_of(*, block_size_tokens: int, total_blocks: int, every: int = 1) -> dict[str, Any]:
+    """What is said of the whole, the totals excepted."""
+    return {
+        "version": TIMELINE_VERSION,
+        "block_size_tokens": block_size_tokens,
+        "total_blocks": total_blocks,
+        "every": every,
+        "initial_used_blocks": 0,
+    }
 
 
 COLUMNS = Row.__struct_fields__[:-1]
@@ -109,18 +132,11 @@ class Timeline:
             "waiting": merged(steps["waiting"], 0),
         }
         row_of_step = np.flatnonzero(order < len(log))
+        name_of = str if request_ids is None else request_ids.__getitem__
         asked: dict[int, list[Ask]] = {}
         for step, preemption in log.preemptions:
-            asker, victim = preemption.asker, preemption.victim
-            asked.setdefault(int(row_of_step[step]), []).append(
-                Ask(
-                    request=str(asker) if request_ids is None else request_ids[asker],
-                    blocks=preemption.num_pages_asked,
-                    free_blocks=total - preemption.num_used_pages,
-                    victim=str(victim) if request_ids is None else request_ids[victim],
-                    lost_tokens=preemption.num_computed_tokens,
-                )
-            )
+            ask = ask_of(preemption, total_blocks=total, name_of=name_of)
+            asked.setdefault(int(row_of_step[step]), []).append(ask)
         return cls(columns, asked, block_size_tokens=page_size, total_blocks=total)
 
     def __len__(self) -> int:
@@ -180,13 +196,7 @@ class Timeline:
     @property
     def head(self) -> dict[str, Any]:
         """What is said of the whole, the totals excepted."""
-        return {
-            "version": TIMELINE_VERSION,
-            "block_size_tokens": self.block_size_tokens,
-            "total_blocks": self.total_blocks,
-            "every": self.every,
-            "initial_used_blocks": 0,
-        }
+        return head_of(block_size_tokens=self.block_size_tokens, total_blocks=self.total_blocks, every=self.every)
 
     @property
     def totals(self) -> dict[str, Any]:

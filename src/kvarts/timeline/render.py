@@ -62,9 +62,10 @@ def render_html(run: RunDir) -> bytes:
 def render_text(run: RunDir, *, width: int = 60) -> str:
     """A sparkline of KV use for each replica and a short table, with a line end."""
     lines = [f"{run.report.get('trace', run.path.name)}"]
-    for number, path in run.timelines():
+    timelines = run.timelines()
+    for number, path in timelines:
         columns = _columns(path)
-        name = f"KV use r{number}" if len(run.timelines()) > 1 else "KV use"
+        name = f"KV use r{number}" if len(timelines) > 1 else "KV use"
         lines.append(f"{name:<14}{sparkline(columns['t_ms'], columns['used_pct'], width)}")
     lines += [f"{name:<14}{value}" for name, value in _facts(run)]
     return "\n".join(lines) + "\n"
@@ -101,17 +102,13 @@ def _page_data(run: RunDir) -> dict[str, Any]:
         "subtitle": f"{_count(report.get('num_requests'))} requests in {_count(report.get('num_steps'))} steps",
         "source": "Made by kvarts; charts by uPlot (MIT licence).",
         "facts": _facts(run),
-        "replicas": [_replica(number, open_columns) for number, open_columns in _all_columns(run)],
+        "replicas": [_replica(number, _columns(path)) for number, path in run.timelines()],
         "distributions": _distributions(run),
         "hits": _hits(journals) if journals else None,
         "working_set": {"pages": working_set, "pool": pool} if working_set and pool else None,
         "waits": _waits(journals) if journals else None,
         "no_journal": NO_JOURNAL,
     }
-
-
-def _all_columns(run: RunDir) -> list[tuple[int, dict[str, Any]]]:
-    return [(number, _columns(path)) for number, path in run.timelines()]
 
 
 def _columns(path: Any) -> dict[str, Any]:
@@ -173,10 +170,8 @@ def _hits(journals: list[Journal]) -> dict[str, Any]:
     parts = []
     for kind in KINDS:
         tokens = sum(ledger.tokens[kind] for ledger in ledgers)
-        more = ""
-        ago = [ledger.evicted_ago_ms for ledger in ledgers if ledger.evicted_ago_ms is not None]
-        if kind == "evicted" and len(ago) == 1:
-            more = f"gone for {ago[0]['p50'] / 1e3:,.1f} s (median), {ago[0]['p90'] / 1e3:,.1f} s (p90)"
+        gone_for = [ledger.gone_for for ledger in ledgers if ledger.gone_for]
+        more = gone_for[0] if kind == "evicted" and len(gone_for) == 1 else ""
         if tokens or kind not in ("recomputed", "not_computed"):
             parts.append([LABELS[kind], tokens, COLOURS[kind], more])
     return {"prompt_tokens": sum(ledger.prompt_tokens for ledger in ledgers), "parts": parts}

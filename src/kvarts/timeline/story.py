@@ -62,7 +62,6 @@ class _RequestStory:
         self._said: list[str] = []
         self._since_ms = 0.0
         self._arrived_ms = 0.0
-        self._prompt = 0
         self._made = 0
         self._decoding_since: int | None = None
         self._lost = 0
@@ -85,7 +84,6 @@ class _RequestStory:
         match line:
             case ArrivedLine():
                 self._since_ms = self._arrived_ms = line.t_ms
-                self._prompt = line.prompt_tokens
                 num_pages = -(-line.prompt_tokens // size)
                 ahead = f"behind {line.num_ahead:,} others" if line.num_ahead else "with nobody ahead"
                 urgent = f", priority {line.priority}" if line.priority else ""

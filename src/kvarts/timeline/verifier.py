@@ -120,7 +120,6 @@ class _Reading:
 
     def __init__(self, top: dict[str, Any] | None, limits: Limits) -> None:
         self._limits = limits
-        self._top = top
         self._schema = Schema()
         self._rules: list[Rule] | None = None if top is None else make_rules(_total(top), top, limits)
         self._assumed: tuple[Any, ...] = () if top is None else _relied_on(top)
