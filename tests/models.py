@@ -181,7 +181,8 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     config = case.config(**{"audit": True, **changes})
     trace = case.trace()
     requests = RequestLog(largest_hit_counts=config.profile == "mocker")
-    steps = [StepLog(config.num_pages) for _ in range(config.replicas)]
+    tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
+    steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]
     engines = [
         Engine(
@@ -191,6 +192,7 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
             observers=[seen],
             step_by_step=config.step_by_step,
             audit=config.audit,
+            offload=config.offload,
         )
         for log, seen in zip(steps, kept, strict=True)
     ]
@@ -212,7 +214,7 @@ def evicted_names(events: list[Event]) -> list[object]:
     return [
         page_name(event.content, page)
         for event in events
-        if isinstance(event, PagesRemoved)
+        if isinstance(event, PagesRemoved) and event.medium == "device"
         for page in range(event.end_page - 1, event.start_page - 1, -1)
     ]
 
@@ -228,5 +230,5 @@ def paged(events: list[Event]) -> list[tuple[object, ...]]:
             continue
         pages = range(event.start_page, event.end_page)
         for page in reversed(pages) if isinstance(event, PagesRemoved) else pages:
-            out.append((step, type(event).__name__, page_name(event.content, page)))  # noqa: PERF401
+            out.append((step, type(event).__name__, event.medium, page_name(event.content, page)))  # noqa: PERF401
     return out

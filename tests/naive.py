@@ -111,6 +111,7 @@ class NaiveEngine:
         self.preempted: list[tuple[int, int, int]] = []  # victim, asker, computed tokens lost
         self.steps: list[NaiveStep] = []
         self.finished: list[NaiveRequest] = []
+        self.is_pausing = False
 
     # Pages ------------------------------------------------------------------------------------------------
 
@@ -203,13 +204,68 @@ class NaiveEngine:
         lowest = min(r.priority for r in self.running)
         return [r for r in self.running if r.priority == lowest][-1]
 
+    def pin(self, pages: list[Page]) -> None:
+        for page in pages:
+            if page.refs == 0:
+                self.unlist(page)
+            page.refs += 1
+
+    def unlist(self, page: Page) -> None:
+        self.lru.remove(page)
+
+    def enter(self, head: NaiveRequest, hit_tokens: int, budget: int, now_ns: int) -> int:
+        """It begins to run, with what was found in its pages; returns the tokens it computes at once."""
+        want = min(head.known - hit_tokens, budget)
+        head.computed = hit_tokens
+        need = self.pages_for(hit_tokens + want) - len(head.pages)
+        head.pages += [self.take_page() for _ in range(need)]
+        self.running.append(head)
+        head.admissions += 1
+        if head.first_admitted_ns is None:
+            head.first_admitted_ns = now_ns
+        head.largest_hit_tokens = max(head.largest_hit_tokens, hit_tokens)
+        head.others_hit_tokens += max(0, hit_tokens - head.furthest)
+        head.furthest = max(head.furthest, hit_tokens)
+        self.compute(head, hit_tokens + want)
+        return want
+
     # A step -----------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    # What an engine with tiers below does besides.
+
+    def is_used(self, page: Page) -> bool:
+        return page.refs > 0
+
+    def num_free(self) -> int:
+        return self.num_pages - self.num_used
+
+    def num_seated(self) -> int:
+        return len(self.running)
+
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def begin_step(self, now_ns: int) -> None:
+        pass
+
+    def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
+        return budget
+
+    def starts_load(self, head: NaiveRequest, hits: list[Page], now_ns: int) -> bool:
+        return False
+
+    def pause_until(self) -> int:
+        raise AssertionError("there is work, and a step does nothing")
+
+    def end_step(self) -> None:
+        pass
+
     def step(self, now_ns: int) -> int:
         """Runs one step that starts at `now_ns`; returns when it ends."""
+        self.begin_step(now_ns)
         budget = self.max_num_batched_tokens
         took: dict[int, tuple[NaiveRequest, int]] = {}  # seq -> (request, computed before)
         num_preempted = 0
@@ -223,7 +279,7 @@ class NaiveEngine:
             if want == 0:
                 continue
             need = self.pages_for(request.computed + want) - len(request.pages)
-            while need > self.num_empty + len(self.lru):
+            while need > self.num_free():
                 mark = self.higher(mark)
                 victim = self.victim()
                 if victim.seq in took:
@@ -242,36 +298,25 @@ class NaiveEngine:
         for request, want in took.values():
             before[request.seq] = request.computed
             self.compute(request, request.computed + want)
-        while not num_preempted and self.waiting and len(self.running) < self.max_num_seqs:
+        if not num_preempted:
+            budget = self.admit_loaded(now_ns, budget, before)
+        while not num_preempted and self.waiting and self.num_seated() < self.max_num_seqs and budget:
             head = self.waiting[0]
             hits = self.lookup(head)
-            shared = sum(1 for page in hits if page.refs)
-            if self.pages_for(head.known) - shared > self.num_pages - self.num_used:
-                break
-            hit_tokens = len(hits) * self.page_size
-            want = min(head.known - hit_tokens, budget)
-            if want == 0:
+            shared = sum(1 for page in hits if self.is_used(page))
+            if self.pages_for(head.known) - shared > self.num_free():
                 break
             self.waiting.pop(0)
-            for page in hits:
-                if page.refs == 0:
-                    self.lru.remove(page)
-                page.refs += 1
+            self.pin(hits)
             head.pages = list(hits)
-            head.computed = hit_tokens
-            need = self.pages_for(hit_tokens + want) - len(hits)
-            head.pages += [self.take_page() for _ in range(need)]
-            self.running.append(head)
-            head.admissions += 1
-            if head.first_admitted_ns is None:
-                head.first_admitted_ns = now_ns
-            head.largest_hit_tokens = max(head.largest_hit_tokens, hit_tokens)
-            head.others_hit_tokens += max(0, hit_tokens - head.furthest)
-            head.furthest = max(head.furthest, hit_tokens)
-            before[head.seq] = hit_tokens
-            self.compute(head, hit_tokens + want)
-            budget -= want
+            if self.starts_load(head, hits, now_ns):
+                continue
+            before[head.seq] = len(hits) * self.page_size
+            budget -= self.enter(head, before[head.seq], budget, now_ns)
         mark = self.higher(mark)
+        self.end_step()
+        if budget == self.max_num_batched_tokens and not num_preempted:
+            return self.pause_until()
         batch = Batch([], [])
         for request in self.running:
             if request.seq not in before:
@@ -282,7 +327,7 @@ class NaiveEngine:
                 batch.decodes.append((request, request.known))
         duration_ns = self.cost(batch, self)
         end_ns = now_ns + duration_ns
-        num_running, num_waiting = len(self.running), len(self.waiting)
+        num_running, num_waiting = len(self.running), self.num_waiting()
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
                 request.made += 1
@@ -344,10 +389,14 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
         while sent < len(pending) and pending[sent].arrival_ns <= now:
             request = pending[sent]
             request.replica = sent % len(engines)
-            engines[request.replica].submit(request)
+            engine = engines[request.replica]
+            engine.submit(request)
+            if engine.is_pausing:
+                ends[request.replica] = None
             sent += 1
         for i, engine in enumerate(engines):
             if ends[i] is None and engine.has_work():
+                engine.is_pausing = False
                 ends[i] = engine.step(now)
         times = [end for end in ends if end is not None]
         if sent < len(pending):

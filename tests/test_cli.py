@@ -92,7 +92,9 @@ def test_report_and_requests_are_written(kvarts: Run, trace: Path, tmp_path: Pat
 def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
     flags = (
         "--pages 99 --page-size 8 --profile mocker --cost linear:step_ms=5 --max-batched-tokens 64 --max-seqs 3 "
-        "--replicas 2 --router prefix --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7 --audit"
+        "--replicas 2 --router prefix --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7 --audit "
+        "--host-pages 70 --offload lazy --target-free 3 --h2d 1GB/s --d2h 2GB/s --transfer-latency-us 4 "
+        "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6"
     )
     ran = kvarts("replay", trace, *flags.split(), "--json")
     assert ran.code == 0, ran.err
@@ -114,6 +116,24 @@ def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
         "concurrency": 4,
         "speedup": 1.0,
         "slo": {"ttft_ms": 9.0, "tpot_ms": 8.0, "e2e_ms": 7.0},
+        "offload": {
+            "host_pages": 70,
+            "host_memory": None,
+            "policy": "lazy",
+            "target_free": 3,
+            "h2d": "1GB/s",
+            "d2h": "2GB/s",
+            "latency_us": 4.0,
+            "kv_bytes_per_token": 1000,
+            "full_prompt_hits": False,
+            "workers": 1,
+            "disk_pages": None,
+            "disk_memory": "1GB",
+            "disk_read": "3GB/s",
+            "disk_write": "5GB/s",
+            "disk_latency_us": 6.0,
+            "fail_every": 0,
+        },
     }
 
 

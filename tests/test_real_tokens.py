@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,16 @@ def make_request(index: int, arrival: Arrival, page_size: int) -> Request:
 
 
 def serve(
-    arrivals: list[Arrival], config: EngineConfig, executor: Any, observers: Sequence[Observer] = ()
+    arrivals: list[Arrival],
+    config: EngineConfig,
+    executor: Any,
+    observers: Sequence[Observer] = (),
+    *,
+    between_steps: Callable[[Engine, int], object] = lambda _engine, _step: None,
+    **below: Any,
 ) -> tuple[Engine, list[Request], set[int]]:
     """Runs all arrivals, one step at a time; the laws of page accounting are checked after each."""
-    engine = Engine(config, executor, audit=True, observers=observers)
+    engine = Engine(config, executor, audit=True, observers=observers, **below)
     requests = [make_request(index, arrival, config.page_size) for index, arrival in enumerate(arrivals)]
     unfinished = set()
     cancelled = set()
@@ -57,6 +63,7 @@ def serve(
                 engine.scheduler.check()
                 unfinished.remove(request.index)
                 cancelled.add(request.index)
+        between_steps(engine, step)
         if engine.has_work:
             unfinished -= {request.index for request in engine.step(step)}
         elif all(arrival.step <= step for arrival in arrivals):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError, OutputError
     from kvarts.executor.cost import LinearCost, PolynomialCost
+    from kvarts.offload.config import OffloadConfig
     from kvarts.replayer import ReplayConfig, Report, Trace, TraceRequest, Workload, load_mooncake, replay
     from kvarts.replayer.config import Slo
 
@@ -22,6 +23,7 @@ __all__ = [
     "KvartsError",
     "LinearCost",
     "MissingFileError",
+    "OffloadConfig",
     "OutputError",
     "PolynomialCost",
     "ReplayConfig",
@@ -37,6 +39,7 @@ __all__ = [
 _HOMES = {
     "kvarts.errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
     "kvarts.executor.cost": ("LinearCost", "PolynomialCost"),
+    "kvarts.offload.config": ("OffloadConfig",),
     "kvarts.replayer": ("Report", "ReplayConfig", "Trace", "TraceRequest", "Workload", "load_mooncake", "replay"),
     "kvarts.replayer.config": ("Slo",),
 }

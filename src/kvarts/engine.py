@@ -7,13 +7,14 @@ steps are alike, `start` does many at once; whatever is recorded is the same as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvarts.config import EngineConfig
 from kvarts.events import (
     Arrived,
     AtRest,
+    Blocked,
     Cancelled,
     CopiesRemoved,
     Event,
@@ -27,6 +28,7 @@ from kvarts.events import (
 )
 from kvarts.executor.base import Executor
 from kvarts.executor.sim import SimExecutor
+from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
@@ -51,7 +53,8 @@ class Engine:
     """A scheduler, an executor, and the step that is under way.
 
     `sink` keeps a record of steps, `observers` receive events. `step_by_step`: never do many steps at once. `audit`:
-    check laws L1, L2 and L3 after every step, and mirror every operation into a second bookkeeping.
+    check laws L1, L2 and L3 after every step, and mirror every operation into a second bookkeeping. `offload`: tiers
+    below the device; `known_keys` and `namespace`: of the files that an executor has, see FileTier.
     """
 
     def __init__(
@@ -63,14 +66,26 @@ class Engine:
         observers: Sequence[Observer] = (),
         step_by_step: bool = False,
         audit: bool = False,
+        offload: OffloadConfig | None = None,
+        known_keys: Iterable[bytes] = (),
+        namespace: str = "",
     ) -> None:
         self.config = config
         self.executor = executor
         self._sim = executor if isinstance(executor, SimExecutor) else None
         self._events: list[Event] | None = [] if audit or observers else None
-        self.scheduler = Scheduler(config, with_page_ids=self._sim is None, events=self._events)
+        self.scheduler = Scheduler(
+            config,
+            with_page_ids=self._sim is None,
+            events=self._events,
+            offload=offload,
+            known_keys=known_keys,
+            namespace=namespace,
+        )
+        self._offloader = self.scheduler.offloader
         self._auditor: Auditor | None = None
-        if audit:
+        self._audit = audit
+        if audit and self._offloader is None:
             from kvarts.timeline.auditor import Auditor
 
             self._auditor = Auditor(config.num_pages, config.page_size)
@@ -81,13 +96,18 @@ class Engine:
         self.now_ns = 0
         """When the step under way ends; where there is none, the time the engine has reached."""
         self._under_way = False
+        self._is_pause = False
+        self._is_at_rest = True
         self._num_leapt = 0
         """Steps under way that are alike; 0 for a scheduled step."""
         self._result: StepResult | None = None
         self._last_decode_ns = 10 * ONE_MS_IN_NS  # a guess, to ask for about as many durations as are needed
 
     def submit(self, request: Request, now_ns: int) -> str | None:
-        """Queues `request` at `now_ns`; or answers why it can never run."""
+        """Queues `request` at `now_ns`; or answers why it can never run. A pause ends by it."""
+        if self._is_pause:
+            self._is_pause = self._under_way = False
+            self.now_ns = now_ns
         if not self._under_way and now_ns > self.now_ns:
             self.now_ns = now_ns
         reason = self.scheduler.add(request)
@@ -109,6 +129,8 @@ class Engine:
                 )
             else:
                 self._events.append(Rejected(request.index, now_ns, reason, request.request_id))
+        if reason is None:
+            self._is_at_rest = False
         return reason
 
     def cancel(self, request: Request) -> None:
@@ -116,13 +138,22 @@ class Engine:
         if self._events is not None:
             self._events.append(Cancelled(request.index, self.now_ns))
         self.scheduler.cancel(request)
-        if not self.scheduler.has_work and self.scheduler.wheel.step:
-            self._record_rest()
+        self._record_rest()
+
+    def reset_tiers(self) -> None:
+        """Forgets what the tiers below hold, between steps. Transfers under way end first; what they store is lost."""
+        if self._offloader is not None:
+            self._offloader.reset()
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return self.scheduler.has_work
+        """Whether there is something to do or to wait for: requests, or transfers."""
+        return self.scheduler.has_work or (self._offloader is not None and self._offloader.has_work)
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether what is under way is no step: nothing can be computed before a transfer ends or somebody comes."""
+        return self._is_pause
 
     def step(self, now_ns: int) -> list[Request]:
         """Does one whole step that starts at `now_ns`; returns who finished, in admission order."""
@@ -136,14 +167,26 @@ class Engine:
         """
         assert not self._under_way
         self._under_way = True
-        scheduler = self.scheduler
-        if self._leaps:
+        scheduler, offloader = self.scheduler, self._offloader
+        if offloader is not None and self._sim is not None and offloader.advance_to(now_ns):
+            scheduler.blocked = Blocked.NOT
+            if not self.has_work:
+                return self._pause(now_ns)
+        elif self._leaps:
             num_steps = scheduler.horizon()
             if num_steps > 0:
+                if offloader is not None and offloader.next_ns < until_ns:
+                    until_ns = offloader.next_ns
                 return self._leap(now_ns, until_ns, num_steps)
         if self._events is not None:
             self._events.append(StepStarted(scheduler.wheel.step, now_ns))
         plan = scheduler.schedule(now_ns)
+        if (
+            offloader is not None
+            and self._sim is not None
+            and not (plan.batch.chunks or plan.batch.num_decodes or plan.preemptions)
+        ):
+            return self._pause(offloader.next_ns if self.has_work else now_ns)
         result = self._result = self.executor.execute(plan)
         self._num_leapt = 0
         if self._sink is not None:
@@ -155,16 +198,20 @@ class Engine:
         """Ends what `start` started; returns who finished, in admission order."""
         self._under_way = False
         scheduler = self.scheduler
+        if self._is_pause:
+            self._is_pause = False
+            self._record_rest()
+            self.flush()
+            return []
         if self._events is not None:
             self._events.append(StepEnded(scheduler.wheel.step + (self._num_leapt or 1) - 1, self.now_ns))
         if self._num_leapt:
             finished = scheduler.commit_many(self._num_leapt, self.now_ns)
         else:
             finished = scheduler.commit(self.now_ns, self._result)
-        if finished and not scheduler.has_work:
-            self._record_rest()
+        self._record_rest()
         self.flush()
-        if self._auditor is not None:
+        if self._audit:
             scheduler.check()
         return finished
 
@@ -185,26 +232,32 @@ class Engine:
 
         Adds to `finished` who finished.
         """
-        running, waiting = self.scheduler.running, self.scheduler.waiting
         while True:
             if self._under_way:
                 if self.now_ns > until_ns:
                     return
                 finished += self.finish()
             now_ns = self.now_ns
-            if now_ns >= until_ns or not (running.num_running or waiting.num_waiting):
+            if now_ns >= until_ns or not self.has_work:
                 return
             self.start(now_ns, until_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
         """If a step started now would be one of many alike: when the last would end. Nobody finishes before."""
         num_steps = self.scheduler.horizon() if self._leaps else 0
-        if not num_steps:
+        next_ns = NEVER_NS if self._offloader is None else self._offloader.next_ns
+        if not num_steps or next_ns <= now_ns:
             return None
         assert self._sim is not None
         wheel = self.scheduler.wheel
         durations_ns = self._sim.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
-        return now_ns + sum(durations_ns)
+        return min(now_ns + sum(durations_ns), next_ns)
+
+    def _pause(self, until_ns: int) -> int:
+        assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"
+        self._is_pause = True
+        self.now_ns = until_ns
+        return until_ns
 
     def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
         scheduler, sim = self.scheduler, self._sim
@@ -237,8 +290,9 @@ class Engine:
                     num_cached,
                     cache.num_released,
                     scheduler.running.num_running,
-                    scheduler.waiting.num_waiting,
+                    scheduler.num_waiting,
                     scheduler.blocked,
+                    self._tier_pages(),
                 )
             )
         if events is not None:
@@ -250,9 +304,22 @@ class Engine:
         return end_ns
 
     def _record_rest(self) -> None:
-        if self._sink is not None:
+        """If this is when the engine ran out of work."""
+        if self._is_at_rest or self.has_work:
+            return
+        self._is_at_rest = True
+        if self._sink is not None and self.scheduler.wheel.step:
             cache, last_step = self.scheduler.cache, self.scheduler.wheel.step - 1
-            self._sink.record_rest(AtRest(last_step, self.now_ns, cache.num_used, cache.num_cached, cache.num_released))
+            rest = AtRest(
+                last_step, self.now_ns, cache.num_used, cache.num_cached, cache.num_released, self._tier_pages()
+            )
+            self._sink.record_rest(rest)
+
+    def _tier_pages(self) -> tuple[int, ...]:
+        """Pages used and cached in each tier below the device."""
+        if self._offloader is None:
+            return ()
+        return self._offloader.num_pages()
 
     def _record_step(self, sink: StepSink, start_ns: int, duration_ns: int, plan: StepPlan) -> None:
         scheduler, batch = self.scheduler, plan.batch
@@ -268,12 +335,13 @@ class Engine:
                 scheduler.mark_cached,
                 scheduler.mark_released,
                 scheduler.running.num_running,
-                scheduler.waiting.num_waiting,
+                scheduler.num_waiting,
                 scheduler.blocked,
                 batch.num_decodes,
                 num_tokens,
                 len(plan.admitted),
                 plan.preemptions,
+                self._tier_pages(),
             )
         )
 

@@ -26,6 +26,7 @@ __all__ = [
     "Finished",
     "HeadBlocked",
     "LeapDone",
+    "LoadStarted",
     "PageEvent",
     "PagesRemoved",
     "PagesStored",
@@ -35,6 +36,8 @@ __all__ = [
     "StepEnded",
     "StepSink",
     "StepStarted",
+    "StoreStarted",
+    "TransferEnded",
 ]
 
 # Pages ----------------------------------------------------------------------------------------------------
@@ -43,21 +46,23 @@ __all__ = [
 class PagesStored(msgspec.Struct, frozen=True, gc=False):
     """A run of full pages became findable, after page `start_page - 1` of `parent`; None where nothing is before it.
 
-    Copies of what was findable already are not stored anew.
+    Copies of what was findable already are not stored anew. `medium`: the tier.
     """
 
     content: Content
     start_page: int
     end_page: int
     parent: Content | None
+    medium: str = "device"
 
 
 class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
-    """A run of cached pages was evicted, the last page first; it can no longer be found."""
+    """A run of cached pages was evicted, the last page first; it can no longer be found. `medium`: the tier."""
 
     content: Content
     start_page: int
     end_page: int
+    medium: str = "device"
 
 
 class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -66,6 +71,43 @@ class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
     content: Content
     start_page: int
     end_page: int
+
+
+class StoreStarted(msgspec.Struct, frozen=True, gc=False):
+    """Runs of pages, as content, first page, page after the last, are on their way to the tier `medium`.
+
+    Until `TransferEnded`, the device keeps every page up to their ends; if `medium` lies below host memory, that does.
+    """
+
+    transfer: int
+    medium: str
+    runs: tuple[tuple[Content, int, int], ...]
+
+
+class LoadStarted(msgspec.Struct, frozen=True, gc=False):
+    """Pages of a request are on their way to the device, after the `num_hit_pages` it found there.
+
+    `by_tier`: how many from each tier, in order. It has `num_held_pages` pages from now on.
+    """
+
+    transfer: int
+    request: int
+    content: Content
+    num_hit_pages: int
+    num_held_pages: int
+    by_tier: tuple[tuple[str, int], ...]
+
+
+class TransferEnded(msgspec.Struct, frozen=True, gc=False):
+    """A transfer ended; its first `num_good_pages` pages arrived. `request`: whose load it was, or -1.
+
+    `time_ns`: when the engine took note, which it does between steps.
+    """
+
+    transfer: int
+    request: int
+    num_good_pages: int
+    time_ns: int
 
 
 PageEvent = PagesStored | PagesRemoved | CopiesRemoved
@@ -116,11 +158,15 @@ class HeadBlocked(msgspec.Struct, frozen=True, gc=False):
 
 
 class Admitted(msgspec.Struct, frozen=True, gc=False):
-    """A request began to run, and found its first `num_hit_pages` pages."""
+    """A request began to run, and found its first `num_hit_pages` pages.
+
+    `by_tier`: how many of these, the last ones, had to be loaded from tiers below the device; None if none.
+    """
 
     request: int
     content: Content
     num_hit_pages: int
+    by_tier: tuple[tuple[str, int], ...] | None = None
 
 
 class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
@@ -191,6 +237,9 @@ Event = (
     | Preemption
     | Finished
     | Cancelled
+    | StoreStarted
+    | LoadStarted
+    | TransferEnded
     | StepStarted
     | StepEnded
 )
@@ -200,7 +249,8 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     """A scheduled step, for who keeps a record. Pages are counted at the step's mark: the first moment in which the
     most pages of that step were in use.
 
-    `num_released`: pages that have gone out of use since the engine began. `blocked`: see `Blocked`.
+    `num_released`: pages that have gone out of use since the engine began. `blocked`: see `Blocked`. `tiers`: pages
+    used and pages cached in each tier below, one pair after the other.
     """
 
     step: int
@@ -216,6 +266,7 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     num_admitted: int
     preemptions: tuple[Preemption, ...]
+    tiers: tuple[int, ...] = ()
 
 
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
@@ -234,6 +285,7 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
     num_running: int
     num_waiting: int
     blocked: int
+    tiers: tuple[int, ...] = ()
 
 
 class AtRest(msgspec.Struct, frozen=True, gc=False):
@@ -244,6 +296,7 @@ class AtRest(msgspec.Struct, frozen=True, gc=False):
     num_used: int
     num_cached: int
     num_released: int
+    tiers: tuple[int, ...] = ()
 
 
 class StepSink(Protocol):

@@ -54,6 +54,8 @@ class Request(msgspec.Struct, eq=False):
     largest_hit_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV others had left; what it found of its own after a preemption is not in here."""
+    cached_tokens_below: tuple[int, ...] = ()
+    """Those of `cached_tokens` that each tier below the device had; empty for none."""
     recomputed_tokens: int = 0
     furthest_computed: int = 0
     """Tokens it had in pages before its last preemption."""

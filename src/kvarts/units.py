@@ -6,7 +6,7 @@ import re
 
 from kvarts.errors import ConfigError
 
-__all__ = ["parse_bytes"]
+__all__ = ["parse_bytes", "parse_rate"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -19,3 +19,11 @@ def parse_bytes(text: str) -> int:
         raise ConfigError(f"{text!r} is no size in bytes", hint="Write 64GiB, 500MB or a number of bytes.")
     unit: int = (1024 if match[3] else 1000) ** _POWERS[match[2]]
     return round(float(match[1]) * unit)
+
+
+def parse_rate(text: str) -> int:
+    """Bytes a second of `50GB/s`, or of a size as `parse_bytes` takes it. Raises ConfigError for anything else."""
+    try:
+        return parse_bytes(text.strip().removesuffix("/s"))
+    except ConfigError:
+        raise ConfigError(f"{text!r} is no bandwidth", hint="Write 50GB/s, 25GiB/s or a number of bytes.") from None

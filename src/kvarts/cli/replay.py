@@ -50,6 +50,27 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
           help="Closed loop: keep N requests (or sessions) in flight, whatever their times in the trace.")  # fmt: skip
 @_setting("--speedup", field="speedup", type=float, metavar="X",
           help="Open loop: divide arrival times and session delays by X. [1]")  # fmt: skip
+@_setting("--host-pages", field="offload_host_pages", type=int, metavar="N",
+          help="Host memory below the device of each replica, in pages. [0]")  # fmt: skip
+@_setting("--host-memory", field="offload_host_memory", metavar="SIZE",
+          help="The same in bytes: 64GiB. A page weighs --kv-bytes-per-token times its tokens.")  # fmt: skip
+@_setting("--offload", field="offload_policy", type=click.Choice(["eager", "lazy"]),
+          help="Store a page below as soon as it is complete, or when its eviction comes near. [eager]")  # fmt: skip
+@_setting("--target-free", field="offload_target_free", type=int, metavar="N",
+          help="Lazy: so many pages can be taken without losing anything. [twice a token budget]")  # fmt: skip
+@_setting("--h2d", field="offload_h2d", metavar="RATE", help="Bandwidth from host memory to the device. [50GB/s]")
+@_setting("--d2h", field="offload_d2h", metavar="RATE", help="Bandwidth from the device to host memory. [50GB/s]")
+@_setting("--transfer-latency-us", field="offload_latency_us", type=float, metavar="US",
+          help="On top of every transfer to or from host memory. [10]")  # fmt: skip
+@_setting("--kv-bytes-per-token", field="offload_kv_bytes_per_token", type=int, metavar="BYTES",
+          help="What a token weighs. [131072: Llama 3.1 8B in 16 bits]")  # fmt: skip
+@_setting("--disk-pages", field="offload_disk_pages", type=int, metavar="N",
+          help="Files below host memory, in pages. [0]")  # fmt: skip
+@_setting("--disk-memory", field="offload_disk_memory", metavar="SIZE", help="The same in bytes.")
+@_setting("--disk-read", field="offload_disk_read", metavar="RATE", help="Bandwidth from files. [5GB/s]")
+@_setting("--disk-write", field="offload_disk_write", metavar="RATE", help="Bandwidth to files. [3GB/s]")
+@_setting("--disk-latency-us", field="offload_disk_latency_us", type=float, metavar="US",
+          help="On top of every transfer to or from files. [100]")  # fmt: skip
 @_setting("--slo-ttft-ms", field="slo_ttft_ms", type=float, metavar="MS", help="Goodput: longest time to first token.")
 @_setting("--slo-tpot-ms", field="slo_tpot_ms", type=float, metavar="MS",
           help="Goodput: longest mean time per output token after the first.")  # fmt: skip
@@ -134,6 +155,19 @@ def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str
     slo = {name.removeprefix("slo_"): given.pop(name) for name in list(given) if name.startswith("slo_")}
     if slo:
         values["slo"] = {**values.get("slo", {}), **slo}
+    offload = {name.removeprefix("offload_"): given.pop(name) for name in list(given) if name.startswith("offload_")}
+    if offload:
+        below = {**values.get("offload", {}), **offload}
+        if not any(below.get(name) is not None for name in ("host_pages", "host_memory")):
+            raise ConfigError(
+                "says how, and not how much", field="offload", hint="Give --host-pages or --host-memory as well."
+            )
+        for pages, memory in (("host_pages", "host_memory"), ("disk_pages", "disk_memory")):
+            if pages in offload and memory not in offload:
+                below.pop(memory, None)
+            elif memory in offload and pages not in offload:
+                below.pop(pages, None)
+        values["offload"] = below
     if "cost" in given:
         given["cost"] = parse_cost(given["cost"])
     if "concurrency" in given and "speedup" not in given:

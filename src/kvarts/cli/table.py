@@ -54,6 +54,7 @@ def render_table(summary: dict[str, Any]) -> str:
             f"{_percent(summary['prefix_hit_ratio'])} of prompt tokens "
             f"({summary['num_cached_tokens']:,} of {summary['num_input_tokens']:,})",
         ),
+        *_tiers(summary),
         _row(
             "KV pages",
             f"peak {_percent(summary['peak_used_pct'])} used, mean {_percent(summary['mean_used_pct'])}, "
@@ -67,6 +68,28 @@ def render_table(summary: dict[str, Any]) -> str:
         _row("limited by", _limit(summary["limited_by"])),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tiers(summary: dict[str, Any]) -> list[str]:
+    """Where hits came from, and what moved for it, if there is a tier below the device."""
+    transfers = summary["transfers"]
+    if transfers is None:
+        return []
+    ratios = ", ".join(f"{name} {_percent(ratio)}" for name, ratio in summary["prefix_hit_ratio_by_tier"].items())
+    moved = [f"{name.replace('_', ' ')} {_bytes(count)}" for name, count in transfers["bytes"].items()]
+    lines = [_row("  by tier", ratios), _row("transfers", ", ".join(moved))]
+    failed, left_out = transfers["num_failed"], transfers["num_pages_without_room"]
+    if failed or left_out:
+        lines.append(_row("", f"{failed:,} failed, {left_out:,} pages found no room to be stored"))
+    return lines
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
 
 
 def _row(name: str, value: str) -> str:

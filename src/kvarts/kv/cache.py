@@ -1,7 +1,7 @@
 """The paged prefix cache of one device: the pool and the tree, kept in step.
 
-A page is *used* while somebody references it, *cached* while it holds a prefix nobody references, *empty*
-otherwise. `free` is cached plus empty, and empty pages are always used before a cached one is evicted.
+A page is *used* while a request references it or a transfer holds it, *cached* while it holds a prefix and is not in
+use, *empty* otherwise. `free` is cached plus empty, and empty pages are always used before a cached one is evicted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from kvarts.content import Content
 from kvarts.events import Event
 from kvarts.kv.pool import CountPool, IdPool, PageId
+from kvarts.kv.safe import SafeFirstTree
 from kvarts.kv.tree import Match, Node, Path, PrefixTree
 
 __all__ = ["Holding", "PageCache"]
@@ -32,13 +33,23 @@ class Holding(msgspec.Struct, eq=False):
 
 
 class PageCache:
-    """Owner of every page of one pool: who has it, and what it holds."""
+    """Owner of every page of one pool: who has it, and what it holds.
+
+    `safe_first`: pages that a tier below holds as well are evicted before those it does not.
+    """
 
     __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "num_released", "pool", "tree")
 
-    def __init__(self, num_pages: int, *, with_page_ids: bool, events: list[Event] | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        with_page_ids: bool,
+        events: list[Event] | None = None,
+        safe_first: bool = False,
+    ) -> None:
         self.pool: CountPool | IdPool = IdPool(num_pages) if with_page_ids else CountPool(num_pages)
-        self.tree = PrefixTree(events)
+        self.tree: PrefixTree = SafeFirstTree(events) if safe_first else PrefixTree(events)
         self.has_page_ids = with_page_ids
         self.num_free = num_pages
         """Pages that can be taken now: empty or cached."""
@@ -49,12 +60,12 @@ class PageCache:
 
     @property
     def num_cached(self) -> int:
-        """Pages that hold a prefix nobody references."""
+        """Pages that hold a prefix and are not in use."""
         return self.tree.num_cached
 
     @property
     def num_used(self) -> int:
-        """Pages somebody references."""
+        """Pages that somebody references or a transfer holds."""
         return self.pool.total - self.num_free
 
     def take(self, count: int) -> list[PageId] | None:
@@ -90,10 +101,46 @@ class PageCache:
                 page_ids += node.page_ids
         return Holding(path, match.num_pages, page_ids)
 
+    def hold(self, match: Match) -> Path:
+        """Puts what was found to use for a transfer, each page in its place of the eviction order, until `unhold`."""
+        tree = self.tree
+        num_cached = tree.num_cached
+        path = tree.hold(match)
+        self.num_free -= num_cached - tree.num_cached
+        return path
+
+    def hold_open(self, holding: Holding, num_pages: int) -> Path | None:
+        """As `hold`, for the first `num_pages` pages of somebody who holds just these; None if that is not so."""
+        path = holding.path
+        if not path or path[-1].end != num_pages:
+            return None
+        path = list(path)
+        num_cached = self.tree.num_cached
+        self.tree.hold_path(path)
+        self.num_free -= num_cached - self.tree.num_cached  # these pages are in use, but not all copies of them
+        return path
+
+    def page_ids(self, path: Path) -> list[PageId]:
+        """The ids of the pages that `path` holds, in order of position."""
+        page_ids: list[PageId] = []
+        for node in reversed(list(self.tree.walk(path))):
+            assert node.page_ids is not None
+            page_ids += node.page_ids
+        return page_ids
+
+    def unhold(self, path: Path) -> None:
+        """Ends what `hold` began."""
+        tree = self.tree
+        num_cached = tree.num_cached
+        tree.unhold(path)
+        num_released = tree.num_cached - num_cached
+        self.num_free += num_released
+        self.num_released += num_released
+
     def grow(self, holding: Holding, num_pages: int) -> None:
-        """Takes pages until `holding` has `num_pages`."""
+        """Takes pages until `holding` has `num_pages`, if it has fewer."""
         num_missing = num_pages - holding.num_pages
-        if num_missing:
+        if num_missing > 0:
             taken_ids = self.take(num_missing)
             if taken_ids is not None:
                 assert holding.page_ids is not None
@@ -123,6 +170,7 @@ class PageCache:
         num_released = tree.num_cached - num_cached + num_private
         self.num_free += num_released
         self.num_released += num_released
+        holding.path = []
 
     def runs(self) -> Iterator[tuple[Content, int, int, int]]:
         """Findable pages and their copies: content, first page, page after the last, how often referenced."""
@@ -130,9 +178,12 @@ class PageCache:
 
     # Laws -------------------------------------------------------------------------------------------------
 
-    def check(self, holdings: Iterable[tuple[Holding, int]]) -> None:
-        """Asserts laws L1, L2 and L3 given everybody who holds pages, and how many each holds."""
+    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[Path] = ()) -> None:
+        """Asserts laws L1, L2 and L3 given everybody who holds pages, and how many each; and what transfers hold."""
         held: Counter[int] = Counter()
+        transferred = Counter(
+            id(copy) for path in holds for node in self.tree.walk(path) for copy in node.twins or (node,)
+        )
         num_private = 0
         for holding, num_pages in holdings:
             position = None
@@ -150,8 +201,9 @@ class PageCache:
             size = node.end - node.start
             assert size > 0, f"L1: {node} has no pages"
             assert node.refs == held[id(node)], f"L2: {node} is held by {held[id(node)]}"
+            assert node.holds == transferred[id(node)], f"L2: {node} is held by {transferred[id(node)]} transfers"
             assert (node.refs == 0) == (id(node) in listed), f"L2: {node} is in the wrong list"
-            if node.refs:
+            if node.refs or node.holds:
                 num_referenced += size
             else:
                 num_cached += size
@@ -163,7 +215,7 @@ class PageCache:
                 assert parent is not None and parent.children is node.children, f"L3: {child} has another parent"
                 assert child.start == node.end, f"L3: {child} does not follow {node}"
                 parents[id(child)] = node
-        assert num_cached == self.num_cached == sum(n.end - n.start for n in self.tree.lru_nodes()), "L1: cached"
+        assert num_cached == self.num_cached, f"L1: {num_cached} pages cached, counted as {self.num_cached}"
         assert self.num_free == self.pool.num_empty + self.num_cached, "L1: free"
         assert self.num_used == num_referenced + num_private, (
             f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"

@@ -11,6 +11,9 @@ that of a page-by-page LRU list in which a request's pages are released deepest 
 
 The tree knows neither requests nor tokens, only paths: the list of nodes that a holder pinned, root side first.
 Splitting keeps the tail's identity, so a path stays valid: what was split off lies before its node, by `parent`.
+
+A transfer *holds* runs without referencing them: they are in use, so eviction passes them by, but they keep their place
+in the list. A copy to another tier disturbs nobody's order.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ class Node(msgspec.Struct, eq=False):
     """Pages [start, end) of `content`, counted from the first token. Written by PrefixTree only.
 
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is in the LRU list,
-    between `older` and `newer`. `children` is by their keys, and one dict for all twins. `page_ids` is None where pages
-    are only counted. A root has neither content nor key.
+    between `older` and `newer`. `holds`: how many transfers do; at 0 of both the run is cached. `children` is by their
+    keys, and one dict for all twins. `page_ids` is None where pages are only counted. A root has neither content nor
+    key. `below`, `stamp` and `is_safe` are for trees that know of a tier below, see SafeFirstTree.
     """
 
     content: Content
@@ -43,6 +47,10 @@ class Node(msgspec.Struct, eq=False):
     children: dict[PageKey, Node] | None = None
     twins: list[Node] | None = None
     page_ids: list[PageId] | None = None
+    holds: int = 0
+    below: int = 0
+    stamp: int = 0
+    is_safe: bool = False
     older: Node = None  # type: ignore[assignment]
     newer: Node = None  # type: ignore[assignment]
 
@@ -58,7 +66,7 @@ Path = list[Node]
 class Match(msgspec.Struct, eq=False):
     """The longest resident prefix of a content. Valid until the tree changes.
 
-    `num_pages`: its length. `num_shared`: how many of these pages somebody references. `nodes`: the runs; the last
+    `num_pages`: its length. `num_shared`: how many of these pages are in use. `nodes`: the runs; the last
     one may reach beyond `num_pages`.
     """
 
@@ -76,6 +84,8 @@ class PrefixTree:
     def __init__(self, events: list[Event] | None = None) -> None:
         self.num_cached = 0
         self.events = events
+        self.gone: list[tuple[Content, int, int]] | None = None
+        """Where it is a list: receives runs that can no longer be found: content, first page, page after the last."""
         self._roots: dict[str | None, Node] = {}
         # One sentinel closes the LRU list to a ring: newer of it is the oldest run, older of it the youngest.
         self._lru = Node(NOTHING, b"", 0, 0, 0, None)
@@ -102,7 +112,7 @@ class PrefixTree:
             common = content.common_pages(child.content, position, end)
             assert common > position, "a child was found by a key that its first page does not have"
             nodes.append(child)
-            if child.refs:
+            if child.refs or child.holds:
                 num_shared += common - position
             position = common
             if common < child.end:
@@ -122,9 +132,38 @@ class PrefixTree:
                 older, newer = node.older, node.newer
                 older.newer = newer
                 newer.older = older
-                self.num_cached -= node.end - node.start
+                if not node.holds:
+                    self.num_cached -= node.end - node.start
             node.refs += 1
         return nodes
+
+    def hold(self, match: Match) -> Path:
+        """Keeps every page of `match` from being evicted, each in its place; returns the path, for `unhold`.
+
+        All copies of a page are held: the one that is found may stand before what follows it in the list.
+        """
+        nodes = match.nodes
+        if nodes and nodes[-1].end > match.num_pages:
+            nodes[-1] = self._split(nodes[-1], match.num_pages)
+        self.hold_path(nodes)
+        return nodes
+
+    def hold_path(self, path: Path) -> None:
+        """As `hold`, for what somebody's path holds already."""
+        for node in self.walk(path):
+            for copy in node.twins or (node,):
+                if not (copy.refs or copy.holds):
+                    self.num_cached -= copy.end - copy.start
+                copy.holds += 1
+
+    def unhold(self, path: Path) -> None:
+        """Ends what `hold` began."""
+        for node in self.walk(path):
+            for copy in node.twins or (node,):
+                copy.holds -= 1
+                assert copy.holds >= 0, f"{copy} was let go more often than it was held"
+                if not (copy.refs or copy.holds):
+                    self.num_cached += copy.end - copy.start
 
     def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
         """Makes the pages from the end of `path` to `end` findable; the holder of `path` references them.
@@ -136,7 +175,7 @@ class PrefixTree:
             start = last.end
             if start >= end:
                 return
-            if last.refs == 1 and not last.children and last.twins is None:
+            if last.refs == 1 and not (last.children or last.twins or last.holds or last.below):
                 # The holder is alone with a leaf: the run grows.
                 last.end = end
                 before = last.content
@@ -154,12 +193,13 @@ class PrefixTree:
             last = self._root(content.salt)
         while start < end:
             if last.children is None:
-                last.children = {}
+                last.children = self._new_children(last)
             key = content.key(start)
             first_copy = last.children.get(key)
             if first_copy is None:
                 node = Node(content, key, start, end, 1, last)
                 last.children[key] = node
+                self._on_birth(node)
                 if self.events is not None:
                     self.events.append(PagesStored(content, start, end, last.content if start else None))
             else:
@@ -187,7 +227,8 @@ class PrefixTree:
                     node.older = youngest
                     node.newer = lru
                     youngest.newer = lru.older = node
-                    self.num_cached += node.end - node.start
+                    if not node.holds:
+                        self.num_cached += node.end - node.start
                 if node.start <= floor:
                     break
                 assert node.parent is not None
@@ -211,27 +252,31 @@ class PrefixTree:
         assert count <= self.num_cached, f"{count} pages to evict, {self.num_cached} cached"
         self.num_cached -= count
         page_ids: list[PageId] = []
-        while True:
-            node = self._lru.newer
-            size = node.end - node.start
-            if size <= count:
-                if node.page_ids is not None:
-                    page_ids.extend(reversed(node.page_ids))
-                self._remove(node)
-                count -= size
-                if not count:
-                    return page_ids
-            elif node.twins is None:
-                assert not node.children, f"{node} would be evicted under its children"
-                node.end -= count
-                if node.page_ids is not None:
-                    page_ids.extend(reversed(node.page_ids[-count:]))
-                    del node.page_ids[-count:]
-                if self.events is not None:
-                    self.events.append(PagesRemoved(node.content, node.end, node.end + count))
-                return page_ids
-            else:
-                self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
+        while count:
+            count -= self._evict_oldest(self._lru, count, page_ids)
+        return page_ids
+
+    def _evict_oldest(self, ring: Node, count: int, page_ids: list[PageId]) -> int:
+        """Evicts at most `count` pages of the oldest run of `ring` that nothing holds; how many they were."""
+        node = ring.newer
+        while node.holds:
+            node = node.newer
+        size = node.end - node.start
+        if size > count and node.twins is not None:
+            self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
+            size = count
+        if size <= count:
+            if node.page_ids is not None:
+                page_ids.extend(reversed(node.page_ids))
+            self._remove(node)
+            return size
+        assert not node.children, f"{node} would be evicted under its children"
+        node.end -= count
+        if node.page_ids is not None:
+            page_ids.extend(reversed(node.page_ids[-count:]))
+            del node.page_ids[-count:]
+        self._tell_removed(node.content, node.end, node.end + count)
+        return count
 
     # Inside -----------------------------------------------------------------------------------------------
 
@@ -242,6 +287,27 @@ class PrefixTree:
             root = self._roots[salt] = Node(NOTHING, b"", 0, 0, 1, None)
         return root
 
+    def _tell_removed(self, content: Content, start: int, end: int) -> None:
+        if self.events is not None:
+            self.events.append(PagesRemoved(content, start, end))
+        if self.gone is not None:
+            self.gone.append((content, start, end))
+
+    # What a tree that knows of a tier below has to keep up with.
+
+    def _new_children(self, node: Node) -> dict[PageKey, Node]:
+        """An empty dict for the children of `node` and its twins."""
+        return {}
+
+    def _on_birth(self, node: Node) -> None:
+        """`node` is the first copy of its pages."""
+
+    def _on_split(self, tail: Node) -> None:
+        """`tail` is the first copy of what was split off its new parent, of whose children it is the only one."""
+
+    def _on_death(self, node: Node) -> None:
+        """`node` was the last copy of its pages, or the first of several."""
+
     def _split(self, node: Node, at: int) -> Node:
         """Splits the run, and every twin with it, before page `at`; returns the head. `node` becomes the tail."""
         assert node.start < at < node.end
@@ -250,18 +316,18 @@ class PrefixTree:
         parent = first.parent
         assert parent is not None and parent.children is not None
         tail_key = first.content.key(at)
-        tails = {tail_key: first}
-        heads = []
-        for tail in group:
-            head = Node(tail.content, tail.key, tail.start, at, tail.refs, tail.parent)
+        heads = [Node(tail.content, tail.key, tail.start, at, tail.refs, tail.parent) for tail in group]
+        tails = self._new_children(heads[0])
+        tails[tail_key] = first
+        for tail, head in zip(group, heads, strict=True):
             head.children = tails
+            head.holds, head.below, head.stamp, head.is_safe = tail.holds, tail.below, tail.stamp, tail.is_safe
             if tail.page_ids is not None:
                 cut = at - tail.start
                 head.page_ids = tail.page_ids[:cut]
                 del tail.page_ids[:cut]
             if tail.refs == 0:
                 self._list_before(tail.newer, head)  # deeper pages go first
-            heads.append(head)
         first_head = heads[0]
         parent.children[first_head.key] = first_head
         for tail, head in zip(group, heads, strict=True):
@@ -270,6 +336,7 @@ class PrefixTree:
             tail.parent = head
             if len(heads) > 1:
                 head.twins = heads
+        self._on_split(first)
         return heads[group.index(node)]
 
     def _add_twin(self, first_copy: Node, content: Content, end: int, parent: Node) -> Node:
@@ -279,10 +346,11 @@ class PrefixTree:
         if common < first_copy.end:
             first_copy = self._split(first_copy, common)
         if first_copy.children is None:
-            first_copy.children = {}
+            first_copy.children = self._new_children(first_copy)
         if first_copy.twins is None:
             first_copy.twins = [first_copy]
         twin = Node(content, first_copy.key, start, common, 1, parent)
+        twin.holds, twin.below = first_copy.holds, first_copy.below
         twin.children = first_copy.children
         twin.twins = first_copy.twins
         twin.twins.append(twin)
@@ -299,8 +367,8 @@ class PrefixTree:
         if twins is None:
             assert not node.children, f"{node} would be evicted under its children"
             del parent.children[node.key]
-            if self.events is not None:
-                self.events.append(PagesRemoved(node.content, node.start, node.end))
+            self._on_death(node)
+            self._tell_removed(node.content, node.start, node.end)
             return
         if self.events is not None:
             self.events.append(CopiesRemoved(node.content, node.start, node.end))
@@ -308,6 +376,7 @@ class PrefixTree:
         twins.remove(node)
         if was_first:
             parent.children[node.key] = twins[0]
+            self._on_death(node)
         if len(twins) == 1:
             twins[0].twins = None
 

@@ -45,7 +45,8 @@ def replay(
     else:
         source = OpenLoop(trace, speedup=config.speedup)
     requests = RequestLog(largest_hit_counts=config.profile == "mocker")
-    steps = [StepLog(config.num_pages) for _ in range(config.replicas)]
+    tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
+    steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     engines = [
         Engine(
             config,
@@ -53,6 +54,7 @@ def replay(
             sink=log,
             step_by_step=config.step_by_step,
             audit=config.audit,
+            offload=config.offload,
             observers=() if observers_of is None else observers_of(replica),
         )
         for replica, log in enumerate(steps)
@@ -67,4 +69,5 @@ def replay(
         steps,
         stalls_ns=[stall_ns for scheduler in schedulers for stall_ns in scheduler.stalls_ns],
         num_evicted_pages=sum(scheduler.cache.num_evicted for scheduler in schedulers),
+        offloaders=[scheduler.offloader for scheduler in schedulers if scheduler.offloader is not None],
     )

@@ -10,6 +10,7 @@ import msgspec
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.cost import CallableCost, CostModel, CostSpec, PolynomialCost, parse_cost
+from kvarts.offload.config import OffloadConfig
 from kvarts.replayer.router import RouterName
 from kvarts.replayer.workload import Workload
 
@@ -41,7 +42,7 @@ class ReplayConfig(
     `cost`: a cost model, or any callable that answers the milliseconds of a Batch. `replicas` engines of the same
     configuration stand behind `router`. Requests arrive at their times divided by `speedup`, or `concurrency` of them
     (or sessions) are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of
-    page accounting after every step.
+    page accounting after every step. `offload`: tiers below the device of each replica.
     """
 
     cost: Any = PolynomialCost()
@@ -52,6 +53,7 @@ class ReplayConfig(
     slo: Slo = Slo()
     step_by_step: bool = False
     audit: bool = False
+    offload: OffloadConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -120,6 +120,8 @@ class Driver:
         replica = self._router.choose(request, engines) if len(engines) > 1 else 0
         if not self._source.is_reactive:
             self._run_engine(replica, now_ns)
+        if engines[replica].is_pausing:
+            self._ends_ns[replica] = NEVER_NS
         reason = engines[replica].submit(request, now_ns)
         if reason is None:
             self._rows[index] = row
@@ -154,3 +156,5 @@ class Driver:
         for index in leaping:
             until_ns = min(arrival_ns, *quiet_ns[:index], *quiet_ns[index + 1 :])
             ends_ns[index] = engines[index].start(now_ns, until_ns)
+            if ends_ns[index] > quiet_ns[index]:
+                quiet_ns[index] = ends_ns[index]  # a transfer ends while the last of its steps is under way

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.events import Blocked
+from kvarts.offload.offloader import OffloadCounts, Offloader
 from kvarts.replayer.columns import COMPLETED, RequestLog
 from kvarts.replayer.config import ReplayConfig
 from kvarts.replayer.trace import Trace
@@ -30,6 +31,7 @@ REPORT_VERSION = 1
 NS_PER_MS = 1e6
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
+LANES = ("d2h", "h2d", "disk_write", "disk_read")
 STATUS_NAMES = ("completed", "rejected")
 
 Distribution = dict[str, float | None]
@@ -51,6 +53,7 @@ class Report:
         *,
         stalls_ns: Sequence[int],
         num_evicted_pages: int,
+        offloaders: Sequence[Offloader] = (),
     ) -> None:
         self.config = config
         self.trace_name = trace.name
@@ -59,6 +62,8 @@ class Report:
         self._step_logs = steps
         self._stalls_ns = stalls_ns
         self._num_evicted_pages = num_evicted_pages
+        self._offloaders = offloaders
+        self._tiers = list(steps[0].tiers)
 
     # Columns ----------------------------------------------------------------------------------------------
 
@@ -75,6 +80,7 @@ class Report:
             "first_token_ms": _ms(raw["first_token_ns"]),
             "last_token_ms": _ms(raw["last_token_ns"]),
             "cached_tokens": raw["cached_tokens"],
+            **{f"{name}_tokens": raw[f"{name}_tokens"] for name in self._tiers},
             "admissions": raw["admissions"],
             "preemptions": raw["preemptions"],
             "recomputed_tokens": raw["recomputed_tokens"],
@@ -105,6 +111,7 @@ class Report:
             "preempted": raw["preempted"],
             "used_pages": raw["used"],
             "cached_pages": raw["cached"],
+            **{f"{field}_pages": raw[field] for field in self._step_logs[0].tier_fields},
         }
 
     @cached_property
@@ -138,6 +145,8 @@ class Report:
         input_tokens = int(completed["input_tokens"].sum())
         output_tokens = int(output.sum())
         cached_tokens = int(completed["cached_tokens"].sum())
+        cached_by_tier = {name: int(completed[f"{name}_tokens"].sum()) for name in self._tiers}
+        cached_by_tier = {"device": cached_tokens - sum(cached_by_tier.values()), **cached_by_tier}
         pool_pages = config.num_pages
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
         used_page_ns, peaks = 0, []
@@ -169,8 +178,10 @@ class Report:
             "output_throughput_tokens_per_s": _ratio(output_tokens, duration_s),
             "goodput": self._goodput(ttft_ns, tpot_ns, several, e2e_ns, duration_s),
             "prefix_hit_ratio": _ratio(cached_tokens, input_tokens),
-            "prefix_hit_ratio_by_tier": {"device": _ratio(cached_tokens, input_tokens)},
+            "prefix_hit_ratio_by_tier": {name: _ratio(hit, input_tokens) for name, hit in cached_by_tier.items()},
             "num_cached_tokens": cached_tokens,
+            "num_cached_tokens_by_tier": cached_by_tier,
+            "transfers": self._transfers() if self._tiers else None,
             "num_recomputed_tokens": int(completed["recomputed_tokens"].sum()),
             "num_preemptions": sum(int(span["preempted"].sum()) for span in spans),
             "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
@@ -249,6 +260,19 @@ class Report:
         num_good = int(good.sum())
         return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
 
+    def _transfers(self) -> dict[str, Any]:
+        """What went to and fro between the tiers, of all replicas together."""
+        counts = [offloader.counts for offloader in self._offloaders]
+        lanes = LANES[: 2 * len(self._tiers)]
+        return {
+            **{name: sum(getattr(count, name) for count in counts) for name in OffloadCounts.__struct_fields__},
+            "bytes": {name: sum(offloader.lanes[name].num_bytes for offloader in self._offloaders) for name in lanes},
+            "num_evicted_pages": {
+                name: sum(offloader.tiers[place].num_evicted for offloader in self._offloaders)
+                for place, name in enumerate(self._tiers)
+            },
+        }
+
     def _limits(self, queue_ns: Column, e2e_ns: Column) -> dict[str, Any]:
         """What waiting requests waited for, by the time they waited."""
         waited = dict.fromkeys(LIMITS.values(), 0)
@@ -293,6 +317,7 @@ def _config_as_json(config: ReplayConfig) -> dict[str, Any]:
     cost = values["cost"]
     values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(config.cost_model)
     values["slo"] = msgspec.to_builtins(values["slo"])
+    values["offload"] = msgspec.to_builtins(values["offload"])
     # How a replay is carried out is no part of what it says.
     del values["step_by_step"], values["audit"]
     return values

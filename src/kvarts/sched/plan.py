@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvarts.events import Preemption
 from kvarts.kv.pool import PageId
+from kvarts.offload.transfer import Transfer, TransferReport
 
 __all__ = ["Batch", "Chunk", "DecodeRows", "StepPlan", "StepResult"]
 
@@ -80,7 +81,8 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One step. `admitted`, by request index, in order; `preemptions` in order. A row in `left_rows` is no longer
-    whose it was: its request finished, was cancelled or was preempted since the last plan."""
+    whose it was: its request finished, was cancelled or was preempted since the last plan. `transfers` are to be begun:
+    what they read is complete before this step, and what they write is not read before they were reported."""
 
     step: int
     batch: Batch
@@ -88,15 +90,17 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     preemptions: tuple[Preemption, ...] = ()
     decodes: DecodeRows | None = None
     left_rows: tuple[int, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """What an executor answers. `duration_ns`: how long the step took.
 
     `tokens`: shape [max_num_seqs], the id sampled for each row that sampled one; None in virtual time.
-    `stopped_rows`: rows whose token ended their sequence.
+    `stopped_rows`: rows whose token ended their sequence. `transfer_reports`: transfers that ended since the last step.
     """
 
     duration_ns: int
     tokens: npt.NDArray[np.uint64] | None = None
     stopped_rows: tuple[int, ...] = ()
+    transfer_reports: tuple[TransferReport, ...] = ()

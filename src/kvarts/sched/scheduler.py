@@ -5,18 +5,28 @@ known and not yet computed. Requests with just one such token are on the decode 
 the *chunked* one, because whoever did not get all its tokens took the last of the budget, and nobody is admitted
 after it. So the order of a step is: the wheel, the chunked request, then admissions.
 
+With a tier below the device, a waiting request may be *loading*: it has all the pages of its known tokens, and a seat,
+and waits for a transfer to fill the first of them. It is no victim, since its pages could not be given away before the
+transfer ends. Then it is *ready*, and admitted before those who wait.
+
 The scheduler reads no clock and no random number: time comes in with `schedule` and `commit`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvarts.config import EngineConfig
+from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Admitted, Blocked, ChunkComputed, Event, Finished, HeadBlocked, Preemption
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.pool import PageId
+from kvarts.kv.tree import Match
+from kvarts.offload.config import OffloadConfig
+from kvarts.offload.offloader import Loaded, Offloader
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
 from kvarts.sched.policy import RunningSet, WaitingQueue
@@ -30,12 +40,40 @@ class Scheduler:
     """Owner of the queues, the wheel and the page cache, and of everything in a Request that changes.
 
     `with_page_ids`: plans name pages, rows and tokens, for an executor that writes KV. `events` receives what
-    happens to pages and requests.
+    happens to pages and requests. `offload`: tiers below the device; `known_keys` and
+    `namespace`: see FileTier.
     """
 
-    def __init__(self, config: EngineConfig, *, with_page_ids: bool = False, events: list[Event] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        with_page_ids: bool = False,
+        events: list[Event] | None = None,
+        offload: OffloadConfig | None = None,
+        known_keys: Iterable[bytes] = (),
+        namespace: str = "",
+    ) -> None:
         self.config = config
-        self.cache = PageCache(config.num_pages, with_page_ids=with_page_ids, events=events)
+        has_tiers = offload is not None and bool(offload.tiers(config.page_size))
+        self.cache = PageCache(
+            config.num_pages,
+            with_page_ids=with_page_ids,
+            events=events,
+            safe_first=has_tiers and offload is not None and offload.policy == "lazy",
+        )
+        self.offloader: Offloader | None = None
+        if has_tiers and offload is not None:
+            self.offloader = Offloader(
+                offload,
+                self.cache,
+                page_size=config.page_size,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                with_page_ids=with_page_ids,
+                events=events,
+                known_keys=known_keys,
+                namespace=namespace,
+            )
         self.wheel = DecodeWheel(config.page_size)
         self.waiting = WaitingQueue()
         self.running = RunningSet()
@@ -47,6 +85,13 @@ class Scheduler:
         self.stalls_ns: list[int] = []
         """For every token made after a preemption: the time since the token before it."""
         self._chunked: Request | None = None
+        self._loading: dict[int, Request] = {}
+        """By index, who waits for a load, in the order of admission."""
+        self._abandoned: dict[int, Request] = {}
+        """By index, who was cancelled while its load was under way: its pages go when that ends."""
+        self._ready: list[tuple[Request, Loaded]] = []
+        self._computed: list[tuple[Content, int, Holding]] = []
+        """Contents that get full pages in the scheduled step, how many they have then, and who holds them."""
         self._completing: list[Request] = []
         """Who computes the last of its known tokens in the scheduled step, off the wheel."""
         self._num_pages = config.num_pages
@@ -84,8 +129,16 @@ class Scheduler:
         return None
 
     def cancel(self, request: Request) -> None:
-        """Takes a waiting or running request out, between steps; its pages are free at once."""
-        if request.admission < 0:
+        """Takes a waiting or running request out, between steps; its pages are free at once.
+
+        Those of a request that waits for a load are, when that has ended.
+        """
+        if request.index in self._loading:
+            self._abandoned[request.index] = self._loading.pop(request.index)
+        elif any(request is other for other, _ in self._ready):
+            self._ready = [entry for entry in self._ready if entry[0] is not request]
+            self._close_loaded(request)
+        elif request.admission < 0:
             self.waiting.remove(request)
         else:
             self._leave_batch(request)
@@ -95,7 +148,17 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.running.num_running or self.waiting.num_waiting)
+        return bool(self.running.num_running or self.waiting.num_waiting or self.num_loading)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait to be admitted, for a load or otherwise."""
+        return self.waiting.num_waiting + self.num_loading
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for a load, or whose load has ended since the last step."""
+        return len(self._loading) + len(self._ready)
 
     # One step ---------------------------------------------------------------------------------------------
 
@@ -104,6 +167,10 @@ class Scheduler:
         wheel, cache = self.wheel, self.cache
         preemptions: list[Preemption] = []
         self.mark_used = -1
+        offloader = self.offloader
+        if offloader is not None:
+            self._take_loaded(offloader)
+            offloader.plan_stores(now_ns)
         num_due = wheel.pages_due()
         if num_due > cache.num_free:
             self._take_due_one_by_one(now_ns, preemptions)
@@ -118,8 +185,10 @@ class Scheduler:
         admitted: tuple[int, ...] = ()
         if preemptions:
             self.blocked = Blocked.NOT
-        elif self.waiting.num_waiting:
+        elif self.waiting.num_waiting or self._ready:
             admitted = self._admit(now_ns, budget, chunks)
+        if offloader is not None:
+            offloader.catch_up()
         if self._num_pages - cache.num_free > self.mark_used:
             self._mark()
         batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
@@ -127,7 +196,8 @@ class Scheduler:
         if rows is None:
             return StepPlan(wheel.step, batch, admitted, tuple(preemptions))
         decodes = rows.decodes(wheel.step, wheel.needing_page()) if wheel.num_decoding else None
-        return StepPlan(wheel.step, batch, admitted, tuple(preemptions), decodes, rows.take_left())
+        transfers = () if offloader is None else offloader.take_planned()
+        return StepPlan(wheel.step, batch, admitted, tuple(preemptions), decodes, rows.take_left(), transfers)
 
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """The scheduled step ended at `end_ns`; returns who finished, in admission order."""
@@ -136,6 +206,9 @@ class Scheduler:
             assert result is not None
             rows.keep(wheel.step, result)
         finished = self.commit_many(1, end_ns)
+        if self.offloader is not None and result is not None and result.transfer_reports:
+            self.offloader.report(result.transfer_reports, end_ns)
+            self.blocked = Blocked.NOT
         if self._completing:
             self._commit_completing(end_ns, finished)
         if rows is not None and result is not None and result.stopped_rows:
@@ -158,7 +231,7 @@ class Scheduler:
         head of the waiting queue may be.
         """
         wheel = self.wheel
-        if self._chunked is not None or not wheel.num_decoding:
+        if self._chunked is not None or not wheel.num_decoding or self._ready:
             return 0
         if self.waiting.num_waiting:
             # Decodes only ever take more pages, so a head that was short of pages stays so; and of seats.
@@ -173,10 +246,16 @@ class Scheduler:
             if self.blocked is Blocked.PAGES:
                 # A page that a decode fills may be one that the head needs, and then needs no more.
                 num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
-            elif self._events is not None or most_pages > self.cache.pool.num_empty:
-                # What is filled and what is evicted may be copies of one page: their order matters.
+            elif self._events is not None or self.offloader is not None or most_pages > self.cache.pool.num_empty:
+                # What is filled and what is evicted may be copies of one page: their order matters. And what is
+                # filled may have to be stored.
                 num_steps = min(num_steps, wheel.steps_to_filled_page())
         num_free = self.cache.num_free
+        if self.offloader is not None:
+            num_to_spare = self.offloader.pages_to_spare()
+            if num_to_spare is None:
+                return 0
+            num_free = min(num_free, num_to_spare)
         if most_pages > num_free:
             num_steps = self._steps_within(num_free, num_steps)
         return num_steps
@@ -196,6 +275,11 @@ class Scheduler:
     def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
         """The last of the advanced steps ended at `end_ns`; returns who finished with it, in admission order."""
         finished = self.wheel.turn(num_steps)
+        if self._computed:
+            assert self.offloader is not None
+            for content, num_full, holding in self._computed:
+                self.offloader.confirm(content, num_full, holding)
+            self._computed.clear()
         if finished:
             for request in finished:
                 if self._num_sharing and self._shares(request):
@@ -299,14 +383,18 @@ class Scheduler:
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admits from the head of the waiting queue while seats, budget and pages last."""
         waiting, cache, config = self.waiting, self.cache, self.config
-        running = self.running
+        running, offloader = self.running, self.offloader
         page_size = self._page_size
         admitted: list[int] = []
         num_pages_short = 0
         self.blocked = Blocked.NOT
+        while self._ready and budget > 0:
+            request, loaded = self._ready.pop(0)
+            budget -= self._resume(request, loaded, budget, now_ns, chunks)
+            admitted.append(request.index)
         while waiting.num_waiting:
             request = waiting.head()
-            if running.num_running >= config.max_num_seqs:
+            if running.num_running + self.num_loading >= config.max_num_seqs:
                 self.blocked = Blocked.SEQS
                 break
             if budget <= 0:
@@ -320,30 +408,19 @@ class Scheduler:
                 num_pages_short = -(-num_known // page_size) - match.num_shared - cache.num_free
                 break
             waiting.pop()
-            request.admission = self._num_admitted
-            self._num_admitted += 1
-            running.add(request)
-            hit_tokens = match.num_pages * page_size
             if self._events is not None:
                 self._told_blocked = None
+            if offloader is not None:
+                limit = (num_known if offloader.config.full_prompt_hits else num_known - 1) // page_size
+                offer = offloader.lookup(request.index, request.content, match.num_pages, limit)
+                if offer is not None:
+                    self._start_load(request, match, offer.num_pages, num_known)
+                    continue
+            hit_tokens = match.num_pages * page_size
+            if self._events is not None:
                 self._events.append(Admitted(request.index, request.content, match.num_pages))
             request.holding = cache.open(match)
-            request.num_computed = request.hit_tokens = hit_tokens
-            if request.num_admissions == 0:
-                request.first_admitted_ns = now_ns
-                request.cached_tokens = hit_tokens
-            elif hit_tokens > request.furthest_computed:
-                request.cached_tokens += hit_tokens - request.furthest_computed
-            if hit_tokens > request.largest_hit_tokens:
-                request.largest_hit_tokens = hit_tokens
-            request.num_admissions += 1
-            if self.rows is not None:
-                self.rows.enter(request)
-            num_tokens = num_known - hit_tokens
-            if num_tokens > budget:
-                num_tokens = budget
-            self._compute_chunk(request, num_tokens, num_known, chunks)
-            budget -= num_tokens
+            budget -= self._enter(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if self._events is not None and self.blocked is not Blocked.NOT:
             head = waiting.head().index
@@ -351,6 +428,83 @@ class Scheduler:
                 self._told_blocked = head, self.blocked
                 self._events.append(HeadBlocked(head, self.blocked, num_pages_short))
         return tuple(admitted)
+
+    def _enter(self, request: Request, hit_tokens: int, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
+        """`request`, with its first `hit_tokens` tokens in its pages, begins to run; tokens computed of `budget`."""
+        request.admission = self._num_admitted
+        self._num_admitted += 1
+        self.running.add(request)
+        request.num_computed = request.hit_tokens = hit_tokens
+        if request.num_admissions == 0:
+            request.first_admitted_ns = now_ns
+            request.cached_tokens = hit_tokens
+        elif hit_tokens > request.furthest_computed:
+            request.cached_tokens += hit_tokens - request.furthest_computed
+        if hit_tokens > request.largest_hit_tokens:
+            request.largest_hit_tokens = hit_tokens
+        request.num_admissions += 1
+        if self.rows is not None:
+            self.rows.enter(request)
+        num_known = request.num_prompt_tokens + request.num_made
+        num_tokens = num_known - hit_tokens
+        if num_tokens > budget:
+            num_tokens = budget
+        self._compute_chunk(request, num_tokens, num_known, chunks)
+        return num_tokens
+
+    # Inside: loads ----------------------------------------------------------------------------------------
+
+    def _start_load(self, request: Request, match: Match, num_pages: int, num_known: int) -> None:
+        """`request` gets all the pages of its known tokens; a transfer fills `num_pages` of them after those found."""
+        offloader, cache = self.offloader, self.cache
+        assert offloader is not None
+        holding = request.holding = cache.open(match)
+        cache.grow(holding, -(-num_known // self._page_size))
+        self._loading[request.index] = request
+        offloader.start_load(request.index, request.content, match.num_pages, num_pages, holding)
+
+    def _take_loaded(self, offloader: Offloader) -> None:
+        """Loads have ended: what arrived can be hit, and who waited for it can run."""
+        for loaded in offloader.take_loaded():
+            abandoned = self._abandoned.pop(loaded.request, None)
+            request = abandoned or self._loading.pop(loaded.request)
+            assert request.holding is not None
+            self.cache.publish(request.holding, request.content, loaded.num_pages)
+            if abandoned is None:
+                self._ready.append((request, loaded))
+            else:
+                self._close_loaded(request)
+
+    def _close_loaded(self, request: Request) -> None:
+        """Gives back all pages of `request`, which was cancelled before it ran; what was found or loaded is cached."""
+        holding = request.holding
+        assert holding is not None
+        num_full = holding.path[-1].end if holding.path else 0
+        self.cache.close(holding, request.content, num_full, holding.num_pages)
+        request.holding = None
+
+    def _resume(self, request: Request, loaded: Loaded, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
+        """`request` begins to run, with what was loaded; tokens computed of `budget`."""
+        page_size = self._page_size
+        offloader = self.offloader
+        assert offloader is not None
+        # Where the whole prompt was found, its last token is computed again.
+        hit_tokens = min(loaded.num_pages * page_size, request.num_prompt_tokens + request.num_made - 1)
+        below = []
+        start = (loaded.num_pages - sum(loaded.by_tier)) * page_size
+        for num_pages in loaded.by_tier:
+            end = start + num_pages * page_size
+            below.append(max(0, min(end, hit_tokens) - max(start, request.furthest_computed)))
+            start = end
+        if any(below):
+            so_far = request.cached_tokens_below or (0,) * len(below)
+            request.cached_tokens_below = tuple(map(sum, zip(so_far, below, strict=True)))
+        if self._events is not None:
+            by_tier = tuple(zip((tier.name for tier in offloader.tiers), loaded.by_tier, strict=True))
+            self._events.append(Admitted(request.index, request.content, loaded.num_pages, by_tier))
+        return self._enter(request, hit_tokens, budget, now_ns, chunks)
+
+    # Inside: chunks ---------------------------------------------------------------------------------------
 
     def _compute_chunk(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Takes the pages of a chunk and counts it as computed; full pages can be hit from now on."""
@@ -363,6 +517,10 @@ class Scheduler:
             self._events.append(ChunkComputed(request.index, start, end, num_known))
         cache.grow(holding, -(-end // page_size))
         cache.publish(holding, content, end // page_size)
+        if self.offloader is not None:
+            num_full = min(end // page_size, content.num_known_pages)
+            if num_full > start // page_size:
+                self._computed.append((content, num_full, holding))
         if end == num_known:
             self._completing.append(request)
             if request is self._chunked:
@@ -424,6 +582,8 @@ class Scheduler:
             holding = request.holding
             assert holding is not None
             cache.publish(holding, request.content, num_full)
+            if self.offloader is not None and num_full > (num_computed - num_steps) // page_size:
+                self._computed.append((request.content, num_full, holding))
 
     def _leave_wheel(self, request: Request) -> None:
         self.wheel.leave(request)
@@ -463,7 +623,8 @@ class Scheduler:
             rows.leave(request)
             num_pages = holding.num_pages
         else:
-            num_pages = -(-num_computed // page_size) + num_unused
+            # A decode takes pages in bulk with others'; a request that was loaded has them before it computes.
+            num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
         self.cache.close(holding, request.content, num_computed // page_size, num_pages)
         request.holding = None
         self.running.remove(request)
@@ -495,7 +656,13 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts laws L1, L2 and L3, between steps."""
-        running = [(request.holding, self.num_pages_of(request)) for request in self.running]
-        self.cache.check([(holding, num) for holding, num in running if holding is not None])
-        if not self.running.num_running:
+        holdings = [(request.holding, self.num_pages_of(request)) for request in self.running]
+        before = [*self._loading.values(), *self._abandoned.values(), *(request for request, _ in self._ready)]
+        holdings += [(request.holding, request.holding.num_pages) for request in before if request.holding is not None]
+        holds = []
+        if self.offloader is not None:
+            holds = self.offloader.holds()
+            self.offloader.check()
+        self.cache.check([(holding, num) for holding, num in holdings if holding is not None], holds)
+        if not holdings and not holds:
             assert self.cache.num_used == 0, f"L2: {self.cache.num_used} pages in use and nobody runs"

@@ -3,6 +3,7 @@
 Every prompt token of every admitted request is one of these:
 
 * `device_hit`: found in pages that others had left;
+* `host_hit`, `disk_hit`: found in a tier below the device, where there are such tiers;
 * `never_seen`: no sequence before it had computed this prefix up to this token;
 * `evicted`: some had, the page could be found once, and is gone;
 * `alignment`: some had, but not a whole page of it could be found: the page was never full, or it is the last page of
@@ -35,8 +36,9 @@ from kvarts.timeline.journal import (
 )
 from kvarts.timeline.rows import Column
 
-__all__ = ["KINDS", "HitLedger", "hit_ledger"]
+__all__ = ["BELOW", "KINDS", "HitLedger", "hit_ledger"]
 
+BELOW = ("host_hit", "disk_hit")
 KINDS = ("device_hit", "never_seen", "evicted", "alignment", "recomputed", "not_computed")
 
 
@@ -63,8 +65,7 @@ class HitLedger(msgspec.Struct, frozen=True):
     def to_text(self) -> str:
         """A line a kind, with a line end."""
         lines = [f"{'prompt tokens':<14}{self.prompt_tokens:>16,}"]
-        for kind in KINDS:
-            tokens = self.tokens[kind]
+        for kind, tokens in self.tokens.items():
             line = f"{kind.replace('_', ' '):<14}{tokens:>16,}{tokens / max(1, self.prompt_tokens):>9.1%}"
             if kind == "evicted" and self.gone_for:
                 line += f"  {self.gone_for}"
@@ -214,6 +215,7 @@ class _Reading:
             for owner, content in journal.contents.items()
         }
         self._requests: dict[int, _Request] = {}
+        self._has_tiers = False
         self._evicted_ago_ms: list[Column] = []
         """One value for each page that was missed because it was evicted."""
 
@@ -246,8 +248,15 @@ class _Reading:
             request = self._requests[line.request] = _Request(content, arrival.prompt_tokens)
         hit = line.hit_pages * size
         prompt = request.prompt
-        if min(hit, prompt) > request.furthest:
-            request.parts.append((request.furthest, min(hit, prompt), "device_hit"))
+        if line.loaded_pages and hit == prompt and not request.furthest:
+            hit -= 1  # the last token of a prompt that was found as a whole is computed again
+        end = hit
+        for tier, count in reversed(line.loaded_pages.items()):
+            start = min(end, (-(-end // size) - count) * size)
+            self._has_tiers = True
+            request.parts += _new_part(start, min(end, prompt), request.furthest, f"{tier}_hit")
+            end = start
+        request.parts += _new_part(0, min(end, prompt), request.furthest, "device_hit")
         request.furthest = max(request.furthest, hit)
         request.computed = hit
         request.at_step = -1
@@ -297,7 +306,8 @@ class _Reading:
 
     def ledger(self) -> HitLedger:
         by_request = {index: self._account(request) for index, request in sorted(self._requests.items())}
-        tokens = {kind: sum(account[kind] for account in by_request.values()) for kind in KINDS}
+        kinds = (KINDS[0], *BELOW, *KINDS[1:]) if self._has_tiers else KINDS
+        tokens = {kind: sum(account.get(kind, 0) for account in by_request.values()) for kind in kinds}
         ago = None
         if self._evicted_ago_ms:
             ordered = np.sort(np.concatenate(self._evicted_ago_ms))
@@ -318,7 +328,13 @@ class _Reading:
                 again.append((start, end))
         account["recomputed"] = sum(end - start for start, end in again)
         for start, end, kind in request.parts:
-            account[kind] += end - start
+            account[kind] = account.get(kind, 0) + end - start
             account[kind] -= sum(max(0, min(end, b) - max(start, a)) for a, b in again)
         account["not_computed"] = request.prompt - sum(account.values())
         return account
+
+
+def _new_part(start: int, end: int, furthest: int, kind: str) -> list[tuple[int, int, str]]:
+    """Tokens [start, end), as far as the request never had them before."""
+    start = max(start, furthest)
+    return [(start, end, kind)] if start < end else []

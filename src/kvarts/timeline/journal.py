@@ -26,12 +26,15 @@ from kvarts.events import (
     Event,
     Finished,
     HeadBlocked,
+    LoadStarted,
     PagesRemoved,
     PagesStored,
     Preemption,
     Rejected,
     StepEnded,
     StepStarted,
+    StoreStarted,
+    TransferEnded,
 )
 
 __all__ = [
@@ -44,10 +47,16 @@ __all__ = [
     "Journal",
     "JournalWriter",
     "Line",
+    "LoadedLine",
+    "LoadingLine",
     "PreemptedLine",
     "RejectedLine",
+    "RemovedBelowLine",
     "RemovedLine",
+    "StoreFailedLine",
+    "StoredBelowLine",
     "StoredLine",
+    "StoringLine",
     "load_journal",
 ]
 
@@ -94,9 +103,10 @@ class BlockedLine(Line, tag="blocked", frozen=True, kw_only=True, gc=False):
 
 
 class AdmittedLine(Line, tag="admitted", frozen=True, kw_only=True, gc=False):
-    """It began to run."""
+    """It began to run. `loaded_pages`: those of its hit pages, the last ones, that each tier below the device had."""
 
     hit_pages: int
+    loaded_pages: dict[str, int] = {}
 
 
 class ComputedLine(Line, tag="computed", frozen=True, kw_only=True, gc=False):
@@ -134,6 +144,55 @@ class StoredLine(Line, tag="stored", frozen=True, kw_only=True, gc=False):
     end_page: int
 
 
+class StoringLine(Line, tag="storing", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence are on their way to a tier below, with transfer `transfer`."""
+
+    transfer: int
+    tier: str
+    start_page: int
+    end_page: int
+
+
+class StoreFailedLine(Line, tag="store_failed", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence did not arrive in the tier below."""
+
+    transfer: int
+    tier: str
+    start_page: int
+    end_page: int
+
+
+class StoredBelowLine(Line, tag="stored_below", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence can be found in a tier below from now on."""
+
+    tier: str
+    start_page: int
+    end_page: int
+
+
+class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence left a tier below."""
+
+    tier: str
+    start_page: int
+    end_page: int
+
+
+class LoadingLine(Line, tag="loading", frozen=True, kw_only=True, gc=False):
+    """Pages it has in tiers below, after `hit_pages` on the device, are on their way, with transfer `transfer`."""
+
+    transfer: int
+    hit_pages: int
+    pages: dict[str, int]
+
+
+class LoadedLine(Line, tag="loaded", frozen=True, kw_only=True, gc=False):
+    """Its load ended, and `good_pages` pages arrived."""
+
+    transfer: int
+    good_pages: int
+
+
 class RemovedLine(Line, tag="removed", frozen=True, kw_only=True, gc=False):
     """Pages of its sequence were evicted, the last first. `is_copy`: another copy can still be found."""
 
@@ -153,6 +212,12 @@ AnyLine = (
     | CancelledLine
     | StoredLine
     | RemovedLine
+    | StoringLine
+    | StoreFailedLine
+    | StoredBelowLine
+    | RemovedBelowLine
+    | LoadingLine
+    | LoadedLine
 )
 
 
@@ -186,6 +251,7 @@ class JournalWriter:
         self._step = -1
         self._time_ns = 0
         self._num_units: dict[int, int] = {}
+        self._storing: dict[int, StoreStarted] = {}
         head = _Head(kvarts_journal=JOURNAL_VERSION, block_size_tokens=block_size_tokens, total_blocks=total_blocks)
         self._write(self._encoder.encode(head) + b"\n")
 
@@ -193,8 +259,7 @@ class JournalWriter:
         """See kvarts.engine.Observer."""
         lines = []
         for event in events:
-            line = self._line(event)
-            if line is not None:
+            for line in self._lines(event):
                 lines.append(line)
                 self._num_lines += 1
         if lines:
@@ -214,6 +279,34 @@ class JournalWriter:
         self._file.write(text)
         if self._is_live:
             self._file.flush()
+
+    def _lines(self, event: Event) -> Iterator[Line]:
+        """Most events are one line; a store is one for each of its runs."""
+        if isinstance(event, StoreStarted):
+            self._storing[event.transfer] = event
+            yield from self._runs(event, StoringLine)
+        elif isinstance(event, TransferEnded) and event.request < 0:
+            self._time_ns = event.time_ns
+            started = self._storing.pop(event.transfer)
+            if not event.num_good_pages:
+                yield from self._runs(started, StoreFailedLine)
+        else:
+            line = self._line(event)
+            if line is not None:
+                yield line
+
+    def _runs(self, event: StoreStarted, kind: type[StoringLine | StoreFailedLine]) -> Iterator[Line]:
+        for content, start, end in event.runs:
+            yield kind(
+                n=self._num_lines,
+                step=self._step,
+                t_ms=self._time_ns / NS_PER_MS,
+                request=content.owner,
+                transfer=event.transfer,
+                tier=event.medium,
+                start_page=start,
+                end_page=end,
+            )
 
     def _line(self, event: Event) -> Line | None:
         make = _MAKERS.get(type(event))
@@ -253,6 +346,11 @@ class JournalWriter:
         made = array("Q", bytes(event.content.units[num_units:])).tolist()
         return FinishedLine(**place, request=event.request, units=made)
 
+    def _loaded(self, event: TransferEnded, place: dict[str, Any]) -> Line:
+        self._time_ns = event.time_ns
+        place["t_ms"] = event.time_ns / NS_PER_MS
+        return LoadedLine(**place, request=event.request, transfer=event.transfer, good_pages=event.num_good_pages)
+
     def _cancelled(self, event: Cancelled, place: dict[str, Any]) -> Line:
         place["t_ms"] = event.time_ns / NS_PER_MS
         return CancelledLine(**place, request=event.request)
@@ -279,7 +377,35 @@ def _computed(_: JournalWriter, event: ChunkComputed, place: dict[str, Any]) -> 
     return ComputedLine(**place, request=event.request, start=event.start, end=event.end, known=event.num_known_tokens)
 
 
+def _admitted(_: JournalWriter, event: Admitted, place: dict[str, Any]) -> Line:
+    loaded = {name: count for name, count in event.by_tier or () if count}
+    return AdmittedLine(**place, request=event.request, hit_pages=event.num_hit_pages, loaded_pages=loaded)
+
+
+def _stored(_: JournalWriter, event: PagesStored, place: dict[str, Any]) -> Line:
+    place.update(request=event.content.owner, start_page=event.start_page, end_page=event.end_page)
+    return StoredLine(**place) if event.medium == "device" else StoredBelowLine(**place, tier=event.medium)
+
+
+def _loading(_: JournalWriter, event: LoadStarted, place: dict[str, Any]) -> Line:
+    return LoadingLine(
+        **place,
+        request=event.request,
+        transfer=event.transfer,
+        hit_pages=event.num_hit_pages,
+        pages=dict(event.by_tier),
+    )
+
+
 def _removed(_: JournalWriter, event: PagesRemoved | CopiesRemoved, place: dict[str, Any]) -> Line:
+    if isinstance(event, PagesRemoved) and event.medium != "device":
+        return RemovedBelowLine(
+            **place,
+            request=event.content.owner,
+            tier=event.medium,
+            start_page=event.start_page,
+            end_page=event.end_page,
+        )
     return RemovedLine(
         **place,
         request=event.content.owner,
@@ -293,14 +419,14 @@ _MAKERS: dict[type, Callable[[JournalWriter, Any, dict[str, Any]], Line]] = {
     Arrived: JournalWriter._arrived,
     Rejected: JournalWriter._rejected,
     HeadBlocked: _blocked,
-    Admitted: lambda _, event, place: AdmittedLine(**place, request=event.request, hit_pages=event.num_hit_pages),
+    Admitted: _admitted,
+    LoadStarted: _loading,
+    TransferEnded: JournalWriter._loaded,
     ChunkComputed: _computed,
     Preemption: _preempted,
     Finished: JournalWriter._finished,
     Cancelled: JournalWriter._cancelled,
-    PagesStored: lambda _, event, place: StoredLine(
-        **place, request=event.content.owner, start_page=event.start_page, end_page=event.end_page
-    ),
+    PagesStored: _stored,
     PagesRemoved: _removed,
     CopiesRemoved: _removed,
 }

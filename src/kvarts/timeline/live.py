@@ -7,7 +7,7 @@ end of the file are written in one go, and the next step is written over that en
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -24,8 +24,9 @@ __all__ = ["LiveTimeline"]
 class LiveTimeline:
     """A StepSink that appends to a file. `close` it, or use it in a `with`, to write the totals of a .jsonl.
 
-    `name_of`: the outside name of a request's index; left out, the index. Raises ConfigError for a suffix that cannot
-    be written live, OutputError for a file that cannot be written.
+    `name_of`: the outside name of a request's index; left out, the index. `tiers`: blocks of each tier below the
+    device, by its name. Raises ConfigError for a suffix that cannot be written live, OutputError for a file that cannot
+    be written.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class LiveTimeline:
         total_blocks: int,
         block_size_tokens: int,
         name_of: Callable[[int], str] = str,
+        tiers: Mapping[str, int] | None = None,
     ) -> None:
         path = Path(path)
         form, is_packed = form_of(path)
@@ -51,7 +53,7 @@ class LiveTimeline:
         self._packer = zlib.compressobj(6, zlib.DEFLATED, 31) if is_packed else None
         self._encoder = msgspec.json.Encoder()
         self._is_json = form == "json"
-        head = head_of(block_size_tokens=block_size_tokens, total_blocks=total_blocks)
+        head = head_of(block_size_tokens=block_size_tokens, total_blocks=total_blocks, tiers=tiers)
         try:
             self._file: IO[bytes] = path.open("wb", buffering=0)
             start = self._encoder.encode(head)
@@ -75,6 +77,7 @@ class LiveTimeline:
             done.num_released,
             done.num_running,
             done.num_waiting,
+            done.tiers,
         )
         if asked:
             row = msgspec.structs.replace(row, preempted_seqs=len(asked), asked=asked)
@@ -97,6 +100,7 @@ class LiveTimeline:
                     done.num_released,
                     done.num_running,
                     done.num_waiting,
+                    done.tiers,
                 )
             )
             start_ns += duration_ns
@@ -104,7 +108,8 @@ class LiveTimeline:
 
     def record_rest(self, rest: AtRest) -> None:
         """See StepSink."""
-        self._write([self._row(rest.step, rest.time_ns, rest.num_used, rest.num_cached, rest.num_released, 0, 0)])
+        counts = rest.num_used, rest.num_cached, rest.num_released
+        self._write([self._row(rest.step, rest.time_ns, *counts, 0, 0, rest.tiers)])
 
     def close(self) -> None:
         """Writes what is known in the end, and closes the file."""
@@ -132,6 +137,7 @@ class LiveTimeline:
         num_released: int,
         num_running: int,
         num_waiting: int,
+        tiers: tuple[int, ...],
     ) -> Row:
         freed = num_released - self._released
         allocated = num_used - self._used + freed
@@ -150,6 +156,7 @@ class LiveTimeline:
             allocated,
             freed,
             num_waiting,
+            *tiers,  # type: ignore[arg-type]  # pairs of counts, in the order of the fields
         )
 
     def _write(self, rows: list[Row]) -> None:

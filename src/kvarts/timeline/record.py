@@ -8,7 +8,7 @@ since the row before it. A row at rest carries the number of the step it follows
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,6 +55,10 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     allocated: int
     freed: int
     waiting: int
+    host_used_blocks: int | None = None
+    host_cached_blocks: int | None = None
+    disk_used_blocks: int | None = None
+    disk_cached_blocks: int | None = None
     asked: list[Ask] | None = None
 
 
@@ -69,24 +73,30 @@ def ask_of(preemption: Preemption, *, total_blocks: int, name_of: Callable[[int]
     )
 
 
-def head_of(*, block_size_tokens: int, total_blocks: int, every: int = 1) -> dict[str, Any]:
-    """What is said of the whole, the totals excepted."""
-    return {
+def head_of(
+    *, block_size_tokens: int, total_blocks: int, every: int = 1, tiers: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """What is said of the whole, the totals excepted. `tiers`: blocks of each tier below the device, by its name."""
+    head = {
         "version": TIMELINE_VERSION,
         "block_size_tokens": block_size_tokens,
         "total_blocks": total_blocks,
         "every": every,
         "initial_used_blocks": 0,
     }
+    return {**head, **{f"{name}_total_blocks": total for name, total in (tiers or {}).items()}}
 
 
-COLUMNS = Row.__struct_fields__[:-1]
+def columns_of(tiers: Collection[str]) -> tuple[str, ...]:
+    """The columns of a timeline with these tiers below the device, in order."""
+    below = [f"{name}_{what}_blocks" for name in tiers for what in ("used", "cached")]
+    return tuple(name for name in Row.__struct_fields__[:-1] if name in below or not name.startswith(("host", "disk")))
 
 
 class Timeline:
     """Rows in columns by the names of Row, and what they are about. `asked` is by row, for rows that preempted.
 
-    `every`: the rows are thinned, see `thinned`.
+    `every`: the rows are thinned, see `thinned`. `tiers`: blocks of each tier below the device, by its name.
     """
 
     def __init__(
@@ -97,7 +107,9 @@ class Timeline:
         block_size_tokens: int,
         total_blocks: int,
         every: int = 1,
+        tiers: Mapping[str, int] | None = None,
     ) -> None:
+        self.tiers = dict(tiers or {})
         self.columns = columns
         self.asked = asked
         self.block_size_tokens = block_size_tokens
@@ -131,13 +143,15 @@ class Timeline:
             "freed": freed,
             "waiting": merged(steps["waiting"], 0),
         }
+        for field in log.tier_fields:
+            columns[f"{field}_blocks"] = merged(steps[field], rests[field])
         row_of_step = np.flatnonzero(order < len(log))
         name_of = str if request_ids is None else request_ids.__getitem__
         asked: dict[int, list[Ask]] = {}
         for step, preemption in log.preemptions:
             ask = ask_of(preemption, total_blocks=total, name_of=name_of)
             asked.setdefault(int(row_of_step[step]), []).append(ask)
-        return cls(columns, asked, block_size_tokens=page_size, total_blocks=total)
+        return cls(columns, asked, block_size_tokens=page_size, total_blocks=total, tiers=log.tiers)
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -181,12 +195,13 @@ class Timeline:
             block_size_tokens=self.block_size_tokens,
             total_blocks=self.total_blocks,
             every=self.every * every,
+            tiers=self.tiers,
         )
 
     def rows(self, start: int = 0, end: int | None = None) -> list[Row]:
         """Rows [start, end)."""
         end = len(self) if end is None else min(end, len(self))
-        columns = [self.columns[name][start:end].tolist() for name in COLUMNS]
+        columns = [self.columns[name][start:end].tolist() for name in columns_of(self.tiers)]
         rows = [Row(*values) for values in zip(*columns, strict=True)]
         for row, asks in self.asked.items():
             if start <= row < end:
@@ -196,7 +211,12 @@ class Timeline:
     @property
     def head(self) -> dict[str, Any]:
         """What is said of the whole, the totals excepted."""
-        return head_of(block_size_tokens=self.block_size_tokens, total_blocks=self.total_blocks, every=self.every)
+        return head_of(
+            block_size_tokens=self.block_size_tokens,
+            total_blocks=self.total_blocks,
+            every=self.every,
+            tiers=self.tiers,
+        )
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -264,7 +284,8 @@ class Timeline:
             ]
         )
         floats = ("t_ms", "used_pct")
-        fields = [(name, pa.float64() if name in floats else pa.int64()) for name in COLUMNS]
+        names = columns_of(self.tiers)
+        fields = [(name, pa.float64() if name in floats else pa.int64()) for name in names]
         metadata = {name: str(value) for name, value in {**self.head, **self.totals}.items()}
         schema = pa.schema([*fields, ("asked", pa.list_(ask))], metadata=metadata)
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
@@ -274,7 +295,7 @@ class Timeline:
                 for row, asks in self.asked.items():
                     if start <= row < end:
                         asked[row - start] = msgspec.to_builtins(asks)
-                arrays = [pa.array(self.columns[name][start:end]) for name in COLUMNS]
+                arrays = [pa.array(self.columns[name][start:end]) for name in names]
                 writer.write_table(pa.table([*arrays, pa.array(asked, pa.list_(ask))], schema=schema))
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from kvarts.errors import InputError
-from kvarts.timeline.hits import KINDS, hit_ledger
+from kvarts.timeline.hits import BELOW, KINDS, hit_ledger
 from kvarts.timeline.journal import Journal, load_journal
 from kvarts.timeline.reader import open_recording
 from kvarts.timeline.rows import Column
@@ -29,8 +29,11 @@ MAX_POINTS = 1000
 SPARKS = "▁▂▃▄▅▆▇█"
 NO_JOURNAL = "Not recorded: the run has no journal of events."
 COLOURS = dict(zip(KINDS, ("green", "grey", "red", "orange", "violet", "line"), strict=True))
+COLOURS.update(dict.fromkeys(BELOW, "green"))
 LABELS = {
     "device_hit": "hit on the device",
+    "host_hit": "hit in host memory",
+    "disk_hit": "hit in files",
     "never_seen": "never seen before",
     "evicted": "seen, but evicted",
     "alignment": "lost to page alignment",
@@ -168,8 +171,8 @@ def _points(ms: Column, share: Column) -> dict[str, list[float]]:
 def _hits(journals: list[Journal]) -> dict[str, Any]:
     ledgers = [hit_ledger(journal) for journal in journals]
     parts = []
-    for kind in KINDS:
-        tokens = sum(ledger.tokens[kind] for ledger in ledgers)
+    for kind in ledgers[0].tokens:
+        tokens = sum(ledger.tokens.get(kind, 0) for ledger in ledgers)
         gone_for = [ledger.gone_for for ledger in ledgers if ledger.gone_for]
         more = gone_for[0] if kind == "evicted" and len(gone_for) == 1 else ""
         if tokens or kind not in ("recomputed", "not_computed"):

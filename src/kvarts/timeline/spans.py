@@ -6,6 +6,7 @@ Every step has only its duration and the pages taken for it; the rest is worked 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -35,14 +36,22 @@ _REST_FIELDS = ("step", "time_ns", "used", "cached", "released")
 
 
 class StepLog:
-    """The StepSink of one engine of `num_pages` pages, from step 0 on. Pages are as at each step's mark."""
+    """The StepSink of one engine of `num_pages` pages, from step 0 on. Pages are as at each step's mark.
 
-    def __init__(self, num_pages: int) -> None:
+    `tiers`: the pages of each tier below the device, by its name; their counts are columns `NAME_used` and
+    `NAME_cached`.
+    """
+
+    def __init__(self, num_pages: int, tiers: Mapping[str, int] | None = None) -> None:
         self.num_pages = num_pages
+        self.tiers = dict(tiers or {})
+        self.tier_fields = tuple(f"{name}_{what}" for name in self.tiers for what in ("used", "cached"))
         self.preemptions: list[tuple[int, Preemption]] = []
         """With the step in which they happened, in order."""
-        self._spans = Rows(len(_SPAN_FIELDS))
-        self._rests = Rows(len(_REST_FIELDS))
+        self._span_fields = _SPAN_FIELDS + self.tier_fields
+        self._rest_fields = _REST_FIELDS + self.tier_fields
+        self._spans = Rows(len(self._span_fields))
+        self._rests = Rows(len(self._rest_fields))
         self._durations_ns = array("q")
         self._pages_taken = array("i")
 
@@ -66,6 +75,7 @@ class StepLog:
                 len(preemptions),
                 done.num_admitted,
                 0,
+                *done.tiers,
             )
         )
         self._durations_ns.append(done.duration_ns)
@@ -89,6 +99,7 @@ class StepLog:
                 0,
                 0,
                 1,
+                *done.tiers,
             )
         )
         self._durations_ns.fromlist(done.durations_ns)
@@ -96,7 +107,7 @@ class StepLog:
 
     def record_rest(self, rest: AtRest) -> None:
         """See StepSink."""
-        self._rests.add((rest.step, rest.time_ns, rest.num_used, rest.num_cached, rest.num_released))
+        self._rests.add((rest.step, rest.time_ns, rest.num_used, rest.num_cached, rest.num_released, *rest.tiers))
 
     @property
     def tokens_lost(self) -> int:
@@ -108,7 +119,7 @@ class StepLog:
     @cached_property
     def spans(self) -> dict[str, Column]:
         """Integer columns by name, one row a span; `duration_ns` is the whole span's."""
-        spans = dict(zip(_SPAN_FIELDS, self._spans.take_columns(), strict=True))
+        spans = dict(zip(self._span_fields, self._spans.take_columns(), strict=True))
         spans["duration_ns"] = (
             np.add.reduceat(self.durations_ns, self._firsts(spans)) if len(self) else self.durations_ns
         )
@@ -137,7 +148,9 @@ class StepLog:
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Integer columns by name, one row a step."""
-        steps = {name: self.of_steps(name) for name in _SPAN_FIELDS if name not in ("num_steps", "used", "released")}
+        steps = {
+            name: self.of_steps(name) for name in self._span_fields if name not in ("num_steps", "used", "released")
+        }
         durations_ns = steps["duration_ns"] = self.durations_ns
         used = steps["used"] = self.used()
         elapsed = np.cumsum(durations_ns) - durations_ns
@@ -156,7 +169,7 @@ class StepLog:
     @cached_property
     def rests(self) -> dict[str, Column]:
         """Integer columns by name, one row for each time when nobody was left: `step` is the step before it."""
-        return dict(zip(_REST_FIELDS, self._rests.take_columns(), strict=True))
+        return dict(zip(self._rest_fields, self._rests.take_columns(), strict=True))
 
     @staticmethod
     def _firsts(spans: dict[str, Column]) -> Column:

@@ -16,10 +16,16 @@ from kvarts.timeline.journal import (
     FinishedLine,
     Journal,
     Line,
+    LoadedLine,
+    LoadingLine,
     PreemptedLine,
     RejectedLine,
+    RemovedBelowLine,
     RemovedLine,
+    StoredBelowLine,
     StoredLine,
+    StoreFailedLine,
+    StoringLine,
 )
 
 __all__ = ["block_named", "longest_waits", "story_of_block", "story_of_request"]
@@ -100,6 +106,15 @@ class _RequestStory:
                 self._admitted(line)
             case ComputedLine():
                 self._computed(line)
+            case LoadingLine():
+                asked = ", ".join(f"{_pages(count)} from {tier}" for tier, count in line.pages.items() if count)
+                self._say(line, f"waits for {asked}, after {_pages(line.hit_pages)} found on the device")
+            case LoadedLine():
+                self._say(line, f"its load ended: {_pages(line.good_pages)} arrived")
+            case StoredBelowLine():
+                self._say(line, f"of its sequence, {_which(line)} stored in {line.tier}")
+            case StoreFailedLine():
+                self._say(line, f"of its sequence, {_which(line)} could not be stored in {line.tier}")
             case PreemptedLine():
                 self._count_made(line.step - 1)
                 who = "itself" if line.asker == line.request else names[line.asker]
@@ -146,7 +161,8 @@ class _RequestStory:
         else:
             last = _last_holder(self._journal, line, line.hit_pages - 1)
             by = f", last touched by {last}" if last else ""
-            found = f"hit {hit:,} tokens ({_pages(line.hit_pages)}{by})"
+            loaded = "".join(f", {count:,} of them from {tier}" for tier, count in line.loaded_pages.items())
+            found = f"hit {hit:,} tokens ({_pages(line.hit_pages)}{loaded}{by})"
         if self._lost:
             found += f", computes {max(0, self._lost - hit):,} of the {self._lost:,} lost tokens again"
         self._say(line, f"admitted{again} after {waited}: {found}")
@@ -189,6 +205,7 @@ class _BlockStory:
         self._idle_since: Line | None = None
         self._last: int | None = None
         self._is_resident = False
+        self._below: dict[str, None] = {}
         self._ended: set[int] = set()
         """Requests that do not run: finished, cancelled, or preempted and not yet back."""
 
@@ -208,7 +225,9 @@ class _BlockStory:
         for line in journal.lines:
             if line.request in self._sharing:
                 self._tell(line)
-        if not self._is_resident:
+        if not self._is_resident and self._below:
+            self._said.append(f"in the end it is in {' and '.join(self._below)}, and not on the device")
+        elif not self._is_resident:
             self._said.append("in the end it is not in the cache")
         elif self._holders:
             names = ", ".join(journal.names[holder] for holder in self._holders)
@@ -241,6 +260,18 @@ class _BlockStory:
                     self._idle_since = line  # its private pages are stored when it ends
             case PreemptedLine() | FinishedLine() | CancelledLine():
                 self._running_ends(line, name)
+            case StoringLine() if line.start_page <= self._page < line.end_page:
+                self._say(line, f"on its way to {line.tier}")
+            case StoreFailedLine() if line.start_page <= self._page < line.end_page:
+                self._say(line, f"did not arrive in {line.tier}")
+            case StoredBelowLine() if line.start_page <= self._page < line.end_page:
+                self._below[line.tier] = None
+                self._say(line, f"stored in {line.tier} as well")
+            case RemovedBelowLine() if line.start_page <= self._page < line.end_page:
+                self._below.pop(line.tier, None)
+                self._say(line, f"gone from {line.tier}")
+            case LoadingLine() if line.hit_pages <= self._page < line.hit_pages + sum(line.pages.values()):
+                self._say(line, f"on its way back to the device, for {name}")
             case RemovedLine() if line.start_page <= self._page < line.end_page:
                 if line.is_copy:
                     self._say(line, "a copy of it was evicted; it can still be found")
@@ -352,6 +383,11 @@ def _last_holder(journal: Journal, at: Line, page: int) -> str | None:
             case ComputedLine() if line.start < end <= line.end:
                 last = line.request
     return None if last is None else journal.names[last]
+
+
+def _which(line: StoredBelowLine | StoreFailedLine) -> str:
+    num_pages = line.end_page - line.start_page
+    return f"page {line.start_page:,}" if num_pages == 1 else f"pages {line.start_page:,} to {line.end_page - 1:,}"
 
 
 def _pages(count: int) -> str:

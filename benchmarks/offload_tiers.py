@@ -1,0 +1,79 @@
+"""What host memory below the device buys on a recorded trace, and what it costs the replay.
+
+    python benchmarks/offload_tiers.py shared/data/mooncake/conversation_trace.jsonl
+
+The first table is the outcome: deterministic, the same on every machine. The second is the time of whole replays
+(reading the trace, replaying, reporting) beside those without a tier, in turns, as the median of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from time import perf_counter
+
+from kvarts.offload.config import OffloadConfig
+from kvarts.replayer import ReplayConfig, replay
+
+NUM_PAGES, PAGE_SIZE = 4000, 512
+HOST_PAGES = (4000, 16000, 64000)
+
+
+def config_of(policy: str | None, host_pages: int, target_free: int | None = None) -> ReplayConfig:
+    offload = None
+    if policy is not None:
+        offload = OffloadConfig(host_pages=host_pages, policy=policy, target_free=target_free)  # type: ignore[arg-type]
+    return ReplayConfig(num_pages=NUM_PAGES, page_size=PAGE_SIZE, offload=offload)
+
+
+def timed(trace: Path, config: ReplayConfig) -> float:
+    start = perf_counter()
+    _ = replay(trace, config).summary
+    return perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tables-only", action="store_true", help="no times")
+    args = parser.parse_args()
+    configs: dict[str, ReplayConfig] = {"none": config_of(None, 0)}
+    for policy in ("eager", "lazy"):
+        for host_pages in HOST_PAGES:
+            configs[f"{policy} {host_pages:,}"] = config_of(policy, host_pages)
+    configs["lazy 64,000, target 512"] = config_of("lazy", 64000, 512)
+    print("| host pages | device M tokens | host M tokens | computed M tokens | again M tokens "
+          "| TTFT mean s | TTFT p99 s | stored TB | loaded TB |")  # fmt: skip
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for name, config in configs.items():
+        summary = replay(args.trace, config).summary
+        hits = summary["num_cached_tokens_by_tier"]
+        moved = (summary["transfers"] or {"bytes": {"d2h": 0, "h2d": 0}})["bytes"]
+        new = summary["num_input_tokens"] - summary["num_cached_tokens"]
+        cells = [
+            f"{hits['device'] / 1e6:.1f}",
+            f"{hits.get('host', 0) / 1e6:.1f}",
+            f"{new / 1e6:.1f}",
+            f"{summary['num_recomputed_tokens'] / 1e6:.2f}",
+            f"{summary['ttft_ms']['mean'] / 1e3:.2f}",
+            f"{summary['ttft_ms']['p99'] / 1e3:.2f}",
+            f"{moved['d2h'] / 1e12:.2f}",
+            f"{moved['h2d'] / 1e12:.2f}",
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    if args.tables_only:
+        return
+    ratios: dict[str, list[float]] = {name: [] for name in configs}
+    for _ in range(args.rounds):
+        times = {name: timed(args.trace, config) for name, config in configs.items()}
+        for name, seconds in times.items():
+            ratios[name].append(seconds / times["none"])
+    print("\n| host pages | time beside no tier |\n|---|---:|")
+    for name, values in ratios.items():
+        print(f"| {name} | {statistics.median(values):.2f} |")
+
+
+if __name__ == "__main__":
+    main()

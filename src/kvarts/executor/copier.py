@@ -1,0 +1,104 @@
+"""Moves pages between arrays, and between arrays and files, on behalf of an executor.
+
+Transfers are begun with a step and carried out when the caller finds time: in a thread, between steps, or all at once.
+Nothing here decides anything: what goes where is in the transfer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.offload.pagefiles import PageFiles
+from kvarts.offload.transfer import Direction, Move, Transfer, TransferReport
+
+__all__ = ["PageCopier"]
+
+Array = npt.NDArray[Any]
+
+
+class PageCopier:
+    """Copies pages of `device` arrays, each of shape [num_pages, ...], to `num_host_pages` pages of memory and back.
+
+    `files`: where the pages of the tier below host memory are.
+    """
+
+    def __init__(self, device: Sequence[Array], *, num_host_pages: int, files: PageFiles | None = None) -> None:
+        self._device = list(device)
+        self._host = [np.empty((num_host_pages, *array.shape[1:]), array.dtype) for array in device]
+        self._files = files
+        self._queue: deque[Transfer] = deque()
+
+    @property
+    def num_queued(self) -> int:
+        """Transfers begun and not carried out."""
+        return len(self._queue)
+
+    def begin(self, transfers: Sequence[Transfer]) -> None:
+        """Takes note of what a step begins."""
+        self._queue.extend(transfers)
+
+    def run(self, limit: int | None = None) -> list[TransferReport]:
+        """Carries out at most `limit` transfers, in order, or all; what to tell the scheduler."""
+        reports: list[TransferReport] = []
+        while self._queue and (limit is None or len(reports) < limit):
+            reports.append(self._carry_out(self._queue.popleft()))
+        return reports
+
+    def _carry_out(self, transfer: Transfer) -> TransferReport:
+        if self._files is not None:
+            for key in transfer.dropped_keys:
+                self._files.delete(key)
+        num_good = 0
+        for move in transfer.moves:
+            num_moved = self._move(transfer.direction, move)
+            num_good += num_moved
+            if num_moved < len(move.source_ids):
+                return TransferReport(transfer.transfer_id, num_good_pages=num_good)
+        return TransferReport(transfer.transfer_id)
+
+    def _move(self, direction: Direction, move: Move) -> int:
+        """How many pages arrived, from the first on."""
+        if direction is Direction.SPILL:
+            return self._write_files(move)
+        if direction is Direction.LOAD and move.source_ids and isinstance(move.source_ids[0], bytes):
+            return self._read_files(move)
+        sources, targets = (self._device, self._host)
+        if direction is Direction.LOAD:
+            sources, targets = targets, sources
+        source_ids, target_ids = _ids(move.source_ids), _ids(move.target_ids)
+        for source, target in zip(sources, targets, strict=True):
+            target[target_ids] = source[source_ids]
+        return len(move.source_ids)
+
+    def _write_files(self, move: Move) -> int:
+        assert self._files is not None
+        for count, (slot, key) in enumerate(zip(move.source_ids, move.target_ids, strict=True)):
+            payload = b"".join(array[cast(int, slot)].tobytes() for array in self._host)
+            if not self._files.write(cast(bytes, key), payload):
+                return count
+        return len(move.source_ids)
+
+    def _read_files(self, move: Move) -> int:
+        assert self._files is not None
+        for count, (key, target_id) in enumerate(zip(move.source_ids, move.target_ids, strict=True)):
+            page = cast(int, target_id)
+            payload = self._files.read(cast(bytes, key))
+            if payload is None or len(payload) != sum(array[page].nbytes for array in self._device):
+                return count
+            offset = 0
+            for array in self._device:
+                size = array[page].nbytes
+                array[page] = np.frombuffer(payload, array.dtype, size // array.itemsize, offset).reshape(
+                    array.shape[1:]
+                )
+                offset += size
+        return len(move.source_ids)
+
+
+def _ids(ids: Sequence[object]) -> npt.NDArray[np.int64]:
+    return np.array(ids, np.int64)

@@ -1,0 +1,260 @@
+"""A prefix tree that evicts first what is not lost by it: pages that a tier below holds as well.
+
+A run is *safe* if the tier below holds it and everything that follows it in the tree is safe too: a page never goes
+before what follows it. Safe runs that nobody references have a list of their own, which is evicted first. A run that
+becomes safe goes to the young end of that list; one that no longer is, to the old end of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+
+from kvarts.content import Content, PageKey
+from kvarts.events import Event
+from kvarts.kv.pool import PageId
+from kvarts.kv.tree import NOTHING, Match, Node, Path, PrefixTree
+
+__all__ = ["Below", "SafeFirstTree"]
+
+
+class Below(IntEnum):
+    """Whether a tier below holds a run. `FAILED`: it was, or was to be, and is not; that is not tried again."""
+
+    NOT = 0
+    COMING = 1
+    STORED = 2
+    FAILED = 3
+
+
+STORED = int(Below.STORED)
+
+
+class Children(dict[PageKey, Node]):
+    """The children of a run and its twins. `num_unsafe` of them are not safe; `owner` is the run's first copy."""
+
+    __slots__ = ("num_unsafe", "owner")
+
+    def __init__(self, owner: Node) -> None:
+        super().__init__()
+        self.num_unsafe = 0
+        self.owner = owner
+
+
+class SafeFirstTree(PrefixTree):
+    """A PrefixTree with two lists. Writes `stamp`, `is_safe` and `below` of its nodes.
+
+    Stamps are in the order of the lists, so that runs that change lists together keep their order.
+    """
+
+    def __init__(self, events: list[Event] | None = None) -> None:
+        super().__init__(events)
+        self.num_safe = 0
+        """Cached pages that are safe."""
+        self._safe = Node(NOTHING, b"", 0, 0, 0, None)
+        self._safe.older = self._safe.newer = self._safe
+        self.tells_safe_gone = True
+        """Whether `gone` receives runs that are safe as well."""
+        self.on_grown: Callable[[Content, int, int], object] | None = None
+        """Is told of pages that became findable: content, first page, page after the last."""
+        self._last_stamp = self._first_stamp = 0
+        self._toggled: list[Node] = []
+
+    def mark(self, path: Path, start: int, end: int, below: Below) -> None:
+        """Says of pages [start, end) of `path` whether a tier below holds them. `regroup` must follow."""
+        if start >= end:
+            return
+        for node in self.walk(path):
+            if node.end <= start:
+                break
+            if node.start >= end:
+                continue
+            if node.end > end:
+                node = self._split(node, end)  # noqa: PLW2901
+            if node.start < start:
+                self._split(node, start)
+            self._mark(node, below)
+
+    def mark_match(self, match: Match, start: int, below: Below) -> None:
+        """As `mark`, for the pages of `match` from `start` on."""
+        self._cut(match)
+        self.mark(match.nodes, start, match.num_pages, below)
+
+    def regroup(self) -> None:
+        """Moves runs to the list they belong to now. Those that move together keep their order."""
+        if not self._toggled:
+            return
+        moving = {id(node): node for node in self._toggled if node.is_safe == _is_unsafe(node) and node.refs == 0}
+        self._toggled = []
+        in_order = sorted(moving.values(), key=lambda node: (node.stamp, -node.start))
+        for node in in_order:
+            older, newer = node.older, node.newer
+            older.newer = newer
+            newer.older = older
+            if not node.is_safe:
+                self._list(node, is_safe=True)
+        for node in reversed(in_order):
+            if _is_unsafe(node):
+                if not node.holds:
+                    self.num_safe -= node.end - node.start
+                node.is_safe = False
+                self._first_stamp -= 1
+                node.stamp = self._first_stamp
+                self._list_before(self._lru.newer, node)
+
+    def unsafe_nodes(self) -> Iterator[Node]:
+        """Unreferenced runs that are not safe, the next to be evicted first."""
+        return self._nodes_of(self._lru)
+
+    def lru_nodes(self) -> Iterator[Node]:
+        """See PrefixTree."""
+        yield from self._nodes_of(self._safe)
+        yield from self._nodes_of(self._lru)
+
+    # Holding ----------------------------------------------------------------------------------------------
+
+    def pin(self, match: Match) -> Path:
+        """See PrefixTree."""
+        self._cut(match)
+        for node in match.nodes:
+            if node.is_safe:
+                node.is_safe = False
+                if not node.holds:
+                    self.num_safe -= node.end - node.start
+        return super().pin(match)
+
+    def hold_path(self, path: Path) -> None:
+        """See PrefixTree."""
+        for node in self.walk(path):
+            for copy in node.twins or (node,):
+                if copy.is_safe and not copy.holds:
+                    self.num_safe -= copy.end - copy.start
+        super().hold_path(path)
+
+    def unhold(self, path: Path) -> None:
+        """See PrefixTree."""
+        super().unhold(path)
+        for node in self.walk(path):
+            for copy in node.twins or (node,):
+                if copy.is_safe and not copy.holds:
+                    self.num_safe += copy.end - copy.start
+
+    def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
+        """See PrefixTree."""
+        start = path[-1].end if path else 0
+        if start >= end:
+            return
+        super().extend(path, content, end, page_ids)
+        if self._toggled:
+            self.regroup()
+        if self.on_grown is not None:
+            self.on_grown(content, start, end)
+
+    def release(self, path: Path) -> None:
+        """See PrefixTree."""
+        for node in self.walk(path):
+            node.refs -= 1
+            assert node.refs >= 0, f"{node} was released more often than it was pinned"
+            if node.refs == 0:
+                self._list(node, is_safe=not _is_unsafe(node))
+                if not node.holds:
+                    self.num_cached += node.end - node.start
+
+    def evict(self, count: int) -> list[PageId]:
+        """See PrefixTree."""
+        assert count <= self.num_cached, f"{count} pages to evict, {self.num_cached} cached"
+        self.num_cached -= count
+        page_ids: list[PageId] = []
+        while count:
+            if self.num_safe:
+                gone = self.gone
+                if not self.tells_safe_gone:
+                    self.gone = None
+                num_evicted = self._evict_oldest(self._safe, min(count, self.num_safe), page_ids)
+                self.gone = gone
+                self.num_safe -= num_evicted
+            else:
+                num_evicted = self._evict_oldest(self._lru, count, page_ids)
+            count -= num_evicted
+            if self._toggled:
+                self.regroup()
+        return page_ids
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _cut(self, match: Match) -> None:
+        if match.nodes and match.nodes[-1].end > match.num_pages:
+            match.nodes[-1] = self._split(match.nodes[-1], match.num_pages)
+
+    def _nodes_of(self, ring: Node) -> Iterator[Node]:
+        node = ring.newer
+        while node is not ring:
+            yield node
+            node = node.newer
+
+    def _list(self, node: Node, *, is_safe: bool) -> None:
+        """Puts `node` at the young end of a list."""
+        self._last_stamp += 1
+        node.stamp = self._last_stamp
+        node.is_safe = is_safe
+        self._list_before(self._safe if is_safe else self._lru, node)
+        if is_safe and not node.holds:
+            self.num_safe += node.end - node.start
+
+    def _mark(self, node: Node, below: Below) -> None:
+        was_unsafe = _is_unsafe(node)
+        for copy in node.twins or [node]:
+            copy.below = below
+        if _is_unsafe(node) != was_unsafe:
+            self._toggle((node.twins or [node])[0])
+
+    def _toggle(self, first_copy: Node) -> None:
+        """What was safe is not, or the other way round; and with it, perhaps, what is before it."""
+        node: Node | None = first_copy
+        while node is not None and node.parent is not None:
+            self._toggled += [copy for copy in node.twins or [node] if copy.refs == 0]
+            siblings = node.parent.children
+            assert isinstance(siblings, Children)
+            is_unsafe = _is_unsafe(node)
+            owner = siblings.owner
+            was_unsafe = _is_unsafe(owner)
+            siblings.num_unsafe += 1 if is_unsafe else -1
+            node = owner if _is_unsafe(owner) != was_unsafe else None
+
+    def _new_children(self, node: Node) -> Children:
+        return Children((node.twins or [node])[0])
+
+    def _on_birth(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None and isinstance(parent.children, Children)
+        owner = parent.children.owner
+        was_unsafe = _is_unsafe(owner)
+        parent.children.num_unsafe += 1  # no tier below can hold it yet
+        if not was_unsafe:
+            self._toggle(owner)
+
+    def _on_split(self, tail: Node) -> None:
+        assert tail.parent is not None and isinstance(tail.parent.children, Children)
+        tail.parent.children.num_unsafe = int(_is_unsafe(tail))
+        if self._toggled:
+            # If the run was to move, its heads are to move as well.
+            self._toggled += [copy.parent for copy in tail.twins or [tail] if copy.parent is not None]
+
+    def _on_death(self, node: Node) -> None:
+        if node.twins is not None:
+            if isinstance(node.children, Children):
+                node.children.owner = node.twins[0]
+            return
+        parent = node.parent
+        assert parent is not None and isinstance(parent.children, Children)
+        if _is_unsafe(node):
+            owner = parent.children.owner
+            was_unsafe = _is_unsafe(owner)
+            parent.children.num_unsafe -= 1
+            if _is_unsafe(owner) != was_unsafe:
+                self._toggle(owner)
+
+
+def _is_unsafe(node: Node) -> bool:
+    children = node.children
+    return node.below != STORED or (children is not None and children.num_unsafe > 0)  # type: ignore[attr-defined]

@@ -1,0 +1,154 @@
+"""The tier of files: pages go by their keys, so it knows again what an earlier process left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from kvarts.content import Content
+from kvarts.keys import BlockKeys, root_key
+from kvarts.offload.index import Segment
+from kvarts.offload.tier import MemoryTier, Offer, TierLoad, TierStore
+
+__all__ = ["FileTier"]
+
+
+class FileTier(MemoryTier):
+    """A MemoryTier whose places are keys.
+
+    `known_keys`: pages that are there, the oldest first. Nobody knows what they hold until somebody asks; they go first
+    when room is needed. `namespace` is part of every key: whatever makes pages of the same tokens different, such as
+    the model. `take_dropped` says which files have to go.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_pages: int,
+        *,
+        known_keys: Iterable[bytes] = (),
+        namespace: str = "",
+        is_async: bool = True,
+        on_stored: Callable[[Content, int, int, Content | None], object] | None = None,
+        on_removed: Callable[[Content, int, int], object] | None = None,
+    ) -> None:
+        self._tell_removed = on_removed
+        super().__init__(name, num_pages, is_async=is_async, on_stored=on_stored, on_removed=self._on_gone)
+        self._root = root_key("sha256_cbor", namespace)
+        self._keys: WeakKeyDictionary[Content, BlockKeys] = WeakKeyDictionary()
+        self._dropped: dict[bytes, None] = {}
+        self._strangers = dict.fromkeys(known_keys)
+        while len(self._strangers) > num_pages:
+            self._drop_stranger()
+        self.index.pool.take(len(self._strangers))
+        self.find = self._find
+
+    @property
+    def num_used(self) -> int:
+        """See Tier."""
+        return self.index.num_used - len(self._strangers)
+
+    @property
+    def num_cached(self) -> int:
+        """See Tier."""
+        return self.index.num_cached + len(self._strangers)
+
+    def key(self, content: Content, page: int) -> bytes:
+        """The key of a page of known tokens."""
+        keys = self._keys.get(content)
+        if keys is None:
+            keys = self._keys[content] = BlockKeys(content, algorithm="sha256_cbor", root=self._root)
+        return keys[page]
+
+    def take_dropped(self) -> tuple[bytes, ...]:
+        """Keys that left the tier since last asked."""
+        dropped = tuple(self._dropped)
+        self._dropped.clear()
+        return dropped
+
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> Offer:
+        """See Tier."""
+        self._find(content, start, limit)
+        return super().lookup(holder, content, start, limit)
+
+    def prepare_store(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> TierStore | None:
+        """See Tier."""
+        end = min(end, content.num_known_pages)
+        self._recognise(content, 0, end)
+        num_short = self.index.missing(content, start, end) - self.index.pool.num_empty
+        while num_short > 0 and self._strangers:
+            self._drop_stranger()
+            self.index.pool.give(1, None)
+            num_short -= 1
+        store = super().prepare_store(content, start, end, deepest_first=deepest_first)
+        if store is not None:
+            store.segments = self._named(content, store.segments)
+            for segment in store.segments:
+                for page in range(segment.start, segment.end):
+                    self._dropped.pop(self.key(content, page), None)
+        return store
+
+    def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
+        """See Tier."""
+        is_first = super().complete_store(store, is_stored=is_stored)
+        if is_first and not is_stored:
+            for segment in store.segments:
+                self._dropped.update(
+                    (self.key(store.content, page), None) for page in range(segment.start, segment.end)
+                )
+        return is_first
+
+    def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
+        """See Tier."""
+        load = super().prepare_load(holder, num_pages)
+        load.segments = self._named(load.content, load.segments)
+        return load
+
+    def reset(self) -> None:
+        """See Tier."""
+        super().reset()
+        self.index.pool.give(len(self._strangers), None)
+        self._dropped.update(self._strangers)
+        self._strangers.clear()
+
+    def _named(self, content: Content, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        return tuple(
+            msgspec.structs.replace(
+                segment, slots=tuple(self.key(content, page) for page in range(segment.start, segment.end))
+            )
+            for segment in segments
+        )
+
+    def _find(self, content: Content, start: int, limit: int) -> int:
+        self._recognise(content, 0, min(limit, content.num_known_pages))
+        return self.index.find(content, start, limit)
+
+    def _recognise(self, content: Content, start: int, end: int) -> None:
+        """Pages of `content` that an earlier process left become findable, the first ones first."""
+        if not self._strangers:
+            return
+        position = start + self.index.find(content, start, end)
+        known_end = position
+        while known_end < end and self.key(content, known_end) in self._strangers:
+            known_end += 1
+        if known_end == position:
+            return
+        for page in range(position, known_end):
+            del self._strangers[self.key(content, page)]
+        self.index.pool.give(known_end - position, None)
+        placement = self.index.place(content, position, known_end)
+        if placement is not None:
+            self.index.settle(placement, is_stored=True)
+
+    def _drop_stranger(self) -> None:
+        key = next(iter(self._strangers))
+        del self._strangers[key]
+        self._dropped[key] = None
+
+    def _on_gone(self, content: Content, start: int, end: int) -> None:
+        for page in range(start, end):
+            self._dropped[self.key(content, page)] = None
+        if self._tell_removed is not None:
+            self._tell_removed(content, start, end)

@@ -1,0 +1,31 @@
+"""A lane: how long transfers take in one direction, in virtual time."""
+
+from __future__ import annotations
+
+__all__ = ["Lane"]
+
+NS_PER_S = 1_000_000_000
+
+
+class Lane:
+    """Carries one transfer after the other, in the order in which they were submitted, beside compute."""
+
+    __slots__ = ("_bytes_per_s", "_free_ns", "_latency_ns", "num_bytes", "num_transfers")
+
+    def __init__(self, *, latency_us: float, bytes_per_s: int) -> None:
+        self._latency_ns = round(latency_us * 1000)
+        self._bytes_per_s = bytes_per_s
+        self._free_ns = 0
+        self.num_bytes = 0
+        self.num_transfers = 0
+
+    def submit(self, now_ns: int, num_bytes: int) -> int:
+        """When a transfer of `num_bytes` that is submitted at `now_ns` ends.
+
+        It takes the latency, and the bytes over the bandwidth, rounded up to whole nanoseconds, after the one before.
+        """
+        self.num_bytes += num_bytes
+        self.num_transfers += 1
+        start_ns = self._free_ns if self._free_ns > now_ns else now_ns
+        self._free_ns = start_ns + self._latency_ns - (-num_bytes * NS_PER_S // self._bytes_per_s)
+        return self._free_ns

@@ -1,0 +1,50 @@
+"""A transfer of pages between the device and a tier, or between two tiers: what an executor is told, and answers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kvarts.kv.pool import PageId
+
+__all__ = ["Direction", "Move", "Transfer", "TransferReport"]
+
+
+class Direction(StrEnum):
+    """Which way."""
+
+    STORE = "store"
+    LOAD = "load"
+    SPILL = "spill"
+    """From host memory to files."""
+
+
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """`source_ids[i]` goes to `target_ids[i]`. A place in files is named by its key, any other by its page.
+
+    `tier`: the tier below that takes part; the other end is the device, or host memory if this is a spill.
+    """
+
+    tier: str
+    source_ids: tuple[PageId | bytes, ...]
+    target_ids: tuple[PageId | bytes, ...]
+
+
+class Transfer(msgspec.Struct, frozen=True, gc=False):
+    """To be begun when the step is. Both ends stay as they are until every worker has reported it."""
+
+    transfer_id: int
+    direction: Direction
+    moves: tuple[Move, ...]
+    num_pages: int
+    dropped_keys: tuple[bytes, ...] = ()
+    """Files that have to go first."""
+
+
+class TransferReport(msgspec.Struct, frozen=True, gc=False):
+    """Worker `worker` is done with a transfer. `num_good_pages`: how many from the first on are whole; None: all."""
+
+    transfer_id: int
+    worker: int = 0
+    num_good_pages: int | None = None

@@ -1,0 +1,156 @@
+"""A tier below the device, one page at a time: a dictionary, a list in order of recency, and counters.
+
+Like naive.py it states the rules in the plainest way and shares no code with kvarts. A page goes by its name: the
+tenant and every token up to its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Name = tuple[object, tuple[object, ...]]
+
+
+def follows(name: Name, before: Name) -> bool:
+    """Whether `name` is `before` or comes after it in the same sequence."""
+    return name[0] == before[0] and name[1][: len(before[1])] == before[1]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A place in some sequence. `state`: hole (not here, but pinned), coming, stored, or doomed."""
+
+    name: Name
+    state: str = "hole"
+    pins: int = 0
+
+
+@dataclass
+class NaivePlacement:
+    names: list[Name]
+    new: list[Entry]
+    pinned: list[Entry]
+    is_open: bool = True
+
+
+@dataclass
+class NaiveTier:
+    num_pages: int
+    num_empty: int = -1
+    entries: dict[Name, Entry] = field(default_factory=dict)
+    recency: list[Entry] = field(default_factory=list)
+    evicted: list[Name] = field(default_factory=list)
+    removed: list[Name] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_empty = self.num_pages
+
+    def is_stored(self, name: Name) -> bool:
+        return name in self.entries and self.entries[name].state == "stored"
+
+    def find(self, names: list[Name], start: int) -> int:
+        """Stored pages from `start` on; before it, only that the sequence is known here at all."""
+        count = 0
+        while start + count < len(names) and self.is_stored(names[start + count]):
+            count += 1
+        return count
+
+    def has(self, name: Name) -> bool:
+        """It is here, or on its way."""
+        return name in self.entries and self.entries[name].state in ("stored", "coming")
+
+    def size(self) -> int:
+        return self.num_pages
+
+    def num_cached(self) -> int:
+        return sum(1 for entry in self.recency if not entry.pins)
+
+    def pin(self, names: list[Name]) -> list[Entry]:
+        entries = [self.entries.setdefault(name, Entry(name)) for name in names]
+        for entry in entries:
+            entry.pins += 1
+        return entries
+
+    def unpin(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            entry.pins -= 1
+            if entry.pins == 0 and entry.state == "doomed":
+                self.num_empty += 1
+            if entry.pins == 0 and entry.state == "hole" and self.entries.get(entry.name) is entry:
+                del self.entries[entry.name]
+
+    def touch(self, entries: list[Entry]) -> None:
+        for entry in reversed(entries):
+            if entry.state == "stored":
+                if entry in self.recency:
+                    self.recency.remove(entry)
+                self.recency.append(entry)
+
+    def take(self) -> bool:
+        if not self.num_empty:
+            victim = next((entry for entry in self.recency if not entry.pins), None)
+            if victim is None:
+                return False
+            self.recency.remove(victim)
+            del self.entries[victim.name]
+            self.evicted.append(victim.name)
+            self.removed.append(victim.name)
+            return True
+        self.num_empty -= 1
+        return True
+
+    def place(self, names: list[Name], start: int, *, deepest_first: bool = False) -> NaivePlacement | None:
+        """Pages `start` and on that are neither stored nor coming; what is here of the whole sequence stays.
+
+        Where there is no room for all, the first of them, or the last if `deepest_first`.
+        """
+        pinned = self.pin(names)
+        room = self.num_empty + self.num_cached()
+        while deepest_first and sum(1 for entry in pinned[start:] if entry.state == "hole") > room and room:
+            start += 1
+        new: list[Entry] = []
+        last = 0
+        for index, entry in enumerate(pinned):
+            if index >= start and entry.state == "hole":
+                if not self.take():
+                    break
+                entry.state = "coming"
+                new.append(entry)
+                last = index + 1
+        self.unpin(pinned[last:])
+        if not new:
+            return None
+        return NaivePlacement(names[:last], new, pinned[:last])
+
+    def settle(self, placement: NaivePlacement, *, is_stored: bool) -> None:
+        for entry in placement.new:
+            if entry.state == "coming" and is_stored:
+                entry.state = "stored"
+            elif entry.state == "coming":
+                entry.state = "hole"
+                self.num_empty += 1
+        self.unpin(placement.pinned)
+        if is_stored:
+            self.touch(placement.pinned)
+
+    def drop(self, name: Name) -> None:
+        """It and everything after it."""
+        for other in [other for other in self.entries if follows(other, name)]:
+            entry = self.entries.pop(other)
+            if entry.state == "stored":
+                self.recency.remove(entry)
+                self.removed.append(other)
+                if not entry.pins:
+                    self.num_empty += 1
+            if entry.state in ("stored", "coming") and entry.pins:
+                entry.state = "doomed"
+
+    def lose(self, name: Name) -> None:
+        """It has left every faster tier: if it is not here either, nor coming, what follows it is of no use."""
+        if not self.has(name):
+            self.drop(name)
+
+    def reset(self) -> None:
+        for name in list(self.entries):
+            if name in self.entries:
+                self.drop(name)
