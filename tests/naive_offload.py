@@ -345,15 +345,21 @@ class NaiveOffloadEngine(NaiveEngine):
         """The oldest pages that would be lost, until the next `target_free` would not be."""
         num_covered = self.num_empty + sum(1 for page in self.safe if not self.is_held(page))
         chosen: list[Name] = []
+        # A store that was overtaken by a loss is still under way.
+        coming = {
+            entry.name
+            for transfer in self.transfers
+            if transfer.kind == "store"
+            for _, placement in transfer.stores
+            for entry in placement.new
+        }
         for page in self.lru:
             if num_covered >= self.target_free:
                 break
             num_covered += 1
             name: Any = page.name
-            entry = self.tiers[0].entries.get(name)
-            is_coming = entry is not None and entry.state == "coming"
             is_known = all(token[0] == "token" for token in name[1])
-            if is_known and name not in self.below | self.failed and not is_coming:
+            if is_known and name not in self.below | self.failed | coming:
                 chosen.append(name)
         # Neighbours that follow each other in a sequence go together.
         runs: list[list[Name]] = []

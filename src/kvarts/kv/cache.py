@@ -7,7 +7,7 @@ use, *empty* otherwise. `free` is cached plus empty, and empty pages are always 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -38,7 +38,7 @@ class PageCache:
     `safe_first`: pages that a tier below holds as well are evicted before those it does not.
     """
 
-    __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "num_released", "pool", "tree")
+    __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "num_released", "on_gone", "pool", "tree")
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class PageCache:
         self.num_released = 0
         """Pages that have gone out of use since the beginning; those that came into use are these and `num_used`."""
         self.match = self.tree.match
+        self.on_gone: Callable[[], object] | None = None
+        """Is called when the tree's list `gone` has grown, before anything else is done."""
 
     @property
     def num_cached(self) -> int:
@@ -83,6 +85,8 @@ class PageCache:
             count -= num_empty
         evicted_ids = self.tree.evict(count)
         self.num_evicted += count
+        if self.tree.gone and self.on_gone is not None:
+            self.on_gone()
         if not self.has_page_ids:
             return None
         return taken_ids + evicted_ids if taken_ids else evicted_ids
@@ -106,6 +110,14 @@ class PageCache:
         tree = self.tree
         num_cached = tree.num_cached
         path = tree.hold(match)
+        self.num_free -= num_cached - tree.num_cached
+        return path
+
+    def hold_run(self, node: Node, end: int) -> Path:
+        """As `hold`, for what is before page `end` of `node`, or of what is before it."""
+        tree = self.tree
+        num_cached = tree.num_cached
+        path = tree.hold_run(node, end)
         self.num_free -= num_cached - tree.num_cached
         return path
 

@@ -127,17 +127,24 @@ class SafeFirstTree(PrefixTree):
         """See PrefixTree."""
         for node in self.walk(path):
             for copy in node.twins or (node,):
-                if copy.is_safe and not copy.holds:
-                    self.num_safe -= copy.end - copy.start
-        super().hold_path(path)
+                if not (copy.refs or copy.holds):
+                    num_pages = copy.end - copy.start
+                    self.num_cached -= num_pages
+                    if copy.is_safe:
+                        self.num_safe -= num_pages
+                copy.holds += 1
 
     def unhold(self, path: Path) -> None:
         """See PrefixTree."""
-        super().unhold(path)
         for node in self.walk(path):
             for copy in node.twins or (node,):
-                if copy.is_safe and not copy.holds:
-                    self.num_safe += copy.end - copy.start
+                copy.holds -= 1
+                assert copy.holds >= 0, f"{copy} was let go more often than it was held"
+                if not (copy.refs or copy.holds):
+                    num_pages = copy.end - copy.start
+                    self.num_cached += num_pages
+                    if copy.is_safe:
+                        self.num_safe += num_pages
 
     def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
         """See PrefixTree."""

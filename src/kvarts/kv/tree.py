@@ -148,6 +148,17 @@ class PrefixTree:
         self.hold_path(nodes)
         return nodes
 
+    def hold_run(self, node: Node, end: int) -> Path:
+        """As `hold`, for what is before page `end` of `node`, or of what is before it."""
+        while node.start >= end:
+            assert node.parent is not None
+            node = node.parent
+        if end < node.end:
+            node = self._split(node, end)
+        path = [node]
+        self.hold_path(path)
+        return path
+
     def hold_path(self, path: Path) -> None:
         """As `hold`, for what somebody's path holds already."""
         for node in self.walk(path):

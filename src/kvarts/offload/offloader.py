@@ -125,6 +125,7 @@ class Offloader:
         self.confirm = self._policy.confirm
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.gone = self._gone
+        cache.on_gone = self._lose_gone
         if isinstance(cache.tree, SafeFirstTree):
             cache.tree.on_grown = self._mark_as_held
             # Host memory has what is safe, unless files have it alone.
@@ -162,7 +163,6 @@ class Offloader:
     def plan_stores(self, now_ns: int) -> None:
         """Begins the stores of the step that starts at `now_ns`."""
         self._now_ns = now_ns
-        self.catch_up()
         stores: list[tuple[MemoryTier, TierStore]] = []
         paths: list[Path] = []
         for content, start, end in self._policy.choose():
@@ -242,19 +242,6 @@ class Offloader:
         self._loaded = []
         return loaded
 
-    def catch_up(self) -> None:
-        """Forgets what nobody can reach since the device evicted what is before it."""
-        gone = self._gone
-        if not gone:
-            return
-        if any(tier.has_holes for tier in self.tiers):
-            for content, start, end in gone:
-                self.host.lose(content, start, end)
-                if self.disk is not None:
-                    self.disk.lose(content, start + self.host.find(content, start, end), end)
-            self._unmark_removed()
-        gone.clear()
-
     # The engine asks --------------------------------------------------------------------------------------
 
     @property
@@ -295,7 +282,6 @@ class Offloader:
         if not due or due[0][0] > now_ns:
             return False
         self._now_ns = now_ns
-        self.catch_up()
         while due and due[0][0] <= now_ns:
             transfer_id = heappop(due)[1]
             fails = self.config.fail_every and transfer_id % self.config.fail_every == self.config.fail_every - 1
@@ -306,13 +292,11 @@ class Offloader:
     def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
         """What workers say at `now_ns`, in any order, over any number of steps."""
         self._now_ns = now_ns
-        self.catch_up()
         for report in reports:
             self._report(report)
 
     def reset(self) -> None:
         """Forgets what the tiers hold. Transfers under way end as they would have; what they store is not kept."""
-        self.catch_up()
         for tier in self.tiers:
             tier.reset()
         self._unmark_removed(Below.NOT)
@@ -502,7 +486,18 @@ class Offloader:
         loaded = Loaded(under_way.request, under_way.start_page + num_pages, tuple(by_tier.values()))
         self._loaded.append(loaded)
 
-    # What tiers tell --------------------------------------------------------------------------------------
+    # What tiers and the device tell -----------------------------------------------------------------------
+
+    def _lose_gone(self) -> None:
+        """Forgets what nobody can reach since the device evicted what is before it."""
+        gone = self._gone
+        if any(tier.has_holes for tier in self.tiers):
+            for content, start, end in gone:
+                self.host.lose(content, start, end)
+                if self.disk is not None:
+                    self.disk.lose(content, start + self.host.find(content, start, end), end)
+            self._unmark_removed()
+        gone.clear()
 
     def _on_stored(self, name: str, content: Content, start: int, end: int, parent: Content | None) -> None:
         if self._events is not None:

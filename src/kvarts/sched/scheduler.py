@@ -187,8 +187,6 @@ class Scheduler:
             self.blocked = Blocked.NOT
         elif self.waiting.num_waiting or self._ready:
             admitted = self._admit(now_ns, budget, chunks)
-        if offloader is not None:
-            offloader.catch_up()
         if self._num_pages - cache.num_free > self.mark_used:
             self._mark()
         batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
@@ -516,11 +514,11 @@ class Scheduler:
         if self._events is not None:
             self._events.append(ChunkComputed(request.index, start, end, num_known))
         cache.grow(holding, -(-end // page_size))
-        cache.publish(holding, content, end // page_size)
-        if self.offloader is not None:
-            num_full = min(end // page_size, content.num_known_pages)
-            if num_full > start // page_size:
-                self._computed.append((content, num_full, holding))
+        # A page of unknown tokens is of use to nobody else, and to its own request once it has let go of it.
+        num_full = min(end // page_size, content.num_known_pages)
+        cache.publish(holding, content, num_full)
+        if self.offloader is not None and num_full > start // page_size:
+            self._computed.append((content, num_full, holding))
         if end == num_known:
             self._completing.append(request)
             if request is self._chunked:

@@ -253,7 +253,7 @@ class Auditor:
             )
         self._take(known, -(-event.end // self._page_size) - len(known.blocks))
         known.computed = event.end
-        self._fill(known, event.end // self._page_size)
+        self._fill(known, min(event.end // self._page_size, known.content.num_known_pages))
         if event.end == event.num_known_tokens:
             self._completing.append(event.request)
 
