@@ -431,12 +431,12 @@ class NaiveOffloadEngine(NaiveEngine):
             for _, placement in transfer.stores:
                 for entry in placement.new:
                     self.lose_below(entry.name)
-        if transfer.kind == "store" and self.is_lazy:
+        if self.is_lazy:
             for _, placement in transfer.stores:
                 for entry in placement.new:
-                    if self.is_below(entry.name):
+                    if entry.name in self.index and self.is_below(entry.name):
                         self.below.add(entry.name)
-                    elif not is_good:
+                    elif transfer.kind == "store" and not is_good:
                         self.failed.add(entry.name)
             self.settle_lists()
         self.unmark_removed()

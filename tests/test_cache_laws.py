@@ -206,7 +206,12 @@ class CacheMachine(RuleBasedStateMachine):
     def hold(self, data: st.DataObject, limit: int) -> None:
         content = data.draw(st.sampled_from(self.contents()))
         pages = self.model.lookup(self.names(content, limit))
-        path = self.cache.hold(self.cache.match(content, limit))
+        match = self.cache.match(content, limit)
+        if self.safe_first and match.nodes and data.draw(st.booleans()):
+            last = match.nodes[-1]
+            path = self.cache.hold_run(data.draw(st.sampled_from(last.twins or [last])), match.num_pages)
+        else:
+            path = self.cache.hold(match)
         for page in pages:
             for copy in self.model.copies[page.name]:
                 copy.holds += 1

@@ -114,8 +114,9 @@ class PageCache:
         return path
 
     def hold_run(self, node: Node, end: int) -> Path:
-        """As `hold`, for what is before page `end` of `node`, or of what is before it."""
+        """As `hold`, for the pages before page `end` of `node`, or of what is before it; see SafeFirstTree."""
         tree = self.tree
+        assert isinstance(tree, SafeFirstTree)
         num_cached = tree.num_cached
         path = tree.hold_run(node, end)
         self.num_free -= num_cached - tree.num_cached

@@ -3,6 +3,9 @@
 A run is *safe* if the tier below holds it and everything that follows it in the tree is safe too: a page never goes
 before what follows it. Safe runs that nobody references have a list of their own, which is evicted first. A run that
 becomes safe goes to the young end of that list; one that no longer is, to the old end of the other.
+
+When a run comes back to the device, somebody has to ask whether the tier below has it still. It can only have what was
+evicted here before, so a run remembers that something *trails* it: that a run after it was evicted that was below.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 from kvarts.content import Content, PageKey
-from kvarts.events import Event
+from kvarts.events import Event, PagesRemoved
 from kvarts.kv.pool import PageId
 from kvarts.kv.tree import NOTHING, Match, Node, Path, PrefixTree
 
@@ -42,7 +45,7 @@ class Children(dict[PageKey, Node]):
 
 
 class SafeFirstTree(PrefixTree):
-    """A PrefixTree with two lists. Writes `stamp`, `is_safe` and `below` of its nodes.
+    """A PrefixTree with two lists. Writes `stamp`, `is_safe`, `below` and `trails` of its nodes.
 
     Stamps are in the order of the lists, so that runs that change lists together keep their order.
     """
@@ -53,10 +56,12 @@ class SafeFirstTree(PrefixTree):
         """Cached pages that are safe."""
         self._safe = Node(NOTHING, b"", 0, 0, 0, None)
         self._safe.older = self._safe.newer = self._safe
-        self.tells_safe_gone = True
-        """Whether `gone` receives runs that are safe as well."""
-        self.on_grown: Callable[[Content, int, int], object] | None = None
-        """Is told of pages that became findable: content, first page, page after the last."""
+        self.tells_all = False
+        """Whether `gone` receives every run that is evicted, and `on_grown` is asked of every one that is new; not only
+        where something may trail it."""
+        self.on_grown: Callable[[Content, int, int], int] | None = None
+        """Is told of pages that were not resident and can be found now: content, first page, page after the last.
+        Answers how many of them the tier below has."""
         self._last_stamp = self._first_stamp = 0
         self._toggled: list[Node] = []
 
@@ -123,6 +128,20 @@ class SafeFirstTree(PrefixTree):
                     self.num_safe -= node.end - node.start
         return super().pin(match)
 
+    def hold_run(self, node: Node, end: int) -> Path:
+        """As `hold`, for the pages before page `end` of `node`, or of what is before it."""
+        while node.start >= end:
+            node = _before(node)
+        if end < node.end:
+            node = self._split(node, end)
+        path = [node]
+        while node.start:
+            node = _before(node)
+            path.append(node)
+        path.reverse()
+        self.hold_path(path)
+        return path
+
     def hold_path(self, path: Path) -> None:
         """See PrefixTree."""
         for node in self.walk(path):
@@ -151,11 +170,21 @@ class SafeFirstTree(PrefixTree):
         start = path[-1].end if path else 0
         if start >= end:
             return
+        num_held_by_path = len(path)
         super().extend(path, content, end, page_ids)
         if self._toggled:
             self.regroup()
-        if self.on_grown is not None:
-            self.on_grown(content, start, end)
+        node = path[-1]
+        if node.twins is not None or self.on_grown is None:
+            return
+        if len(path) == num_held_by_path:
+            if node.trails or self.tells_all:
+                self.on_grown(content, start, end)
+        else:
+            assert node.parent is not None
+            if node.parent.trails or self.tells_all:
+                # Something else may follow what is below, anywhere.
+                node.trails = self.on_grown(content, node.start, end) > 0
 
     def release(self, path: Path) -> None:
         """See PrefixTree."""
@@ -174,11 +203,8 @@ class SafeFirstTree(PrefixTree):
         page_ids: list[PageId] = []
         while count:
             if self.num_safe:
-                gone = self.gone
-                if not self.tells_safe_gone:
-                    self.gone = None
-                num_evicted = self._evict_oldest(self._safe, min(count, self.num_safe), page_ids)
-                self.gone = gone
+                num_safe = self.num_safe
+                num_evicted = self._evict_oldest(self._safe, count if count < num_safe else num_safe, page_ids)
                 self.num_safe -= num_evicted
             else:
                 num_evicted = self._evict_oldest(self._lru, count, page_ids)
@@ -188,6 +214,12 @@ class SafeFirstTree(PrefixTree):
         return page_ids
 
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _tell_removed(self, node: Node, start: int, end: int) -> None:
+        if self.events is not None:
+            self.events.append(PagesRemoved(node.content, start, end))
+        if self.gone is not None and (self.tells_all or (node.trails and node.below != STORED)):
+            self.gone.append((node.content, start, end))
 
     def _cut(self, match: Match) -> None:
         if match.nodes and match.nodes[-1].end > match.num_pages:
@@ -247,19 +279,31 @@ class SafeFirstTree(PrefixTree):
             # If the run was to move, its heads are to move as well.
             self._toggled += [copy.parent for copy in tail.twins or [tail] if copy.parent is not None]
 
+    def _on_cut(self, node: Node) -> None:
+        if node.below == STORED:
+            node.trails = True
+
     def _on_death(self, node: Node) -> None:
         if node.twins is not None:
             if isinstance(node.children, Children):
                 node.children.owner = node.twins[0]
             return
-        parent = node.parent
-        assert parent is not None and isinstance(parent.children, Children)
+        owner = _before(node)
+        assert isinstance(owner.children, Children)
+        if node.below == STORED:
+            for copy in owner.twins or (owner,):
+                copy.trails = True
         if _is_unsafe(node):
-            owner = parent.children.owner
             was_unsafe = _is_unsafe(owner)
-            parent.children.num_unsafe -= 1
+            owner.children.num_unsafe -= 1
             if _is_unsafe(owner) != was_unsafe:
                 self._toggle(owner)
+
+
+def _before(node: Node) -> Node:
+    """The first copy of what comes before `node`, whose `parent` may be a copy that was evicted."""
+    assert node.parent is not None and isinstance(node.parent.children, Children)
+    return node.parent.children.owner
 
 
 def _is_unsafe(node: Node) -> bool:

@@ -35,7 +35,7 @@ class Node(msgspec.Struct, eq=False):
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is in the LRU list,
     between `older` and `newer`. `holds`: how many transfers do; at 0 of both the run is cached. `children` is by their
     keys, and one dict for all twins. `page_ids` is None where pages are only counted. A root has neither content nor
-    key. `below`, `stamp` and `is_safe` are for trees that know of a tier below, see SafeFirstTree.
+    key. `below`, `trails`, `stamp` and `is_safe` are for trees that know of a tier below, see SafeFirstTree.
     """
 
     content: Content
@@ -49,6 +49,7 @@ class Node(msgspec.Struct, eq=False):
     page_ids: list[PageId] | None = None
     holds: int = 0
     below: int = 0
+    trails: bool = False
     stamp: int = 0
     is_safe: bool = False
     older: Node = None  # type: ignore[assignment]
@@ -147,17 +148,6 @@ class PrefixTree:
             nodes[-1] = self._split(nodes[-1], match.num_pages)
         self.hold_path(nodes)
         return nodes
-
-    def hold_run(self, node: Node, end: int) -> Path:
-        """As `hold`, for what is before page `end` of `node`, or of what is before it."""
-        while node.start >= end:
-            assert node.parent is not None
-            node = node.parent
-        if end < node.end:
-            node = self._split(node, end)
-        path = [node]
-        self.hold_path(path)
-        return path
 
     def hold_path(self, path: Path) -> None:
         """As `hold`, for what somebody's path holds already."""
@@ -286,7 +276,8 @@ class PrefixTree:
         if node.page_ids is not None:
             page_ids.extend(reversed(node.page_ids[-count:]))
             del node.page_ids[-count:]
-        self._tell_removed(node.content, node.end, node.end + count)
+        self._on_cut(node)
+        self._tell_removed(node, node.end, node.end + count)
         return count
 
     # Inside -----------------------------------------------------------------------------------------------
@@ -298,11 +289,12 @@ class PrefixTree:
             root = self._roots[salt] = Node(NOTHING, b"", 0, 0, 1, None)
         return root
 
-    def _tell_removed(self, content: Content, start: int, end: int) -> None:
+    def _tell_removed(self, node: Node, start: int, end: int) -> None:
+        """Pages [start, end), the last ones of `node`, can no longer be found."""
         if self.events is not None:
-            self.events.append(PagesRemoved(content, start, end))
+            self.events.append(PagesRemoved(node.content, start, end))
         if self.gone is not None:
-            self.gone.append((content, start, end))
+            self.gone.append((node.content, start, end))
 
     # What a tree that knows of a tier below has to keep up with.
 
@@ -315,6 +307,9 @@ class PrefixTree:
 
     def _on_split(self, tail: Node) -> None:
         """`tail` is the first copy of what was split off its new parent, of whose children it is the only one."""
+
+    def _on_cut(self, node: Node) -> None:
+        """The last pages of `node`, which had no twins, were evicted."""
 
     def _on_death(self, node: Node) -> None:
         """`node` was the last copy of its pages, or the first of several."""
@@ -332,7 +327,8 @@ class PrefixTree:
         tails[tail_key] = first
         for tail, head in zip(group, heads, strict=True):
             head.children = tails
-            head.holds, head.below, head.stamp, head.is_safe = tail.holds, tail.below, tail.stamp, tail.is_safe
+            head.holds, head.below, head.trails = tail.holds, tail.below, tail.trails
+            head.stamp, head.is_safe = tail.stamp, tail.is_safe
             if tail.page_ids is not None:
                 cut = at - tail.start
                 head.page_ids = tail.page_ids[:cut]
@@ -361,7 +357,7 @@ class PrefixTree:
         if first_copy.twins is None:
             first_copy.twins = [first_copy]
         twin = Node(content, first_copy.key, start, common, 1, parent)
-        twin.holds, twin.below = first_copy.holds, first_copy.below
+        twin.holds, twin.below, twin.trails = first_copy.holds, first_copy.below, first_copy.trails
         twin.children = first_copy.children
         twin.twins = first_copy.twins
         twin.twins.append(twin)
@@ -379,7 +375,7 @@ class PrefixTree:
             assert not node.children, f"{node} would be evicted under its children"
             del parent.children[node.key]
             self._on_death(node)
-            self._tell_removed(node.content, node.start, node.end)
+            self._tell_removed(node, node.start, node.end)
             return
         if self.events is not None:
             self.events.append(CopiesRemoved(node.content, node.start, node.end))

@@ -124,8 +124,8 @@ class GroupedTier:
         if not stores:
             return None
         segments = tuple(segment for store in stores.values() for segment in store.segments)
-        evicted = [run for store in stores.values() for run in store.evicted]
-        return TierStore(content, segments, evicted, _GroupTicket(stores, {}))
+        num_pages = sum(store.num_pages for store in stores.values())
+        return TierStore(content, segments, num_pages, _GroupTicket(stores, {}))
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """See Tier."""
@@ -155,7 +155,8 @@ class GroupedTier:
                 continue
             load = ticket.loads[group.name] = part.prepare_load(holder)
             segments += load.segments
-        return TierLoad(content, tuple(segments), ticket)
+        num_pages = sum(load.num_pages for load in ticket.loads.values())
+        return TierLoad(content, tuple(segments), num_pages, ticket)
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
         """See Tier. `num_good_pages` counts positions, not pages of each group."""

@@ -69,11 +69,11 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, eq=False):
-    """Pages that are coming: `segments`, root side first. `run` is the deepest; it is pinned. `evicted` made room."""
+    """Pages that are coming: `num_pages` in `segments`, root side first. `run` is the deepest; it is pinned."""
 
     run: TierRun
     segments: tuple[Segment, ...]
-    evicted: list[tuple[Content, int, int]]
+    num_pages: int
 
 
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
@@ -214,12 +214,18 @@ class TierIndex:
         there is no room at all. `settle` must follow.
         """
         node, position, run_in_part = self._walk(content, end)
-        num_missing = end - max(position, start)
-        if self.num_holes:
-            num_missing = self.missing(content, start, end)
+        holes = self._holes(node, start) if self.num_holes else []
+        num_missing = end - (position if position > start else start)
+        for hole in holes:
+            num_missing += hole.end - (hole.start if hole.start > start else start)
+        is_hole = run_in_part is not None and run_in_part.state is NodeState.HOLE and position > start
+        if is_hole:
+            num_missing += position - max(node.end, start)
         if num_missing <= 0:
             return None
         deepest = node if run_in_part is None else self._split(run_in_part, position)
+        if is_hole:
+            holes.append(deepest)
         self._pin(deepest)
         room = self.num_free
         if num_missing > room:
@@ -230,11 +236,13 @@ class TierIndex:
             while deepest_first and num_missing > room:
                 start += num_missing - room
                 num_missing = self.missing(content, start, end)
+                holes = [hole for hole in holes if hole.end > start]
             num_missing = min(num_missing, room)
-        placement = Placement(deepest, (), self._evict(num_missing - self.pool.num_empty))
+        placement = Placement(deepest, (), num_missing)
+        self._evict(num_missing - self.pool.num_empty)
         segments = []
         num_left = num_missing
-        for hole in self._holes(deepest, start) if self.num_holes else ():
+        for hole in holes:
             if not num_left:
                 break
             run = hole
@@ -354,7 +362,7 @@ class TierIndex:
             node = child
 
     def _holes(self, deepest: TierRun, start: int) -> list[TierRun]:
-        """Holes from page `start` to `deepest`, root side first."""
+        """Holes from page `start` up to `deepest`, root side first."""
         holes = []
         node = deepest
         while node.parent is not None and node.end > start:
@@ -401,9 +409,8 @@ class TierIndex:
         head.children = {run.key: run}
         return head
 
-    def _evict(self, count: int) -> list[tuple[Content, int, int]]:
-        """Makes `count` cached pages empty, if it is above 0; as content, first page, page after the last."""
-        evicted = []
+    def _evict(self, count: int) -> None:
+        """Makes `count` cached pages empty, if it is above 0."""
         while count > 0:
             run = self._ring.newer
             while run.pins:
@@ -417,7 +424,6 @@ class TierIndex:
             slots = None if run.slots is None else run.slots[start - run.start :]
             self.pool.give(num_pages, slots)
             gone = run.content, start, run.end
-            evicted.append(gone)
             if start > run.start:
                 run.end = start
                 if run.slots is not None:
@@ -427,7 +433,6 @@ class TierIndex:
                 self._cut_off(run)
             if self._on_removed is not None:
                 self._on_removed(*gone)
-        return evicted
 
     def _drop(self, run: TierRun) -> None:
         removed: list[TierRun] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 import msgspec
 
@@ -60,11 +61,12 @@ class OffloadCounts(msgspec.Struct):
 
 
 class _UnderWay(msgspec.Struct, eq=False):
-    """A transfer that has begun. `waiting_for`: workers that have not reported it."""
+    """A transfer of `num_pages` pages that has begun. `waiting_for`: workers that have not reported it."""
 
     direction: Direction
+    num_pages: int
     waiting_for: set[int]
-    num_good_pages: int
+    num_good_pages: int = ALL
     stores: tuple[tuple[MemoryTier, TierStore], ...] = ()
     paths: tuple[Path, ...] = ()
     loads: tuple[tuple[MemoryTier, TierLoad], ...] = ()
@@ -118,18 +120,15 @@ class Offloader:
         if config.policy == "lazy":
             # More than the tier holds would be stored in turns, for ever.
             self._lazy = LazyPolicy(cache, min(target_free, self.host.num_pages))
-        self._eager = None if self._lazy is not None else EagerPolicy()
-        policy: StorePolicy | None = self._lazy or self._eager
-        assert policy is not None
-        self._policy = policy
+        self._policy: StorePolicy[Any] = EagerPolicy(cache) if self._lazy is None else self._lazy
         self.confirm = self._policy.confirm
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.gone = self._gone
         cache.on_gone = self._lose_gone
         if isinstance(cache.tree, SafeFirstTree):
             cache.tree.on_grown = self._mark_as_held
-            # Host memory has what is safe, unless files have it alone.
-            cache.tree.tells_safe_gone = len(self.tiers) > 1
+            # What is safe may be in files alone, and files may be there that this process never wrote.
+            cache.tree.tells_all = len(self.tiers) > 1
         self._under_way: dict[int, _UnderWay] = {}
         self._num_transfers = 0
         self._due: list[tuple[int, int]] = []
@@ -165,10 +164,8 @@ class Offloader:
         self._now_ns = now_ns
         stores: list[tuple[MemoryTier, TierStore]] = []
         paths: list[Path] = []
-        for content, start, end in self._policy.choose():
-            self._prepare(content, start, end, stores, paths)
-        if self._eager is not None:
-            self._eager.holdings.clear()
+        for content, start, end, where in self._policy.choose():
+            self._prepare(content, start, end, where, stores, paths)
         if stores:
             self._begin_stores(stores, paths)
         if self._spills:
@@ -223,9 +220,9 @@ class Offloader:
                 ends_ns.append(lane.submit(self._now_ns, count * self.page_bytes))
             position += count
             num_left -= count
-        under_way = _UnderWay(Direction.LOAD, self._workers(), ALL, loads=tuple(loads), request=request)
+        under_way = _UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
         under_way.start_page = start
-        transfer_id = self._begin(under_way, max(ends_ns), moves, position - start)
+        transfer_id = self._begin(under_way, max(ends_ns), moves)
         if self._events is not None:
             by_tier = tuple((tier.name, load.num_pages) for tier, load in loads)
             self._events.append(LoadStarted(transfer_id, request, content, start, holding.num_pages, by_tier))
@@ -282,11 +279,13 @@ class Offloader:
         if not due or due[0][0] > now_ns:
             return False
         self._now_ns = now_ns
+        fail_every = self.config.fail_every
         while due and due[0][0] <= now_ns:
             transfer_id = heappop(due)[1]
-            fails = self.config.fail_every and transfer_id % self.config.fail_every == self.config.fail_every - 1
-            for worker in range(self.config.workers):
-                self._report(TransferReport(transfer_id, worker, 0 if fails else None))
+            under_way = self._under_way.pop(transfer_id)
+            if fail_every and (transfer_id + 1) % fail_every == 0:
+                under_way.num_good_pages = 0
+            self._end(transfer_id, under_way)
         return True
 
     def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
@@ -304,14 +303,20 @@ class Offloader:
     # Stores -----------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, content: Content, start: int, end: int, stores: list[tuple[MemoryTier, TierStore]], paths: list[Path]
+        self,
+        content: Content,
+        start: int,
+        end: int,
+        where: object,
+        stores: list[tuple[MemoryTier, TierStore]],
+        paths: list[Path],
     ) -> None:
-        host, cache = self.host, self._cache
+        host = self.host
         num_refused = host.index.num_refused
         store = host.prepare_store(content, start, end, deepest_first=self._lazy is not None)
         num_refused = host.index.num_refused - num_refused
         self.counts.num_pages_without_room += num_refused
-        tree = cache.tree
+        tree = self._cache.tree
         if isinstance(tree, SafeFirstTree):
             self._unmark_removed()
             if num_refused and self._lazy is not None:
@@ -320,12 +325,7 @@ class Offloader:
                 self._mark_as_held(content, start, end)
         if store is None:
             return
-        end = store.segments[-1].end
-        path = None
-        if self._eager is not None and (holding := self._eager.holdings.get(content.owner)) is not None:
-            path = cache.hold_open(holding, end)
-        if path is None:
-            path = cache.hold(cache.match(content, end))
+        path = self._policy.hold(content, store.segments[-1].end, where)
         if isinstance(tree, SafeFirstTree):
             for segment in store.segments:
                 tree.mark(path, segment.start, segment.end, Below.COMING)
@@ -333,7 +333,9 @@ class Offloader:
         paths.append(path)
 
     def _begin_stores(self, stores: list[tuple[MemoryTier, TierStore]], paths: list[Path]) -> None:
-        num_pages = sum(store.num_pages for _, store in stores)
+        num_pages = 0
+        for _, store in stores:
+            num_pages += store.num_pages
         moves = []
         end_ns = 0
         if self._with_page_ids:
@@ -344,8 +346,8 @@ class Offloader:
                     moves.append(Move(self.host.name, tuple(ids[segment.start : segment.end]), segment.slots))
         else:
             end_ns = self.lanes["d2h"].submit(self._now_ns, num_pages * self.page_bytes)
-        under_way = _UnderWay(Direction.STORE, self._workers(), ALL, stores=tuple(stores), paths=tuple(paths))
-        transfer_id = self._begin(under_way, end_ns, moves, num_pages)
+        under_way = _UnderWay(Direction.STORE, num_pages, self._workers(), stores=tuple(stores), paths=tuple(paths))
+        transfer_id = self._begin(under_way, end_ns, moves)
         if self._events is not None:
             runs = tuple(
                 (store.content, segment.start, segment.end) for _, store in stores for segment in store.segments
@@ -387,8 +389,8 @@ class Offloader:
         if not self._with_page_ids:
             end_ns = self.lanes["disk_write"].submit(self._now_ns, num_pages * self.page_bytes)
         loads = tuple((self.host, source) for source in sources)
-        under_way = _UnderWay(Direction.SPILL, self._workers(), ALL, stores=tuple(stores), loads=loads)
-        transfer_id = self._begin(under_way, end_ns, moves, num_pages)
+        under_way = _UnderWay(Direction.SPILL, num_pages, self._workers(), stores=tuple(stores), loads=loads)
+        transfer_id = self._begin(under_way, end_ns, moves)
         if self._events is not None:
             runs = tuple(
                 (store.content, segment.start, segment.end) for _, store in stores for segment in store.segments
@@ -400,13 +402,13 @@ class Offloader:
     def _workers(self) -> set[int]:
         return set(range(self.config.workers))
 
-    def _begin(self, under_way: _UnderWay, end_ns: int, moves: list[Move], num_pages: int) -> int:
+    def _begin(self, under_way: _UnderWay, end_ns: int, moves: list[Move]) -> int:
         transfer_id = self._num_transfers
         self._num_transfers += 1
         self._under_way[transfer_id] = under_way
         if self._with_page_ids:
             dropped = self.disk.take_dropped() if isinstance(self.disk, FileTier) else ()
-            self._planned.append(Transfer(transfer_id, under_way.direction, tuple(moves), num_pages, dropped))
+            self._planned.append(Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped))
         else:
             heappush(self._due, (end_ns, transfer_id))
         return transfer_id
@@ -419,49 +421,56 @@ class Offloader:
         under_way.waiting_for.remove(report.worker)
         if report.num_good_pages is not None:
             under_way.num_good_pages = min(under_way.num_good_pages, max(0, report.num_good_pages))
-        if under_way.waiting_for:
-            return
-        del self._under_way[report.transfer_id]
+        if not under_way.waiting_for:
+            del self._under_way[report.transfer_id]
+            self._end(report.transfer_id, under_way)
+
+    def _end(self, transfer_id: int, under_way: _UnderWay) -> None:
         if self._lazy is not None:
             self._lazy.is_stuck = False
         if under_way.direction is Direction.LOAD:
-            self._end_load(report.transfer_id, under_way)
+            self._end_load(transfer_id, under_way)
         else:
-            self._end_store(report.transfer_id, under_way)
+            self._end_store(transfer_id, under_way)
 
     def _end_store(self, transfer_id: int, under_way: _UnderWay) -> None:
-        num_pages = sum(store.num_pages for _, store in under_way.stores)
-        is_stored = under_way.num_good_pages >= num_pages
+        is_stored = under_way.num_good_pages >= under_way.num_pages
         self.counts.num_stores += 1
         self.counts.num_failed += not is_stored
         if self._events is not None:
-            self._events.append(TransferEnded(transfer_id, -1, num_pages if is_stored else 0, self._now_ns))
+            num_pages = under_way.num_pages if is_stored else 0
+            self._events.append(TransferEnded(transfer_id, -1, num_pages, self._now_ns))
         for tier, store in under_way.stores:
             tier.complete_store(store, is_stored=is_stored)
         for tier, source in under_way.loads:
             tier.end_read(source)
-        if under_way.direction is Direction.SPILL and not is_stored:
-            self._lose_unspilled(under_way.stores)
+        if under_way.direction is Direction.SPILL:
+            self._end_spill(under_way.stores, is_stored=is_stored)
         tree = self._cache.tree
         if isinstance(tree, SafeFirstTree):
             for path, (_, store) in zip(under_way.paths, under_way.stores, strict=False):
                 is_whole = is_stored and self.host.is_stored(store)
                 for segment in store.segments:
-                    num_pages = segment.end - segment.start
-                    held = num_pages if is_whole else self._num_held(store.content, segment.start, segment.end)
-                    tree.mark(path, segment.start, segment.start + held, Below.STORED)
+                    held_end = segment.end
+                    if not is_whole:
+                        held_end = segment.start + self._num_held(store.content, segment.start, segment.end)
+                    tree.mark(path, segment.start, held_end, Below.STORED)
                     # Trying again and again would hold the pages for ever, and who needs them would wait for ever.
-                    otherwise = Below.NOT if is_stored else Below.FAILED
-                    tree.mark(path, segment.start + held, segment.end, otherwise)
+                    if held_end < segment.end:
+                        tree.mark(path, held_end, segment.end, Below.NOT if is_stored else Below.FAILED)
             tree.regroup()
         self._unmark_removed()
         for path in under_way.paths:
             self._cache.unhold(path)
 
-    def _lose_unspilled(self, stores: tuple[tuple[MemoryTier, TierStore], ...]) -> None:
-        """Host memory may have let go of its pages before they failed to become files."""
+    def _end_spill(self, stores: tuple[tuple[MemoryTier, TierStore], ...], *, is_stored: bool) -> None:
+        """Host memory may have let go of its pages before they became files, or failed to."""
         for disk, store in stores:
             for segment in store.segments:
+                if is_stored:
+                    if self._lazy is not None:
+                        self._mark_as_held(store.content, segment.start, segment.end)
+                    continue
                 num_above = self._cache.match(store.content, segment.end).num_pages
                 num_above += self.host.find(store.content, num_above, segment.end)
                 if num_above < segment.end:
@@ -504,7 +513,7 @@ class Offloader:
             self._events.append(PagesStored(content, start, end, parent, name))
         if self.disk is not None and name == "host":
             spills = self._spills
-            if spills and precedes(spills[-1], content, start):
+            if spills and precedes(spills[-1][0], spills[-1][2], content, start):
                 start = spills.pop()[1]
             spills.append((content, start, end))
 
@@ -541,14 +550,15 @@ class Offloader:
             position += tier.find(content, position, end)
         return position - start
 
-    def _mark_as_held(self, content: Content, start: int, end: int) -> None:
-        """The device has pages again that a tier had all along."""
+    def _mark_as_held(self, content: Content, start: int, end: int) -> int:
+        """The device has pages that a tier has as well; how many of [start, end)."""
         tree = self._cache.tree
         assert isinstance(tree, SafeFirstTree)
         held = start + self._num_held(content, start, end)
         if held > start:
             tree.mark_match(self._cache.match(content, held), start, Below.STORED)
             tree.regroup()
+        return held - start
 
     # Laws -------------------------------------------------------------------------------------------------
 

@@ -1,31 +1,35 @@
 """What is stored below the device, and when.
 
-A policy names pages: [start, end) of a content, whose first `end` pages the device has. Whoever asks stores those of
-them that are neither stored nor coming.
+A policy names pages: [start, end) of a content, whose first `end` pages the device has, and where it saw them. Whoever
+asks stores those of them that are neither stored nor coming.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.safe import Below, SafeFirstTree
+from kvarts.kv.tree import Node, Path
 
-__all__ = ["EagerPolicy", "LazyPolicy", "StorePolicy", "Wanted", "precedes"]
+__all__ = ["EagerPolicy", "LazyPolicy", "StorePolicy", "precedes"]
 
 ANY = 1 << 62
-Wanted = tuple[Content, int, int]
+Where = TypeVar("Where")
 
 
-class StorePolicy(Protocol):
-    """Promises: changes nothing on the device, and does bounded work."""
+class StorePolicy(Protocol, Generic[Where]):
+    """Promises: `choose` changes nothing on the device, and does bounded work."""
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """The first `num_pages` pages of `content`, in `holding`, are complete: their tokens will not change."""
 
-    def choose(self) -> list[Wanted]:
-        """What should be stored in this step."""
+    def choose(self) -> list[tuple[Content, int, int, Where]]:
+        """What should be stored in this step: content, first page, page after the last, and where these are."""
+
+    def hold(self, content: Content, end: int, where: Where) -> Path:
+        """Holds the first `end` pages of something that was just chosen."""
 
     @property
     def has_work(self) -> bool:
@@ -38,23 +42,26 @@ class StorePolicy(Protocol):
 class EagerPolicy:
     """Every page is stored in the step after it became complete; and with it what is before it, if that is missing."""
 
-    def __init__(self) -> None:
-        self._confirmed: dict[int, Wanted] = {}
-        self.holdings: dict[int, Holding] = {}
-        """Who held what was chosen last when it was confirmed, by its owner."""
+    def __init__(self, cache: PageCache) -> None:
+        self._cache = cache
+        self._confirmed: dict[int, tuple[Content, int, int, Holding]] = {}
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """See StorePolicy."""
-        self._confirmed[content.owner] = (content, 0, num_pages)
-        self.holdings[content.owner] = holding
+        self._confirmed[content.owner] = (content, 0, num_pages, holding)
 
-    def choose(self) -> list[Wanted]:
+    def choose(self) -> list[tuple[Content, int, int, Holding]]:
         """See StorePolicy."""
         confirmed = self._confirmed
         if not confirmed:
             return []
         self._confirmed = {}
         return [confirmed[owner] for owner in sorted(confirmed)]
+
+    def hold(self, content: Content, end: int, where: Holding) -> Path:
+        """See StorePolicy."""
+        path = self._cache.hold_open(where, end)  # it may have been closed since
+        return self._cache.hold(self._cache.match(content, end)) if path is None else path
 
     @property
     def has_work(self) -> bool:
@@ -85,9 +92,13 @@ class LazyPolicy:
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """See StorePolicy."""
 
-    def choose(self) -> list[Wanted]:
+    def choose(self) -> list[tuple[Content, int, int, Node]]:
         """See StorePolicy."""
         return [] if self.is_stuck else self._scan()[0]
+
+    def hold(self, content: Content, end: int, where: Node) -> Path:
+        """See StorePolicy."""
+        return self._cache.hold_run(where, end)
 
     @property
     def has_work(self) -> bool:
@@ -103,10 +114,10 @@ class LazyPolicy:
             return None
         return ANY if num_covered < self._target_free else num_covered - self._target_free
 
-    def _scan(self) -> tuple[list[Wanted], int]:
-        """What to store, and how many pages can be taken without loss once it is."""
+    def _scan(self) -> tuple[list[tuple[Content, int, int, Node]], int]:
+        """What to store, with its deepest run, and how many pages can be taken without loss once it is."""
         num_covered = self._cache.pool.num_empty + self._tree.num_safe
-        chosen: list[Wanted] = []
+        chosen: list[tuple[Content, int, int, Node]] = []
         for node in self._tree.unsafe_nodes():
             if num_covered >= self._target_free:
                 break
@@ -118,17 +129,16 @@ class LazyPolicy:
                     break
                 start = max(start, known_end - (self._target_free - num_covered))
                 num_covered += known_end - start
-                if chosen and precedes((node.content, start, known_end), chosen[-1][0], chosen[-1][1]):
-                    content, _, known_end = chosen.pop()
-                    chosen.append((content, start, known_end))
+                if chosen and precedes(node.content, known_end, chosen[-1][0], chosen[-1][1]):
+                    content, _, known_end, node = chosen.pop()  # noqa: PLW2901
+                    chosen.append((content, start, known_end, node))
                 else:
-                    chosen.append((node.content, start, known_end))
+                    chosen.append((node.content, start, known_end, node))
             else:
                 num_covered += end - start
         return chosen, num_covered
 
 
-def precedes(pages: Wanted, content: Content, start: int) -> bool:
-    """Whether `pages` come right before page `start` of `content`, in the same sequence."""
-    before, _, end = pages
+def precedes(before: Content, end: int, content: Content, start: int) -> bool:
+    """Whether page `start` of `content` comes right after the first `end` pages of `before`, in the same sequence."""
     return end == start and before.salt == content.salt and content.common_pages(before, 0, end) == end

@@ -26,32 +26,23 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierStore(msgspec.Struct, eq=False):
-    """A store under way. `segments`: pages of `content` and where they go, root side first; `evicted` made room."""
+    """A store under way. `segments`: the `num_pages` pages of `content` and where they go, root side first."""
 
     content: Content
     segments: tuple[Segment, ...]
-    evicted: list[tuple[Content, int, int]]
+    num_pages: int
     ticket: object
     is_open: bool = True
-
-    @property
-    def num_pages(self) -> int:
-        """Pages to transfer."""
-        return sum(segment.end - segment.start for segment in self.segments)
 
 
 class TierLoad(msgspec.Struct, eq=False):
-    """A load under way: `segments` are pages of `content` and where they are, root side first."""
+    """A load under way. `segments`: the `num_pages` pages of `content` and where they are, root side first."""
 
     content: Content
     segments: tuple[Segment, ...]
+    num_pages: int
     ticket: object
     is_open: bool = True
-
-    @property
-    def num_pages(self) -> int:
-        """Pages to transfer."""
-        return sum(segment.end - segment.start for segment in self.segments)
 
 
 class Tier(Protocol):
@@ -181,7 +172,7 @@ class MemoryTier:
     def read(self, content: Content, start: int, end: int) -> TierLoad:
         """A load that nobody was offered: of pages [start, end), which are stored."""
         pin = _Pin(content, start, end, self.index.pin(content, end))
-        return TierLoad(content, (Segment(start, end, self.index.slots_of(pin.run, start)),), pin)
+        return TierLoad(content, (Segment(start, end, self.index.slots_of(pin.run, start)),), end - start, pin)
 
     def end_read(self, load: TierLoad) -> None:
         """Ends what `read` began; it was no use of these pages that should keep them longer."""
@@ -212,7 +203,7 @@ class MemoryTier:
         placement = self.index.place(content, start, end, deepest_first=deepest_first)
         if placement is None:
             return None
-        return TierStore(content, placement.segments, placement.evicted, placement)
+        return TierStore(content, placement.segments, placement.num_pages, placement)
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """See Tier."""
@@ -235,7 +226,7 @@ class MemoryTier:
             self.index.unpin(pin.run)
             pin.run = run
         slots = self.index.slots_of(pin.run, pin.start)
-        return TierLoad(pin.content, (Segment(pin.start, pin.end, slots),), pin)
+        return TierLoad(pin.content, (Segment(pin.start, pin.end, slots),), pin.end - pin.start, pin)
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
         """See Tier."""
