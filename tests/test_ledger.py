@@ -19,10 +19,21 @@ from kvarts.timeline import (
     PartialBlock,
     UnknownBlockError,
 )
-from kvarts.timeline.ledger import Block, BlocksRemoved, BlocksStored, Deref, Destroy, LedgerEvent, Promote, Use
+from kvarts.timeline.ledger import (
+    Block,
+    BlocksRemoved,
+    BlocksStored,
+    Deref,
+    Destroy,
+    Keep,
+    LedgerEvent,
+    Promote,
+    Unkeep,
+    Use,
+)
 
 
-def full(*hashes: int) -> list[Block]:
+def full(*hashes: int) -> list[FullBlock]:
     return [FullBlock(value, tokens_hash=value + 1000) for value in hashes]
 
 
@@ -149,12 +160,26 @@ def test_a_sink_that_fails_is_a_warning_and_loses_no_step() -> None:
     assert (ledger.num_events, ledger.num_failed_events, ledger.num_active) == (3, 1, 3)
 
 
+def test_somebody_else_may_choose_what_is_evicted() -> None:
+    ledger = PageLedger(3, 4, choose=lambda blocks: max(blocks, key=lambda block: block.block_hash))
+    ledger.use(full(5, 7, 6))
+    ledger.deref(full(5, 7, 6))
+    ledger.keep(full(7))
+    ledger.use(full(1, 2))
+    assert ledger.inactive == full(7)
+    assert not ledger.use(full(3))
+
+
 def test_signals_are_values_too(ledger: PageLedger) -> None:
     assert ledger.process(Use([*full(1), partial(1)]))
     assert ledger.process(Promote(UUID(int=1), FullBlock(2), parent_hash=1))
     assert ledger.process(Deref(full(1, 2)))
     assert ledger.process(Destroy(full(2)))
     assert ledger.inactive == full(1)
+    assert ledger.process(Keep(full(1)))
+    assert ledger.num_used == 1
+    assert ledger.process(Unkeep(full(1)))
+    assert ledger.num_used == 0
     assert not ledger.process(Use(full(*range(20, 31))))
 
 
@@ -172,6 +197,7 @@ class TestAgainstLists(RuleBasedStateMachine):
         self.events: list[LedgerEvent] = []
         self.ledger = PageLedger(self.CAPACITY, 4, sink=self.events.append)
         self.held: list[Block] = []
+        self.kept: list[FullBlock] = []
         self.cached: list[Block] = []
         self.findable: set[Any] = set()
 
@@ -181,7 +207,7 @@ class TestAgainstLists(RuleBasedStateMachine):
     @rule(blocks=st.lists(NAMES, max_size=5))
     def use(self, blocks: list[Block]) -> None:
         before = self.before()
-        if len({*self.held, *blocks}) > self.CAPACITY:
+        if len({*self.held, *self.kept, *blocks}) > self.CAPACITY:
             assert not self.ledger.use(blocks)
             assert self.before() == before
             return
@@ -189,7 +215,7 @@ class TestAgainstLists(RuleBasedStateMachine):
         self.held += blocks
         self.cached = [block for block in self.cached if block not in blocks]
         while len({*self.held}) + len(self.cached) > self.CAPACITY:
-            del self.cached[0]
+            self.cached.remove(next(block for block in self.cached if block not in self.kept))
 
     @rule(blocks=st.lists(NAMES, max_size=4))
     def deref(self, blocks: list[Block]) -> None:
@@ -208,7 +234,7 @@ class TestAgainstLists(RuleBasedStateMachine):
     @rule(blocks=st.lists(NAMES, max_size=3, unique=True))
     def destroy(self, blocks: list[Block]) -> None:
         before = self.before()
-        if any(self.held.count(block) != 1 and block not in self.cached for block in blocks):
+        if any(block in self.kept or (self.held.count(block) != 1 and block not in self.cached) for block in blocks):
             with pytest.raises(LedgerError):
                 self.ledger.destroy(blocks)
             assert self.before() == before
@@ -230,8 +256,28 @@ class TestAgainstLists(RuleBasedStateMachine):
         self.held.append(block)
         self.cached = [other for other in self.cached if other != block]
 
+    @rule(blocks=st.lists(st.integers(0, 7).map(FullBlock), max_size=3))
+    def keep(self, blocks: list[FullBlock]) -> None:
+        if any(block not in [*self.held, *self.cached] for block in blocks):
+            with pytest.raises(UnknownBlockError, match="cannot be kept"):
+                self.ledger.keep(blocks)
+            return
+        self.ledger.keep(blocks)
+        self.kept += blocks
+
+    @rule(blocks=st.lists(st.integers(0, 7).map(FullBlock), max_size=3))
+    def unkeep(self, blocks: list[FullBlock]) -> None:
+        if any(blocks.count(block) > self.kept.count(block) for block in blocks):
+            with pytest.raises(UnknownBlockError, match="is kept"):
+                self.ledger.unkeep(blocks)
+            return
+        self.ledger.unkeep(blocks)
+        for block in blocks:
+            self.kept.remove(block)
+
     @invariant()
     def agrees(self) -> None:
+        assert self.ledger.num_used == len({*self.held, *self.kept})
         assert self.ledger.active == {block: self.held.count(block) for block in self.held}
         assert self.ledger.inactive == self.cached
         assert self.ledger.num_active + self.ledger.num_inactive <= self.CAPACITY

@@ -85,10 +85,16 @@ class Engine:
         self._offloader = self.scheduler.offloader
         self._auditor: Auditor | None = None
         self._audit = audit
-        if audit and self._offloader is None:
+        if audit:
             from kvarts.timeline.auditor import Auditor
 
-            self._auditor = Auditor(config.num_pages, config.page_size)
+            tiers = None if self._offloader is None else self._offloader.config
+            self._auditor = Auditor(
+                config.num_pages,
+                config.page_size,
+                safe_first=tiers is not None and tiers.policy == "lazy",
+                full_prompt_hits=tiers is not None and tiers.full_prompt_hits,
+            )
         self._observers = observers
         self._pool_tokens = config.pool_tokens
         self._sink = sink

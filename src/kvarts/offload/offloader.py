@@ -542,12 +542,16 @@ class Offloader:
         tree.regroup()
 
     def _num_held(self, content: Content, start: int, end: int) -> int:
-        """How many of the pages [start, end) the tiers have, from the first on."""
+        """How many of the pages [start, end) the tiers have, from the first on, each in any of them."""
         if self.disk is None:
             return self.host.find(content, start, end)
         position = start
-        for tier in self.tiers:
-            position += tier.find(content, position, end)
+        while position < end:
+            before = position
+            for tier in self.tiers:
+                position += tier.find(content, position, end)
+            if position == before:
+                break
         return position - start
 
     def _mark_as_held(self, content: Content, start: int, end: int) -> int:

@@ -26,12 +26,16 @@ from kvarts.events import (
     CopiesRemoved,
     Event,
     Finished,
+    LoadStarted,
     PagesRemoved,
     PagesStored,
     Preemption,
     StepEnded,
     StepStarted,
+    StoreStarted,
+    TransferEnded,
 )
+from kvarts.timeline.auditbelow import EvictionsTold, TierBooks
 from kvarts.timeline.ledger import (
     Block,
     BlocksRemoved,
@@ -74,20 +78,24 @@ class PageAccount(Protocol):
 
     @property
     def num_used(self) -> int:
-        """Pages somebody references."""
+        """Pages somebody references or a transfer holds."""
 
     @property
     def num_cached(self) -> int:
-        """Pages that hold a prefix nobody references."""
+        """Pages that hold a prefix and are not used."""
 
     def runs(self) -> Iterable[tuple[Content, int, int, int]]:
         """Findable pages and their copies: content, first page, page after the last, how often referenced."""
 
 
 class _Known:
-    """What the auditor knows of one request. `blocks` are the pages it holds, the first `num_full` of them full."""
+    """What the auditor knows of one request. `blocks` are the pages it holds, the first `num_full` of them full.
 
-    __slots__ = ("admission", "blocks", "computed", "content", "known", "num_full")
+    `load`: the pages it waits for, from which on, until it is admitted; None if there are none. `is_cancelled`: it is
+    gone when its load has ended.
+    """
+
+    __slots__ = ("admission", "blocks", "computed", "content", "is_cancelled", "known", "load", "num_full")
 
     def __init__(self, content: Content, known: int) -> None:
         self.content = content
@@ -96,14 +104,29 @@ class _Known:
         self.num_full = 0
         self.admission = -1
         self.blocks: list[Block] = []
+        self.load: range | None = None
+        self.is_cancelled = False
 
 
 class Auditor:
-    """An Observer of one engine with `num_pages` pages, from its beginning. `findings` grows; nothing is repaired."""
+    """An Observer of one engine with `num_pages` pages, from its beginning. `findings` grows; nothing is repaired.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    `safe_first`: the engine evicts first what a tier below has as well. `full_prompt_hits`: see OffloadConfig.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, *, safe_first: bool = False, full_prompt_hits: bool = False
+    ) -> None:
         self.findings: list[Finding] = []
-        self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event)
+        self._books = TierBooks(full_prompt_hits=full_prompt_hits)
+        self._copies: dict[bytes, list[FullBlock]] = {}
+        """The resident copies of each page, the one that is found first."""
+        self._digest_of: dict[FullBlock, bytes] = {}
+        self._evictions: EvictionsTold | None = None
+        if safe_first:
+            self._evictions = EvictionsTold(self._books, self._copies, self._digest_of, self._find_digest)
+        choose = next if self._evictions is None else self._evictions.choose
+        self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event, choose=choose)
         self._page_size = page_size
         self._requests: dict[int, _Known] = {}
         self._decoding: dict[int, None] = {}
@@ -111,14 +134,17 @@ class Auditor:
         self._completing: list[int] = []
         self._takers: list[int] = []
         """Decodes that still need their page in this step."""
+        self._is_served = True
+        """Whether the decodes of `_step` were asked whether they need one."""
         self._step = -1
         self._is_settled = True
         """Whether the decodes of `_step` have computed their tokens."""
         self._num_admitted = 0
         self._num_partials = 0
-        self._copies: dict[bytes, list[FullBlock]] = {}
-        """The resident copies of each page, the one that is found first."""
-        self._digest_of: dict[FullBlock, bytes] = {}
+        self._loaded: list[int] = []
+        """Whose load has ended since the last step began."""
+        self._kept: Counter[bytes] = Counter()
+        """How many transfers keep each page."""
         self._where: dict[bytes, tuple[int, int]] = {}
         """A request and page that each resident digest names."""
         self._spoken_of: dict[bytes, tuple[int, int]] = {}
@@ -131,6 +157,10 @@ class Auditor:
 
     def observe(self, events: Sequence[Event]) -> None:
         """See kvarts.engine.Observer."""
+        if self._evictions is not None:
+            for event in events:
+                if isinstance(event, CopiesRemoved) or (isinstance(event, PagesRemoved) and event.medium == "device"):
+                    self._evictions.told.extend(self._digests_of(event))
         for event in events:
             try:
                 self._follow(event)
@@ -140,12 +170,23 @@ class Auditor:
 
     def _follow(self, event: Event) -> None:
         match event:
-            case PagesStored():
+            case PagesStored() if event.medium == "device":
                 self._told_stored(event)
+            case PagesStored():
+                for page in range(event.start_page, event.end_page):
+                    if not self._books.add(event.medium, self._digest(event.content, page)):
+                        self._find(f"was stored in {event.medium} a second time", event.content.owner, page)
+            case PagesRemoved() if event.medium != "device":
+                for page in range(event.start_page, event.end_page):
+                    if not self._books.remove(event.medium, self._digest(event.content, page)):
+                        self._find(f"was removed from {event.medium}, and was not there", event.content.owner, page)
             case PagesRemoved() | CopiesRemoved():
                 what = "removed" if isinstance(event, PagesRemoved) else "copy removed"
-                for page in range(event.end_page - 1, event.start_page - 1, -1):
-                    self._told.append((self._step, what, self._digest(event.content, page)))
+                self._told += [(self._step, what, digest) for digest in self._digests_of(event)]
+            case StoreStarted():
+                self._keep(event)
+            case TransferEnded():
+                self._end_transfer(event)
             case Arrived():
                 self._requests[event.request] = _Known(event.content, event.num_prompt_tokens)
             case StepStarted():
@@ -159,19 +200,22 @@ class Auditor:
                         self._decoding[request] = None
                 self._completing = []
             case Preemption():
+                self._serve()
                 self._preempt(event)
             case Admitted():
                 self._settle()
                 self._admit(event)
+            case LoadStarted():
+                self._settle()
+                self._load(event)
             case ChunkComputed():
+                self._serve()
                 self._compute(event)
             case Finished():
                 self._release(event.request)
                 del self._requests[event.request]
             case Cancelled():
-                self._release(event.request)
-                self._completing = [request for request in self._completing if request != event.request]
-                del self._requests[event.request]
+                self._cancel(event.request)
             case _:
                 pass
 
@@ -186,7 +230,21 @@ class Auditor:
 
     def _begin(self, step: int) -> None:
         self._step = step
-        self._is_settled = False
+        self._is_settled = self._is_served = False
+        loaded, self._loaded = self._loaded, []
+        for request in loaded:
+            known = self._requests[request]
+            assert known.load is not None
+            self._fill(known, known.load.stop)
+            if known.is_cancelled:
+                self._release(request)
+                del self._requests[request]
+
+    def _serve(self) -> None:
+        """The decodes take their pages: after what loads brought, and what is stored from now on, before all else."""
+        if self._is_served:
+            return
+        self._is_served = True
         size = self._page_size
         requests = self._requests
         self._takers = [request for request in self._decoding if requests[request].computed % size == 0]
@@ -201,6 +259,7 @@ class Auditor:
         """The decodes of this step compute their token."""
         if self._is_settled:
             return
+        self._serve()
         self._is_settled = True
         for request in self._takers:
             self._find(
@@ -225,22 +284,42 @@ class Auditor:
         known = self._requests[event.request]
         known.admission = self._num_admitted
         self._num_admitted += 1
+        if known.load is None:
+            self._hit(known, event.request, event.num_hit_pages)
+            below = self._found_below(known, known.num_full)
+            if below:
+                self._find(f"is in {below[0][0]} and was not loaded", event.request, known.num_full)
+        elif event.num_hit_pages != known.load.stop:
+            self._find(f"was hit {event.num_hit_pages} pages far; it had {known.load.stop}", event.request)
+        known.load = None
+        # Where a load brought the whole prompt, its last token is computed again.
+        known.computed = min(known.num_full * self._page_size, known.known - 1)
+
+    def _hit(self, known: _Known, request: int, num_hit_pages: int) -> None:
         blocks: list[Block] = []
-        for page in range(event.num_hit_pages):
+        for page in range(num_hit_pages):
             copies = self._copies.get(self._digest(known.content, page))
             if not copies:
-                self._find("was hit and is not resident", event.request, page)
+                self._find("was hit and is not resident", request, page)
                 break
             blocks.append(copies[0])
         limit = (known.known - 1) // self._page_size
         hit = len(blocks)
-        if hit == event.num_hit_pages < limit and self._copies.get(self._digest(known.content, hit)):
-            self._find("is resident and was not hit", event.request, hit)
+        if hit == num_hit_pages < limit and self._copies.get(self._digest(known.content, hit)):
+            self._find("is resident and was not hit", request, hit)
         if not self.ledger.use(blocks):
-            self._find("was hit where there is no room for it", event.request, 0)
+            self._find("was hit where there is no room for it", request, 0)
         known.blocks = blocks
         known.num_full = hit
-        known.computed = hit * self._page_size
+
+    def _cancel(self, request: int) -> None:
+        known = self._requests[request]
+        if known.load is not None and (request in self._loaded or known.num_full < known.load.stop):
+            known.is_cancelled = True  # a transfer still writes to its pages, or just did
+            return
+        self._release(request)
+        self._completing = [other for other in self._completing if other != request]
+        del self._requests[request]
 
     def _compute(self, event: ChunkComputed) -> None:
         known = self._requests[event.request]
@@ -258,10 +337,8 @@ class Auditor:
             self._completing.append(event.request)
 
     def _preempt(self, event: Preemption) -> None:
-        if event.num_used_pages != self.ledger.num_active:
-            self._find(
-                f"request {event.asker} saw {event.num_used_pages} pages used; they are {self.ledger.num_active}"
-            )
+        if event.num_used_pages != self.ledger.num_used:
+            self._find(f"request {event.asker} saw {event.num_used_pages} pages used; they are {self.ledger.num_used}")
         if event.num_pages_asked <= self.ledger.num_free:
             self._find(
                 f"request {event.victim} gave way to {event.num_pages_asked} pages for {event.asker} that were free"
@@ -283,6 +360,51 @@ class Auditor:
         known.num_full = 0
         self.ledger.deref(full)
         self.ledger.destroy(partial)
+
+    # Transfers --------------------------------------------------------------------------------------------
+
+    def _found_below(self, known: _Known, start: int) -> tuple[tuple[str, int], ...]:
+        last_token = 0 if self._books.full_prompt_hits else 1
+        limit = min((known.known - last_token) // self._page_size, known.content.num_known_pages)
+        return self._books.found([self._digest(known.content, page) for page in range(start, limit)])
+
+    def _load(self, event: LoadStarted) -> None:
+        known = self._requests[event.request]
+        self._hit(known, event.request, event.num_hit_pages)
+        self._take(known, event.num_held_pages - len(known.blocks))
+        below = self._found_below(known, event.num_hit_pages)
+        if below != event.by_tier:
+            self._find(f"{event.by_tier} pages are loaded, and {below} are below", event.request, event.num_hit_pages)
+        start = event.num_hit_pages
+        known.load = range(start, start + sum(count for _, count in event.by_tier))
+
+    def _keep(self, event: StoreStarted) -> None:
+        if event.medium != "host":
+            return  # from host memory, which keeps its own pages
+        kept: list[bytes] = []
+        for content, _, end in event.runs:
+            for page in range(end):
+                digest = self._digest(content, page)
+                copies = self._copies.get(digest)
+                if not copies:
+                    self._find("is to be stored and is not resident", content.owner, page)
+                    continue
+                self.ledger.keep(copies)
+                self._kept[digest] += 1
+                kept.append(digest)
+        self._books.kept[event.transfer] = kept
+
+    def _end_transfer(self, event: TransferEnded) -> None:
+        for digest in self._books.kept.pop(event.transfer, ()):
+            self.ledger.unkeep(self._copies[digest])
+            self._kept[digest] -= 1
+            if not self._kept[digest]:
+                del self._kept[digest]
+        if event.request >= 0:
+            known = self._requests[event.request]
+            assert known.load is not None
+            known.load = range(known.load.start, known.load.start + event.num_good_pages)
+            self._loaded.append(event.request)
 
     # Pages ------------------------------------------------------------------------------------------------
 
@@ -309,6 +431,10 @@ class Auditor:
             self.ledger.promote(
                 partial.uuid, block, parent_hash=parent.block_hash if isinstance(parent, FullBlock) else None
             )
+            if digest in self._kept:
+                self.ledger.keep([block] * self._kept[digest])
+            if self._evictions is not None and not is_copy:
+                self._evictions.born(digest, self._digest(known.content, page - 1) if page else None)
             self._copies.setdefault(digest, []).append(block)
             self._where[digest] = known.content.owner, page
         known.num_full = max(known.num_full, num_full)
@@ -331,6 +457,10 @@ class Auditor:
         self._spoken_of[digest] = content.owner, page
         return digest
 
+    def _digests_of(self, event: PagesRemoved | CopiesRemoved) -> list[bytes]:
+        """The last page first."""
+        return [self._digest(event.content, page) for page in range(event.end_page - 1, event.start_page - 1, -1)]
+
     def _place(self, digest: bytes) -> tuple[int, int]:
         """A request and page that `digest` names; it is resident, or was spoken of since the last comparison."""
         return self._where.get(digest) or self._spoken_of[digest]
@@ -352,6 +482,8 @@ class Auditor:
                 copies.remove(block)
                 if not copies:
                     del self._copies[digest]
+                    if self._evictions is not None:
+                        self._evictions.died(digest)
                 self._expected.append((self._step, "copy removed" if copies else "removed", digest))
 
     def _told_stored(self, event: PagesStored) -> None:
@@ -382,14 +514,18 @@ class Auditor:
             if what == "removed" and digest not in self._copies:
                 self._where.pop(digest, None)
         self._expected, self._told = [], []
+        if self._evictions is not None:
+            self._evictions.told.clear()
 
     def compare(self, account: PageAccount) -> None:
         """Compares what the engine says of its pages with the ledger. Raises AuditError for all findings so far."""
         ledger = self.ledger
-        if account.num_used != ledger.num_active or account.num_cached != ledger.num_inactive:
+        num_used = ledger.num_used
+        num_cached = ledger.num_active + ledger.num_inactive - num_used
+        if account.num_used != num_used or account.num_cached != num_cached:
             self._find(
                 f"the engine counts {account.num_used} pages used and {account.num_cached} cached, "
-                f"the ledger {ledger.num_active} and {ledger.num_inactive}"
+                f"the ledger {num_used} and {num_cached}"
             )
             self._compare_pages(account)
         if self.findings:
@@ -424,15 +560,20 @@ class Auditor:
             self._find(f"and {len(pages) - MAX_PAGES_NAMED} pages more")
         num_partial = sum(isinstance(block, PartialBlock) for block in self.ledger.active)
         num_shared = sum(end - start for _, start, end, refs in account.runs() if refs)
-        if account.num_used - num_shared != num_partial:
+        num_kept = self.ledger.num_used - self.ledger.num_active
+        num_private = account.num_used - num_shared - num_kept
+        if num_private != num_partial:
             for request, known in self._requests.items():
                 if len(known.blocks) > known.num_full:
                     self._find(
-                        f"the engine counts {account.num_used - num_shared} pages nobody else can find, the ledger "
+                        f"the engine counts {num_private} pages nobody else can find, the ledger "
                         f"{num_partial}; this is one of them",
                         request,
                         len(known.blocks) - 1,
                     )
+
+    def _find_digest(self, what: str, digest: bytes) -> None:
+        self._find(what, *self._place(digest))
 
     def _find(self, what: str, request: int | None = None, page: int | None = None) -> None:
         self.findings.append(Finding(self._step, what, request, page))

@@ -1,4 +1,4 @@
-"""A page ledger: KV blocks by hash, moved by four signals. A second bookkeeping, on purpose a block at a time.
+"""A page ledger: KV blocks by hash, moved by six signals. A second bookkeeping, on purpose a block at a time.
 
 A block is *active* while somebody holds it, counted, and *inactive*, in order of use, while nobody does and it can
 still be found. Both together never exceed the capacity; an inactive block is evicted, the least recently used first,
@@ -9,6 +9,7 @@ where a new one needs its place.
   partial one is gone, since nobody could find it.
 * `destroy`: forgets blocks that nobody else holds.
 * `promote`: a partial block, known by its uuid, is full now and known by its hash from now on.
+* `keep`: somebody copies full blocks elsewhere: they are not evicted, and keep their place, until `unkeep`.
 
 It shares no code with the engine: `Auditor` holds one against the other, and whoever tests a router or an engine of
 their own can do the same.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from uuid import UUID
 
 import msgspec
@@ -33,6 +34,7 @@ __all__ = [
     "Deref",
     "Destroy",
     "FullBlock",
+    "Keep",
     "LedgerError",
     "LedgerEvent",
     "NotUniqueError",
@@ -41,6 +43,7 @@ __all__ = [
     "PrefillCost",
     "Promote",
     "Signal",
+    "Unkeep",
     "UnknownBlockError",
     "Use",
 ]
@@ -95,7 +98,19 @@ class Promote(msgspec.Struct, frozen=True):
     parent_hash: int | bytes | None = None
 
 
-Signal = Use | Deref | Destroy | Promote
+class Keep(msgspec.Struct, frozen=True):
+    """Do not evict `blocks`."""
+
+    blocks: Sequence[FullBlock]
+
+
+class Unkeep(msgspec.Struct, frozen=True):
+    """End one `Keep` of each of `blocks`."""
+
+    blocks: Sequence[FullBlock]
+
+
+Signal = Use | Deref | Destroy | Promote | Keep | Unkeep
 
 
 class BlocksStored(msgspec.Struct, frozen=True):
@@ -143,11 +158,19 @@ class NotUniqueError(LedgerError):
 class PageLedger:
     """Owner of the two pools. `sink` receives events, numbered from 0 without a gap.
 
-    A sink that raises is a warning, counted in `num_failed_events`: the ledger goes on. Raises ConfigError for a
-    capacity or a block size below 1.
+    `choose`: which of the blocks that can be evicted goes next; it gets them with the least recently used first, which
+    is what goes if it is left out. A sink that raises is a warning, counted in `num_failed_events`: the ledger goes on.
+    Raises ConfigError for a capacity or a block size below 1.
     """
 
-    def __init__(self, capacity: int, block_size: int, *, sink: Callable[[LedgerEvent], object] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        block_size: int,
+        *,
+        sink: Callable[[LedgerEvent], object] | None = None,
+        choose: Callable[[Iterator[FullBlock]], FullBlock] = next,
+    ) -> None:
         for field, value in (("capacity", capacity), ("block_size", block_size)):
             if value < 1:
                 raise ConfigError(f"must be at least 1, got {value}", field=field)
@@ -156,6 +179,9 @@ class PageLedger:
         self.num_events = 0
         self.num_failed_events = 0
         self._sink = sink
+        self._choose = choose
+        self._kept: dict[Block, int] = {}
+        self._num_kept_inactive = 0
         self._active: dict[Block, int] = {}
         self._inactive: OrderedDict[FullBlock, None] = OrderedDict()  # the least recently used first
 
@@ -172,9 +198,14 @@ class PageLedger:
         return len(self._inactive)
 
     @property
+    def num_used(self) -> int:
+        """Blocks somebody holds or keeps."""
+        return len(self._active) + self._num_kept_inactive
+
+    @property
     def num_free(self) -> int:
         """Blocks that `use` could make room for."""
-        return self.capacity - len(self._active)
+        return self.capacity - self.num_used
 
     def refs(self, block: Block) -> int:
         """How often `block` is held; 0 where it is inactive or unknown."""
@@ -218,6 +249,10 @@ class PageLedger:
             self.promote(signal.uuid, signal.block, parent_hash=signal.parent_hash)
         elif isinstance(signal, Deref):
             self.deref(signal.blocks)
+        elif isinstance(signal, Keep):
+            self.keep(signal.blocks)
+        elif isinstance(signal, Unkeep):
+            self.unkeep(signal.blocks)
         else:
             self.destroy(signal.blocks)
         return True
@@ -227,20 +262,22 @@ class PageLedger:
 
         False, and nothing has changed, if there is no room for all of them.
         """
-        active, inactive = self._active, self._inactive
+        active, inactive, kept = self._active, self._inactive, self._kept
         different = dict.fromkeys(blocks)
-        num_not_held = sum(block not in active for block in different)
-        if len(active) + num_not_held > self.capacity:
+        # What is kept is in use already, held or not.
+        num_unused = sum(block not in active and block not in kept for block in different)
+        if self.num_used + num_unused > self.capacity:
             return False
         new = [block for block in different if not self.is_resident(block)]
         # What is found is held before anything is evicted, so it is never evicted for its own sequel.
         for block in blocks:
-            if isinstance(block, FullBlock):
-                inactive.pop(block, None)
+            if isinstance(block, FullBlock) and block in inactive:
+                del inactive[block]
+                self._num_kept_inactive -= block in kept
             active[block] = active.get(block, 0) + 1
         num_too_many = len(active) + len(inactive) - self.capacity
         if num_too_many > 0:
-            self._removed([inactive.popitem(last=False)[0] for _ in range(num_too_many)])
+            self._removed([self._evict() for _ in range(num_too_many)])
         if new:
             self._stored_among(blocks, set(new), parent_hash)
         return True
@@ -263,11 +300,12 @@ class PageLedger:
             del active[block]
             if isinstance(block, FullBlock):
                 self._inactive[block] = None
+                self._num_kept_inactive += block in self._kept
 
     def destroy(self, blocks: Sequence[Block]) -> None:
         """Forgets `blocks`, the last first: inactive ones, or held by the caller alone.
 
-        Raises UnknownBlockError for what is not there, BlockInUseError for what is held more than once.
+        Raises UnknownBlockError for what is not there, BlockInUseError for what is held more than once, or kept.
         """
         if len(dict.fromkeys(blocks)) < len(blocks):
             raise UnknownBlockError("names a block twice: it can be destroyed once", field="destroy")
@@ -276,6 +314,8 @@ class PageLedger:
                 raise UnknownBlockError("is not there", field=_name(block))
             if self.refs(block) > 1:
                 raise BlockInUseError(f"is held {self.refs(block)} times", field=_name(block))
+            if block in self._kept:
+                raise BlockInUseError("is kept", field=_name(block))
         removed = []
         for block in reversed(blocks):
             self._active.pop(block, None)
@@ -297,10 +337,42 @@ class PageLedger:
             raise NotUniqueError(f"is held {refs} times and cannot become a full block", field=_name(partial))
         del self._active[partial]
         is_new = not self.is_resident(block)
-        self._inactive.pop(block, None)
+        if block in self._inactive:
+            del self._inactive[block]
+            self._num_kept_inactive -= block in self._kept
         self._active[block] = self.refs(block) + 1
         if is_new:
             self._stored([block], parent_hash)
+
+    def keep(self, blocks: Sequence[FullBlock]) -> None:
+        """Keeps `blocks` from being evicted, once for each time they are named.
+
+        Raises UnknownBlockError for what is not there.
+        """
+        for block in blocks:
+            if not self.is_resident(block):
+                raise UnknownBlockError("is not there and cannot be kept", field=_name(block))
+        for block in blocks:
+            if block not in self._kept:
+                self._num_kept_inactive += block in self._inactive
+            self._kept[block] = self._kept.get(block, 0) + 1
+
+    def unkeep(self, blocks: Sequence[FullBlock]) -> None:
+        """Ends one `keep` of each of `blocks`. Raises UnknownBlockError for what is not kept as often."""
+        kept = self._kept
+        for block in dict.fromkeys(blocks):
+            if kept.get(block, 0) < blocks.count(block):
+                raise UnknownBlockError(f"is kept {kept.get(block, 0)} times", field=_name(block))
+        for block in blocks:
+            kept[block] -= 1
+            if not kept[block]:
+                del kept[block]
+                self._num_kept_inactive -= block in self._inactive
+
+    def _evict(self) -> FullBlock:
+        block = self._choose(block for block in self._inactive if block not in self._kept)
+        del self._inactive[block]
+        return block
 
     # Events -----------------------------------------------------------------------------------------------
 
