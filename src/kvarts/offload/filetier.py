@@ -73,6 +73,11 @@ class FileTier(MemoryTier):
         self._find(content, start, limit)
         return super().lookup(holder, content, start, limit)
 
+    def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
+        """See MemoryTier."""
+        self._recognise(content, 0, min(end, content.num_known_pages))
+        return super().held(content, start, end)
+
     def prepare_store(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> TierStore | None:
         """See Tier."""
         end = min(end, content.num_known_pages)

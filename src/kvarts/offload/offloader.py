@@ -451,13 +451,12 @@ class Offloader:
             for path, (_, store) in zip(under_way.paths, under_way.stores, strict=False):
                 is_whole = is_stored and self.host.is_stored(store)
                 for segment in store.segments:
-                    held_end = segment.end
-                    if not is_whole:
-                        held_end = segment.start + self._num_held(store.content, segment.start, segment.end)
-                    tree.mark(path, segment.start, held_end, Below.STORED)
+                    if is_whole:
+                        tree.mark(path, segment.start, segment.end, Below.STORED)
+                        continue
                     # Trying again and again would hold the pages for ever, and who needs them would wait for ever.
-                    if held_end < segment.end:
-                        tree.mark(path, held_end, segment.end, Below.NOT if is_stored else Below.FAILED)
+                    tree.mark(path, segment.start, segment.end, Below.NOT if is_stored else Below.FAILED)
+                    self._mark_held(tree, store.content, segment.start, segment.end)
             tree.regroup()
         self._unmark_removed()
         for path in under_way.paths:
@@ -534,35 +533,30 @@ class Offloader:
         if not self._removed or not isinstance(tree, SafeFirstTree):
             return
         for content, start, end in self._removed:
-            held = start if self.disk is None else start + self._num_held(content, start, end)
             match = self._cache.match(content, end)
-            if match.num_pages > held:
-                tree.mark_match(match, held, below)
+            if match.num_pages > start:
+                tree.mark_match(match, start, below)
+                if self.disk is not None:
+                    self._mark_held(tree, content, start, end)
         self._removed.clear()
         tree.regroup()
 
-    def _num_held(self, content: Content, start: int, end: int) -> int:
-        """How many of the pages [start, end) the tiers have, from the first on, each in any of them."""
-        if self.disk is None:
-            return self.host.find(content, start, end)
-        position = start
-        while position < end:
-            before = position
-            for tier in self.tiers:
-                position += tier.find(content, position, end)
-            if position == before:
-                break
-        return position - start
-
     def _mark_as_held(self, content: Content, start: int, end: int) -> int:
-        """The device has pages that a tier has as well; how many of [start, end)."""
+        """The device has pages [start, end), of which a tier may have some as well; how many."""
         tree = self._cache.tree
         assert isinstance(tree, SafeFirstTree)
-        held = start + self._num_held(content, start, end)
-        if held > start:
-            tree.mark_match(self._cache.match(content, held), start, Below.STORED)
+        num_held = self._mark_held(tree, content, start, end)
+        if num_held:
             tree.regroup()
-        return held - start
+        return num_held
+
+    def _mark_held(self, tree: SafeFirstTree, content: Content, start: int, end: int) -> int:
+        num_held = 0
+        for tier in self.tiers:
+            for first, last in tier.held(content, start, end):
+                num_held += last - first
+                tree.mark_match(self._cache.match(content, last), first, Below.STORED)
+        return num_held
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -582,9 +576,12 @@ class Offloader:
 
         if isinstance(self._cache.tree, SafeFirstTree):
             for node in self._cache.tree.nodes():
-                held = self._num_held(node.content, node.start, node.end)
-                is_held = held == node.end - node.start
-                assert (node.below == Below.STORED) == is_held, f"L4: {node} is below {held} pages, marked {node.below}"
+                held: set[int] = set()
+                for tier in self.tiers:
+                    for first, last in tier.held(node.content, node.start, node.end):
+                        held.update(range(first, last))
+                num_expected = node.end - node.start if node.below == Below.STORED else 0
+                assert len(held) == num_expected, f"L4: {node} is marked {node.below}; {len(held)} pages are below"
         self.host.check(on_device)
         if self.disk is not None:
             self.disk.check(on_device_or_host)
