@@ -82,8 +82,7 @@ class SafeFirstTree(PrefixTree):
 
     def mark_match(self, match: Match, start: int, below: Below) -> None:
         """As `mark`, for the pages of `match` from `start` on."""
-        self._cut(match)
-        self.mark(match.nodes, start, match.num_pages, below)
+        self.mark(self._cut(match), start, match.num_pages, below)
 
     def regroup(self) -> None:
         """Moves runs to the list they belong to now. Those that move together keep their order."""
@@ -120,8 +119,7 @@ class SafeFirstTree(PrefixTree):
 
     def pin(self, match: Match) -> Path:
         """See PrefixTree."""
-        self._cut(match)
-        for node in match.nodes:
+        for node in self._cut(match):
             if node.is_safe:
                 node.is_safe = False
                 if not node.holds:
@@ -220,10 +218,6 @@ class SafeFirstTree(PrefixTree):
             self.events.append(PagesRemoved(node.content, start, end))
         if self.gone is not None and (self.tells_all or (node.trails and node.below != STORED)):
             self.gone.append((node.content, start, end))
-
-    def _cut(self, match: Match) -> None:
-        if match.nodes and match.nodes[-1].end > match.num_pages:
-            match.nodes[-1] = self._split(match.nodes[-1], match.num_pages)
 
     def _nodes_of(self, ring: Node) -> Iterator[Node]:
         node = ring.newer

@@ -125,9 +125,7 @@ class PrefixTree:
 
     def pin(self, match: Match) -> Path:
         """Takes a reference to every page of `match` and returns the path that holds them."""
-        nodes = match.nodes
-        if nodes and nodes[-1].end > match.num_pages:
-            nodes[-1] = self._split(nodes[-1], match.num_pages)
+        nodes = self._cut(match)
         for node in nodes:
             if node.refs == 0:
                 older, newer = node.older, node.newer
@@ -143,9 +141,7 @@ class PrefixTree:
 
         All copies of a page are held: the one that is found may stand before what follows it in the list.
         """
-        nodes = match.nodes
-        if nodes and nodes[-1].end > match.num_pages:
-            nodes[-1] = self._split(nodes[-1], match.num_pages)
+        nodes = self._cut(match)
         self.hold_path(nodes)
         return nodes
 
@@ -288,6 +284,13 @@ class PrefixTree:
         if root is None:
             root = self._roots[salt] = Node(NOTHING, b"", 0, 0, 1, None)
         return root
+
+    def _cut(self, match: Match) -> Path:
+        """The runs of `match`, the last one split where it ends."""
+        nodes = match.nodes
+        if nodes and nodes[-1].end > match.num_pages:
+            nodes[-1] = self._split(nodes[-1], match.num_pages)
+        return nodes
 
     def _tell_removed(self, node: Node, start: int, end: int) -> None:
         """Pages [start, end), the last ones of `node`, can no longer be found."""

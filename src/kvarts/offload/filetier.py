@@ -10,7 +10,7 @@ import msgspec
 from kvarts.content import Content
 from kvarts.keys import BlockKeys, root_key
 from kvarts.offload.index import Segment
-from kvarts.offload.tier import MemoryTier, Offer, TierLoad, TierStore
+from kvarts.offload.tier import MemoryTier, TierLoad, TierOffer, TierStore
 
 __all__ = ["FileTier"]
 
@@ -68,7 +68,7 @@ class FileTier(MemoryTier):
         self._dropped.clear()
         return dropped
 
-    def lookup(self, holder: int, content: Content, start: int, limit: int) -> Offer:
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
         """See Tier."""
         self._find(content, start, limit)
         return super().lookup(holder, content, start, limit)

@@ -13,7 +13,7 @@ import msgspec
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.offload.index import Segment
-from kvarts.offload.tier import MemoryTier, Offer, TierLoad, TierStore
+from kvarts.offload.tier import MemoryTier, TierLoad, TierOffer, TierStore
 
 __all__ = ["GroupedTier", "KVGroup"]
 
@@ -92,13 +92,13 @@ class GroupedTier:
             end = agreed
         return 0
 
-    def lookup(self, holder: int, content: Content, start: int, limit: int) -> Offer:
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
         """See Tier."""
         self.forget(holder)
         num_pages = self.find(content, start, limit)
         if num_pages:
             self._pin(holder, content, start, start + num_pages)
-        return Offer(num_pages, is_async=True)
+        return TierOffer(num_pages, is_async=True)
 
     def forget(self, holder: int) -> None:
         """See Tier."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvarts.content import Content
-from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
+from kvarts.events import Event, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.safe import Below, SafeFirstTree
 from kvarts.kv.tree import Path
@@ -130,7 +130,8 @@ class Offloader:
             # What is safe may be in files alone, and files may be there that this process never wrote.
             cache.tree.tells_all = len(self.tiers) > 1
         self._under_way: dict[int, _UnderWay] = {}
-        self._num_transfers = 0
+        self.num_transfers = 0
+        """Transfers begun so far; and the number of the next."""
         self._due: list[tuple[int, int]] = []
         self._planned: list[Transfer] = []
         self._loaded: list[Loaded] = []
@@ -222,10 +223,7 @@ class Offloader:
             num_left -= count
         under_way = _UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
         under_way.start_page = start
-        transfer_id = self._begin(under_way, max(ends_ns), moves)
-        if self._events is not None:
-            by_tier = tuple((tier.name, load.num_pages) for tier, load in loads)
-            self._events.append(LoadStarted(transfer_id, request, content, start, holding.num_pages, by_tier))
+        self._begin(under_way, max(ends_ns), moves)
 
     def take_planned(self) -> tuple[Transfer, ...]:
         """What an executor has to begin with this step."""
@@ -347,12 +345,7 @@ class Offloader:
         else:
             end_ns = self.lanes["d2h"].submit(self._now_ns, num_pages * self.page_bytes)
         under_way = _UnderWay(Direction.STORE, num_pages, self._workers(), stores=tuple(stores), paths=tuple(paths))
-        transfer_id = self._begin(under_way, end_ns, moves)
-        if self._events is not None:
-            runs = tuple(
-                (store.content, segment.start, segment.end) for _, store in stores for segment in store.segments
-            )
-            self._events.append(StoreStarted(transfer_id, self.host.name, runs))
+        self._begin(under_way, end_ns, moves)
 
     def _begin_spills(self) -> None:
         """What came to host memory goes on to files."""
@@ -390,28 +383,29 @@ class Offloader:
             end_ns = self.lanes["disk_write"].submit(self._now_ns, num_pages * self.page_bytes)
         loads = tuple((self.host, source) for source in sources)
         under_way = _UnderWay(Direction.SPILL, num_pages, self._workers(), stores=tuple(stores), loads=loads)
-        transfer_id = self._begin(under_way, end_ns, moves)
-        if self._events is not None:
-            runs = tuple(
-                (store.content, segment.start, segment.end) for _, store in stores for segment in store.segments
-            )
-            self._events.append(StoreStarted(transfer_id, disk.name, runs))
+        self._begin(under_way, end_ns, moves)
 
     # Transfers --------------------------------------------------------------------------------------------
 
     def _workers(self) -> set[int]:
         return set(range(self.config.workers))
 
-    def _begin(self, under_way: _UnderWay, end_ns: int, moves: list[Move]) -> int:
-        transfer_id = self._num_transfers
-        self._num_transfers += 1
+    def _begin(self, under_way: _UnderWay, end_ns: int, moves: list[Move]) -> None:
+        transfer_id = self.num_transfers
+        self.num_transfers += 1
         self._under_way[transfer_id] = under_way
+        if self._events is not None and under_way.stores:
+            runs = tuple(
+                (store.content, segment.start, segment.end)
+                for _, store in under_way.stores
+                for segment in store.segments
+            )
+            self._events.append(StoreStarted(transfer_id, under_way.stores[0][0].name, runs))
         if self._with_page_ids:
             dropped = self.disk.take_dropped() if isinstance(self.disk, FileTier) else ()
             self._planned.append(Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped))
         else:
             heappush(self._due, (end_ns, transfer_id))
-        return transfer_id
 
     def _report(self, report: TransferReport) -> None:
         under_way = self._under_way.get(report.transfer_id)

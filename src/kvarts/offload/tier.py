@@ -14,10 +14,10 @@ import msgspec
 from kvarts.content import Content
 from kvarts.offload.index import NodeState, Placement, Segment, TierIndex, TierRun
 
-__all__ = ["MemoryTier", "Offer", "Tier", "TierLoad", "TierStore"]
+__all__ = ["MemoryTier", "Tier", "TierLoad", "TierOffer", "TierStore"]
 
 
-class Offer(msgspec.Struct, frozen=True, gc=False):
+class TierOffer(msgspec.Struct, frozen=True, gc=False):
     """What a tier has for a request after what faster tiers have: so many pages, and whether it takes them a transfer
     that others need not wait for."""
 
@@ -68,7 +68,7 @@ class Tier(Protocol):
     def find(self, content: Content, start: int, limit: int) -> int:
         """Pages of `content` that are here from page `start` on, one after the other, up to page `limit`."""
 
-    def lookup(self, holder: int, content: Content, start: int, limit: int) -> Offer:
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
         """As `find`, and pins what it answers for `holder`, in place of what was pinned for it before."""
 
     def forget(self, holder: int) -> None:
@@ -132,7 +132,7 @@ class MemoryTier:
         self.lose = self.index.lose
         self._is_async = is_async
         self._pins: dict[int, _Pin] = {}
-        self._none = Offer(0, is_async)
+        self._none = TierOffer(0, is_async)
 
     @property
     def num_used(self) -> int:
@@ -187,7 +187,7 @@ class MemoryTier:
         assert isinstance(load.ticket, _Pin)
         self.index.unpin(load.ticket.run)
 
-    def lookup(self, holder: int, content: Content, start: int, limit: int) -> Offer:
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
         """See Tier."""
         if self._pins:
             self.forget(holder)
@@ -196,7 +196,7 @@ class MemoryTier:
             return self._none
         end = start + num_pages
         self._pins[holder] = _Pin(content, start, end, self.index.pin(content, end))
-        return Offer(num_pages, self._is_async)
+        return TierOffer(num_pages, self._is_async)
 
     def forget(self, holder: int) -> None:
         """See Tier."""

@@ -21,12 +21,12 @@ import numpy as np
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
-from kvarts.events import Admitted, Blocked, ChunkComputed, Event, Finished, HeadBlocked, Preemption
+from kvarts.events import Admitted, Blocked, ChunkComputed, Event, Finished, HeadBlocked, LoadStarted, Preemption
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.pool import PageId
 from kvarts.kv.tree import Match
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.offloader import Loaded, Offloader
+from kvarts.offload.offloader import Loaded, Offer, Offloader
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
 from kvarts.sched.policy import RunningSet, WaitingQueue
@@ -412,7 +412,7 @@ class Scheduler:
                 limit = (num_known if offloader.config.full_prompt_hits else num_known - 1) // page_size
                 offer = offloader.lookup(request.index, request.content, match.num_pages, limit)
                 if offer is not None:
-                    self._start_load(request, match, offer.num_pages, num_known)
+                    self._start_load(request, match, offer, num_known)
                     continue
             hit_tokens = match.num_pages * page_size
             if self._events is not None:
@@ -452,14 +452,28 @@ class Scheduler:
 
     # Inside: loads ----------------------------------------------------------------------------------------
 
-    def _start_load(self, request: Request, match: Match, num_pages: int, num_known: int) -> None:
-        """`request` gets all the pages of its known tokens; a transfer fills `num_pages` of them after those found."""
+    def _start_load(self, request: Request, match: Match, offer: Offer, num_known: int) -> None:
+        """`request` gets all the pages of its known tokens; a transfer fills those of `offer`, after those found."""
         offloader, cache = self.offloader, self.cache
         assert offloader is not None
+        num_held = -(-num_known // self._page_size)
+        if self._events is not None:
+            # Before the evictions that make room for it.
+            by_tier = zip((tier.name for tier in offloader.tiers), offer.by_tier, strict=True)
+            self._events.append(
+                LoadStarted(
+                    offloader.num_transfers,
+                    request.index,
+                    request.content,
+                    match.num_pages,
+                    num_held,
+                    tuple((name, num_pages) for name, num_pages in by_tier if num_pages),
+                )
+            )
         holding = request.holding = cache.open(match)
-        cache.grow(holding, -(-num_known // self._page_size))
+        cache.grow(holding, num_held)
         self._loading[request.index] = request
-        offloader.start_load(request.index, request.content, match.num_pages, num_pages, holding)
+        offloader.start_load(request.index, request.content, match.num_pages, offer.num_pages, holding)
 
     def _take_loaded(self, offloader: Offloader) -> None:
         """Loads have ended: what arrived can be hit, and who waited for it can run."""
