@@ -24,7 +24,7 @@ from kvarts.offload.pagefiles import HEAD, PageFiles
 from kvarts.offload.transfer import Direction, Transfer, TransferReport
 from kvarts.sched.plan import StepPlan, StepResult
 
-from test_real_tokens import Arrival, output_of, serve, served
+from test_real_tokens import Arrival, assert_undisturbed, output_of, serve, served
 from toy_model import ToyExecutor, generate
 
 pytestmark = pytest.mark.laws
@@ -122,13 +122,7 @@ def check_outputs(
         known_keys=() if files is None else files.keys(),
         namespace="toy",
     )
-    for request, arrival in zip(requests, arrivals, strict=True):
-        undisturbed = generate(arrival.prompt, arrival.num_output)
-        output = output_of(request)
-        if request.index in cancelled:
-            assert output == undisturbed[: len(output)]
-        else:
-            assert output == undisturbed
+    assert_undisturbed(arrivals, requests, cancelled)
     offloader = engine.scheduler.offloader
     assert offloader is not None
     for tier in offloader.tiers:

@@ -113,6 +113,11 @@ def test_outputs_equal_an_undisturbed_run(case: tuple[list[Arrival], EngineConfi
     arrivals, config = case
     executor = ToyExecutor(config.num_pages, config.page_size, config.max_num_seqs)
     _, requests, cancelled = serve(arrivals, config, executor)
+    assert_undisturbed(arrivals, requests, cancelled)
+
+
+def assert_undisturbed(arrivals: list[Arrival], requests: list[Request], cancelled: set[int]) -> None:
+    """The output of each is that of a run of its own, as far as it was not cancelled."""
     for request, arrival in zip(requests, arrivals, strict=True):
         undisturbed = generate(arrival.prompt, arrival.num_output)
         output = output_of(request)
