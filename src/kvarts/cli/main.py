@@ -10,6 +10,9 @@ import sys
 import click
 
 from kvarts import __version__
+from kvarts.cli.calibrate import calibrate_command
+from kvarts.cli.compare import compare_command
+from kvarts.cli.model import model_command
 from kvarts.cli.replay import replay_command
 from kvarts.cli.report import report_command
 from kvarts.cli.story import story_command
@@ -33,6 +36,9 @@ def cli() -> None:
     """The group of commands."""
 
 
+cli.add_command(calibrate_command)
+cli.add_command(compare_command)
+cli.add_command(model_command)
 cli.add_command(replay_command)
 cli.add_command(report_command)
 cli.add_command(story_command)

@@ -32,13 +32,24 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path),
               help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
               "or a [workload] table. Options given here win.")  # fmt: skip
+@_setting("--model", field="model", metavar="NAME",
+          help="Model that is served: a name that `kvarts model list` knows, or a config.json. With --device, says "
+          "how long steps take and how many pages fit.")  # fmt: skip
+@_setting("--device", field="device", metavar="NAME", help="Device it is served on, or cpu:cores=8,bandwidth=80GB/s.")
+@_setting("--tensor-parallel", field="tensor_parallel", type=int, metavar="N", help="Devices it is split over. [1]")
+@_setting("--kv-dtype", field="kv_dtype", metavar="DTYPE", help="Number format of KV. [that of the model]")
+@_setting("--kv-memory", field="kv_memory", metavar="SIZE",
+          help="KV memory of each device: auto for what fits, or 40GiB. [auto]")  # fmt: skip
+@_setting("--memory-fraction", field="memory_fraction", type=float, metavar="X",
+          help="For auto: how much of the device may be used. [0.9]")  # fmt: skip
 @_setting("--pages", field="pages", type=int, metavar="N", help="Pages of KV memory of each replica. [32768]")
 @_setting("--page-size", field="page_size", type=int, metavar="TOKENS", help="Tokens a page. [16]")
 @_setting("--profile", field="profile", type=click.Choice(["default", "mocker"]),
           help="Rules of the scheduler: kvarts' own, or those of NVIDIA Dynamo's mocker. [default]")  # fmt: skip
 @_setting("--cost", field="cost", metavar="MODEL",
           help="How long a step takes: polynomial, or linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,"
-          "context_token_ms=0. [polynomial]")  # fmt: skip
+          "context_token_ms=0, or a file that `kvarts calibrate` wrote. [polynomial; with --device, its "
+          "roofline]")  # fmt: skip
 @_setting("--max-batched-tokens", field="max_batched_tokens", type=int, metavar="TOKENS",
           help="Tokens a step may compute. [8192]")  # fmt: skip
 @_setting("--max-seqs", field="max_seqs", type=int, metavar="N", help="Requests that may run at once. [256]")

@@ -7,13 +7,15 @@ a sequence than the one before. Both round every step by itself, so a sum does n
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.errors import ConfigError
+from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.executor.roofline import RooflineCost
 from kvarts.sched.plan import Batch
 
 __all__ = ["CallableCost", "CostModel", "CostSpec", "LinearCost", "PolynomialCost", "parse_cost"]
@@ -153,12 +155,17 @@ class CallableCost:
         return f"CallableCost({getattr(self._step_ms, '__qualname__', self._step_ms)})"
 
 
-CostSpec = PolynomialCost | LinearCost
+CostSpec = PolynomialCost | LinearCost | RooflineCost
 """The cost models that a file or a command line can name."""
 
 
 def parse_cost(text: str) -> CostSpec:
-    """`polynomial`, or `linear:step_ms=5,decode_ms=0.1`. Raises ConfigError for anything else."""
+    """`polynomial`, `linear:step_ms=5,decode_ms=0.1`, or a TOML file with a table `[cost]`.
+
+    Raises ConfigError for anything else, MissingFileError and InputError for the file.
+    """
+    if text.endswith(".toml"):
+        return _load_cost(Path(text))
     name, _, rest = text.partition(":")
     fields: dict[str, object] = {"model": name}
     for part in filter(None, rest.split(",")):
@@ -174,8 +181,30 @@ def parse_cost(text: str) -> CostSpec:
         raise ConfigError(
             f"{text!r}: {error}",
             field="cost",
-            hint="Use 'polynomial' or 'linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0'.",
+            hint="Use 'polynomial', 'linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0', or the "
+            "file that a calibration wrote.",
         ) from error
+    return cost
+
+
+def _load_cost(path: Path) -> CostSpec:
+    import tomllib  # only those who have such a file pay for it
+
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path, hint="Check the path of the cost model.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"is no readable TOML: {error}", path=path) from error
+    if "cost" not in values:
+        raise InputError("is missing", path=path, field="cost", hint="The file must have a table [cost].")
+    try:
+        cost: CostSpec = msgspec.convert(values["cost"], CostSpec)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at ")
+        raise InputError(what, path=path, field="cost" + where.strip("`").removeprefix("$")) from error
+    except ConfigError as error:
+        raise ConfigError(error.what, path=path, field=error.field, hint=error.hint) from error
     return cost
 
 

@@ -11,6 +11,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.cost import CallableCost, CostModel, CostSpec, PolynomialCost, parse_cost
 from kvarts.offload.config import OffloadConfig
+from kvarts.replayer.hardware import HARDWARE_FIELDS, resolve_hardware
 from kvarts.replayer.router import RouterName
 from kvarts.replayer.workload import Workload
 
@@ -107,7 +108,7 @@ def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"is no readable TOML: {error}", path=path) from error
     traffic = {name: values.pop(name) for name in _File.__struct_fields__ if name in values}
-    known = set(ReplayConfig.__struct_encode_fields__)
+    known = {*ReplayConfig.__struct_encode_fields__, *HARDWARE_FIELDS}
     for name in values:
         if name not in known:
             hint = f"Known: {', '.join(sorted(known | set(_File.__struct_fields__)))}."
@@ -124,9 +125,12 @@ def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def make_config(values: dict[str, Any], path: Path | str | None = None) -> ReplayConfig:
-    """A ReplayConfig from values by their file names. Raises ConfigError that names the field, and `path` if given."""
+    """A ReplayConfig from values by their file names, and those of `resolve_hardware`.
+
+    Raises ConfigError that names the field, and `path` if given.
+    """
     try:
-        return msgspec.convert(values, ReplayConfig)
+        return msgspec.convert(resolve_hardware(values), ReplayConfig)
     except (msgspec.ValidationError, ConfigError) as error:
         raise _named(error, path) from error
 

@@ -1,0 +1,136 @@
+"""How far a replay is from what was measured.
+
+TTFT and E2E count from arrival; TPOT is the time from the first to the last token over the tokens between, for requests
+with more than one. Percentiles are interpolated linearly between observed values, on both sides alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.calibrate.measured import Measured
+from kvarts.calibrate.series import Series
+from kvarts.errors import InputError
+
+__all__ = ["METRICS", "STATISTICS", "Comparison", "Replayed", "compare", "latencies_ms", "statistics"]
+
+METRICS = ("ttft", "tpot", "e2e")
+STATISTICS = ("mean", "p50", "p90", "p99")
+NS_PER_MS = 1e6
+
+Values = npt.NDArray[np.float64]
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """A replay of the same requests in the same order; times in ms, arrays of shape [n].
+
+    `curve`: if it is known, the moments of the steps in seconds, and what ran, waited and was used in per cent then.
+    """
+
+    arrival_ms: Values
+    first_token_ms: Values
+    last_token_ms: Values
+    output_tokens: npt.NDArray[np.int64]
+    num_preemptions: int
+    curve: Series | None = None
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """`metrics[metric][statistic]` is (measured ms, replayed ms).
+
+    `kv_error_points`: the mean distance of both curves of KV use in points of per cent; None without them, as is
+    `peak_waiting`, (measured, replayed).
+    """
+
+    num_requests: int
+    metrics: dict[str, dict[str, tuple[float, float]]]
+    num_preemptions: int
+    kv_error_points: float | None = None
+    peak_waiting: tuple[float, float] | None = None
+
+    @property
+    def worst(self) -> float:
+        """The largest relative error of any statistic."""
+        return max(abs(_relative(*pair)) for row in self.metrics.values() for pair in row.values())
+
+    def to_text(self) -> str:
+        """A table, with a line end."""
+        lines = [f"{'':<6}{'':<6}{'measured':>14}{'replayed':>14}{'error':>9}"]
+        for metric, row in self.metrics.items():
+            for name, (measured, replayed) in row.items():
+                error = _relative(measured, replayed)
+                lines.append(f"{metric.upper():<6}{name:<6}{measured:>11,.1f} ms{replayed:>11,.1f} ms{error:>+9.2%}")
+        if self.kv_error_points is not None:
+            lines.append(f"KV use: mean absolute error {self.kv_error_points:.2f} points")
+        if self.peak_waiting is not None:
+            lines.append(f"peak waiting: measured {self.peak_waiting[0]:,.0f}, replayed {self.peak_waiting[1]:,.0f}")
+        lines.append(f"preemptions: replayed {self.num_preemptions:,}")
+        return "\n".join(lines) + "\n"
+
+    def to_builtins(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "num_requests": self.num_requests,
+            **{
+                metric: {
+                    name: {"measured_ms": measured, "replayed_ms": replayed, "error": _relative(measured, replayed)}
+                    for name, (measured, replayed) in row.items()
+                }
+                for metric, row in self.metrics.items()
+            },
+            "kv_error_points": self.kv_error_points,
+            "peak_waiting": self.peak_waiting,
+            "num_preemptions": self.num_preemptions,
+        }
+
+
+def _relative(measured: float, replayed: float) -> float:
+    return (replayed - measured) / measured if measured else (0.0 if replayed == measured else float("inf"))
+
+
+def latencies_ms(measured: Measured | Replayed, some: slice = slice(None)) -> dict[str, Values]:
+    """TTFT, TPOT and E2E of each request, for TPOT of those with more than one token, of `some` of them."""
+    if isinstance(measured, Measured):
+        arrival, first = measured.arrival_ns / NS_PER_MS, measured.first_token_ns / NS_PER_MS
+        last = measured.last_token_ns / NS_PER_MS
+    else:
+        arrival, first, last = measured.arrival_ms, measured.first_token_ms, measured.last_token_ms
+    tokens = measured.output_tokens[some]
+    ttft, e2e = (first - arrival)[some], (last - arrival)[some]
+    several = tokens > 1
+    return {"ttft": ttft, "tpot": (e2e - ttft)[several] / (tokens[several] - 1), "e2e": e2e}
+
+
+def statistics(values: Values) -> Values:
+    """Those of STATISTICS; NaN for no values."""
+    if not len(values):
+        return np.full(len(STATISTICS), np.nan)
+    return np.concatenate([[values.mean()], np.percentile(values, [50, 90, 99])])
+
+
+def compare(
+    measured: Measured, replayed: Replayed, series: Series | None = None, *, some: slice = slice(None)
+) -> Comparison:
+    """Compares `some` of the requests. Raises InputError if they are not the same ones."""
+    if len(replayed.arrival_ms) != len(measured) or (replayed.output_tokens != measured.output_tokens).any():
+        raise InputError(
+            f"holds {len(measured)} requests, the replay {len(replayed.arrival_ms)}, or their lengths differ",
+            path=measured.name,
+            hint="Replay the same requests, in the same order.",
+        )
+    theirs, ours = latencies_ms(measured, some), latencies_ms(replayed, some)
+    metrics = {}
+    for metric in METRICS:
+        pairs = zip(STATISTICS, statistics(theirs[metric]), statistics(ours[metric]), strict=True)
+        metrics[metric] = {name: (float(a), float(b)) for name, a, b in pairs}
+    error_points = peaks = None
+    if series is not None and replayed.curve is not None:
+        at = np.searchsorted(replayed.curve.time_s, series.time_s, side="right") - 1
+        used = np.where(at >= 0, replayed.curve.kv_pct[np.maximum(at, 0)], 0.0)
+        error_points = float(np.abs(used - series.kv_pct).mean())
+        peaks = float(series.waiting.max()), float(replayed.curve.waiting.max())
+    return Comparison(len(theirs["e2e"]), metrics, replayed.num_preemptions, error_points, peaks)

@@ -1,0 +1,226 @@
+"""What an engine was measured to do: when each request came, when it got its first and last token, and how many.
+
+Read are JSON lines as vLLM's per-request timings have them, and CSV with named columns. Nothing is left out in silence:
+a row that does not add up is an error with its line and field.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.replayer.trace import Trace, TraceRequest
+
+__all__ = ["FIELDS", "Measured", "load_measured"]
+
+TIMES = ("arrival", "scheduled", "first_token", "last_token")
+COUNTS = ("prompt_tokens", "output_tokens")
+FIELDS = ("request_id", *TIMES, *COUNTS)
+OPTIONAL = ("request_id", "scheduled")
+UNITS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+# The names of vLLM's per-request output. Its `arrival_time` is of another clock than the rest; a request that was
+# queued has arrived.
+VLLM_COLUMNS = {
+    "request_id": "request_id",
+    "arrival": "queued_ts",
+    "scheduled": "scheduled_ts",
+    "first_token": "first_token_ts",
+    "last_token": "last_token_ts",
+    "prompt_tokens": "input_toks",
+    "output_tokens": "output_toks",
+}
+
+Times = npt.NDArray[np.int64]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Requests in order of arrival. Times in nanoseconds since the first of them arrived; all arrays have shape [n].
+
+    `rows`: the place of each in the file, from 0. `scheduled_ns` is None where nobody recorded it.
+    """
+
+    name: str
+    request_ids: list[str]
+    rows: Times
+    arrival_ns: Times
+    scheduled_ns: Times | None
+    first_token_ns: Times
+    last_token_ns: Times
+    prompt_tokens: Times
+    output_tokens: Times
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def trace(self, prompts: Trace | None = None) -> Trace:
+        """The traffic, with what `prompts` says the prompts hold, row by row; without it, no two begin alike.
+
+        Raises InputError where `prompts` has other rows.
+        """
+        requests = [
+            TraceRequest(
+                row=index,
+                arrival_ns=int(self.arrival_ns[index]),
+                units=(range(index << 32, (index << 32) + num_prompt),),
+                num_prompt_tokens=num_prompt,
+                num_output_tokens=int(self.output_tokens[index]),
+                request_id=self.request_ids[index],
+            )
+            for index, num_prompt in enumerate(self.prompt_tokens.tolist())
+        ]
+        if prompts is None:
+            return Trace(requests, name=self.name)
+        known = {request.row: request for request in prompts}
+        if len(known) != len(self):
+            raise InputError(f"has {len(known)} rows for {len(self)} measured requests", path=prompts.name)
+        for index, row in enumerate(self.rows.tolist()):
+            theirs = known.get(row)
+            if theirs is None or theirs.num_prompt_tokens != requests[index].num_prompt_tokens:
+                says = "nothing" if theirs is None else f"{theirs.num_prompt_tokens} prompt tokens"
+                raise InputError(
+                    f"says {says}; measured were {requests[index].num_prompt_tokens} prompt tokens",
+                    path=prompts.name,
+                    line=row + 1,
+                    field="input_length",
+                    hint="The rows of both files must be the same requests in the same order.",
+                )
+            requests[index] = msgspec.structs.replace(requests[index], units=theirs.units)
+        return Trace(requests, unit_tokens=prompts.unit_tokens, name=self.name)
+
+
+def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None, time_unit: str = "s") -> Measured:
+    """Reads a measured run. `columns`: the file's name for each of FIELDS that it does not call so.
+
+    A file of JSON lines with `queued_ts` is read as vLLM writes it. Raises MissingFileError; ConfigError for a column
+    that is none; InputError, with line and field, for what is missing, no number, or does not add up.
+    """
+    path = Path(path)
+    if time_unit not in UNITS_NS:
+        raise ConfigError(f"{time_unit!r} is not known", field="time_unit", hint=f"Use one of {', '.join(UNITS_NS)}.")
+    names = {field: field for field in FIELDS}
+    for field, name in (columns or {}).items():
+        if field not in names:
+            raise ConfigError(f"{field!r} is none", field="columns", hint=f"There are {', '.join(FIELDS)}.")
+        names[field] = name
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path, hint="Check the path of the measured run.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read: {error}", path=path) from error
+    rows = list(_json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text))
+    if not rows:
+        raise InputError("holds no request", path=path)
+    if columns is None and "queued_ts" in rows[0][1]:
+        names = VLLM_COLUMNS
+    for field, name in names.items():
+        if field not in OPTIONAL and name not in rows[0][1]:
+            raise InputError(
+                "is missing",
+                path=path,
+                line=rows[0][0],
+                field=name,
+                hint=f"Say what the column of {field} is called; there are {', '.join(map(str, rows[0][1]))}.",
+            )
+    return _measured(path, rows, names, UNITS_NS[time_unit])
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, row in enumerate(text.splitlines(), 1):
+        if not row.strip():
+            continue
+        try:
+            values = msgspec.json.decode(row)
+        except msgspec.DecodeError as error:
+            raise InputError(f"is no JSON: {error}", path=path, line=line) from error
+        if not isinstance(values, dict):
+            raise InputError("is no object", path=path, line=line)
+        yield line, values
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(text.splitlines(), strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError("has another number of columns than the head", path=path, line=reader.line_num)
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise InputError(f"is no CSV: {error}", path=path, line=reader.line_num) from error
+
+
+def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[str, str], unit_ns: int) -> Measured:
+    has_scheduled = names["scheduled"] in rows[0][1]
+    times = [field for field in TIMES if field != "scheduled" or has_scheduled]
+    values: dict[str, list[float]] = {field: [] for field in (*times, *COUNTS)}
+    request_ids: list[str] = []
+    seen: dict[str, int] = {}
+    for number, (line, row) in enumerate(rows):
+        request_id = str(row.get(names["request_id"], number))
+        if request_id in seen:
+            raise InputError(
+                f"{request_id!r} stands in line {seen[request_id]} already",
+                path=path,
+                line=line,
+                field=names["request_id"],
+            )
+        seen[request_id] = line
+        request_ids.append(request_id)
+        for field, column in values.items():
+            column.append(_number(path, line, names[field], row.get(names[field])))
+        for field in COUNTS:
+            if values[field][-1] < 1 or values[field][-1] % 1:
+                raise InputError(
+                    f"must be a whole number, at least 1, got {values[field][-1]:g}",
+                    path=path,
+                    line=line,
+                    field=names[field],
+                )
+        for before, after in pairwise(times):
+            if values[after][-1] < values[before][-1]:
+                raise InputError(
+                    f"is {values[before][-1] - values[after][-1]:g} before {names[before]}: the clock goes back",
+                    path=path,
+                    line=line,
+                    field=names[after],
+                )
+    order = sorted(range(len(rows)), key=lambda index: (values["arrival"][index], index))
+    start = values["arrival"][order[0]]
+
+    def ns(field: str) -> Times:
+        return np.array([round((values[field][index] - start) * unit_ns) for index in order], np.int64)
+
+    def count(field: str) -> Times:
+        return np.array([int(values[field][index]) for index in order], np.int64)
+
+    return Measured(
+        name=path.name,
+        request_ids=[request_ids[index] for index in order],
+        rows=np.array(order, np.int64),
+        arrival_ns=ns("arrival"),
+        scheduled_ns=ns("scheduled") if has_scheduled else None,
+        first_token_ns=ns("first_token"),
+        last_token_ns=ns("last_token"),
+        prompt_tokens=count("prompt_tokens"),
+        output_tokens=count("output_tokens"),
+    )
+
+
+def _number(path: Path, line: int, field: str, value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        what = "is missing" if value in (None, "") else f"{value!r} is no number"
+        raise InputError(what, path=path, line=line, field=field) from None
+    if not isfinite(number):
+        raise InputError(f"{value!r} is no number", path=path, line=line, field=field)
+    return number

@@ -1,0 +1,56 @@
+"""A page of HTML that lays a replay over what was measured. It needs nothing else."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvarts.calibrate.comparison import METRICS, Comparison, Replayed, latencies_ms
+from kvarts.calibrate.measured import Measured
+from kvarts.calibrate.series import Series
+
+__all__ = ["render_page"]
+
+MAX_POINTS = 2000
+
+
+def render_page(measured: Measured, replayed: Replayed, series: Series | None, comparison: Comparison) -> bytes:
+    """The whole page: the table of errors, the distributions, and the curves where both sides have them."""
+    theirs, ours = latencies_ms(measured), latencies_ms(replayed)
+    data: dict[str, Any] = {
+        "title": measured.name,
+        "comparison": comparison.to_builtins(),
+        "distributions": {
+            metric: [np.sort(values).tolist() for values in (theirs[metric], ours[metric])] for metric in METRICS
+        },
+        "curves": None,
+    }
+    if series is not None and replayed.curve is not None:
+        ours_thin = slice(None, None, max(1, len(replayed.curve.time_s) // MAX_POINTS))
+        data["curves"] = [
+            {
+                "t": curve.time_s[thin].tolist(),
+                "kv": curve.kv_pct[thin].tolist(),
+                "waiting": curve.waiting[thin].tolist(),
+            }
+            for curve, thin in ((series, slice(None)), (replayed.curve, ours_thin))
+        ]
+    shared = files("kvarts.timeline") / "assets"
+    own = files("kvarts.calibrate") / "assets"
+    page = (own / "compare.html").read_text(encoding="utf-8")
+    parts = {
+        "uplot.css": (shared / "uPlot.min.css").read_text(encoding="utf-8"),
+        "report.css": (shared / "report.css").read_text(encoding="utf-8"),
+        "uplot.js": (shared / "uPlot.iife.min.js").read_text(encoding="utf-8"),
+        "compare.js": (own / "compare.js").read_text(encoding="utf-8"),
+        # In a script element, only the end of one has a meaning.
+        "data": msgspec.json.encode(data).decode().replace("<", "\\u003c"),
+    }
+    for name, text in parts.items():
+        before, mark, after = page.partition(f"/*{{{name}}}*/")
+        assert mark, f"the page has no place for {name}"
+        page = before + text + after
+    return page.encode()

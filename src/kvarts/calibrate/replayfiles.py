@@ -1,0 +1,75 @@
+"""A replay from the files that it left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.calibrate.comparison import Replayed
+from kvarts.calibrate.series import Series
+from kvarts.errors import InputError, MissingFileError
+from kvarts.timeline.reader import open_recording
+from kvarts.timeline.rundir import RunDir
+
+__all__ = ["load_replayed"]
+
+
+class _Row(msgspec.Struct):
+    arrival_ms: float
+    first_token_ms: float | None
+    last_token_ms: float | None
+    output_tokens: int
+    preemptions: int
+    replica: int
+    status: str
+
+
+def load_replayed(path: Path | str) -> Replayed:
+    """Reads a run directory, or the file that `kvarts replay --requests` wrote.
+
+    Raises MissingFileError, or InputError for what is no replay or has requests without an end.
+    """
+    path = Path(path)
+    rows_path, curve = path, None
+    if path.is_dir():
+        run = RunDir(path)
+        rows_path = path / "requests.jsonl"
+        timelines = run.timelines()
+        if len(timelines) == 1:
+            curve = _curve(timelines[0][1])
+    try:
+        rows = msgspec.json.Decoder(_Row).decode_lines(rows_path.read_bytes())
+    except FileNotFoundError:
+        hint = "Write it with `kvarts replay --requests`."
+        raise MissingFileError("no such file", path=rows_path, hint=hint) from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"is no list of replayed requests: {error}", path=rows_path) from error
+    for line, row in enumerate(rows, 1):
+        if row.first_token_ms is None or row.last_token_ms is None:
+            raise InputError(f"was {row.status}, and never ended", path=rows_path, line=line, field="last_token_ms")
+
+    def column(name: str) -> npt.NDArray[np.float64]:
+        return np.array([getattr(row, name) for row in rows], np.float64)
+
+    return Replayed(
+        column("arrival_ms"),
+        column("first_token_ms"),
+        column("last_token_ms"),
+        np.array([row.output_tokens for row in rows], np.int64),
+        sum(row.preemptions for row in rows),
+        curve,
+    )
+
+
+def _curve(path: Path) -> Series | None:
+    chunks = list(open_recording(path).chunks())
+    columns: dict[str, Any] = {}
+    for name in ("t_ms", "used_pct", "active_seqs", "waiting"):
+        if not chunks or name not in chunks[0].columns:
+            return None
+        columns[name] = np.concatenate([chunk.columns[name] for chunk in chunks]).astype(np.float64)
+    return Series(columns["t_ms"] / 1e3, columns["active_seqs"], columns["waiting"], columns["used_pct"] * 100)

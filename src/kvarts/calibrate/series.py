@@ -1,0 +1,61 @@
+"""What an engine was measured to be doing, second by second."""
+
+from __future__ import annotations
+
+import csv
+from math import isfinite
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.errors import InputError, MissingFileError
+
+__all__ = ["Series", "load_series"]
+
+COLUMNS = {"t": "time_s", "running": "running", "waiting": "waiting", "kv_cache_pct": "kv_pct"}
+
+Values = npt.NDArray[np.float64]
+
+
+class Series(msgspec.Struct, frozen=True):
+    """Moments in order; all arrays have shape [n]. `time_s` since the first request came, `kv_pct` in per cent."""
+
+    time_s: Values
+    running: Values
+    waiting: Values
+    kv_pct: Values
+
+
+def load_series(path: Path | str) -> Series:
+    """Reads CSV with the columns `t` (seconds), `running`, `waiting` and `kv_cache_pct`, whatever others there are.
+
+    Raises MissingFileError; InputError, with line and field, for what is missing, no number, or goes back in time.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path, hint="Check the path of the series.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read: {error}", path=path) from error
+    reader = csv.DictReader(text.splitlines())
+    values: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    for name in COLUMNS:
+        if name not in (reader.fieldnames or ()):
+            raise InputError("is missing", path=path, line=1, field=name)
+    for row in reader:
+        for name, column in values.items():
+            try:
+                number = float(row[name])
+            except (TypeError, ValueError):
+                raise InputError(f"{row[name]!r} is no number", path=path, line=reader.line_num, field=name) from None
+            if not isfinite(number) or number < 0:
+                raise InputError(f"{row[name]!r} cannot be", path=path, line=reader.line_num, field=name)
+            column.append(number)
+        if len(values["t"]) > 1 and values["t"][-1] <= values["t"][-2]:
+            raise InputError("the clock goes back", path=path, line=reader.line_num, field="t")
+    if not values["t"]:
+        raise InputError("holds no moment", path=path)
+    return Series(**{field: np.array(values[name]) for name, field in COLUMNS.items()})

@@ -1,0 +1,141 @@
+"""Fits the coefficients of a roofline to recorded steps: what each did, and how long it took.
+
+A line of a record is an object with `duration_ns`, `num_decodes`, `decode_known_tokens`, and `chunks`, a list of
+[start, num_tokens, num_known_tokens]. Nothing has to be replayed: it is least squares of relative errors, with a loss
+that outliers do not pull (soft L1).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.calibrate.fitting import BOUNDS, UNSURE, needs_scipy
+from kvarts.errors import InputError, MissingFileError
+from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
+from kvarts.sched.plan import Batch, Chunk
+
+__all__ = ["StepFit", "StepRecord", "fit_steps", "is_step_record", "load_steps"]
+
+Values = npt.NDArray[np.float64]
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. `chunks`: (first token, tokens, tokens known) of each; decodes know `decode_known_tokens` together."""
+
+    duration_ns: int
+    num_decodes: int
+    decode_known_tokens: int
+    chunks: list[tuple[int, int, int]] = []
+
+    def batch(self) -> Batch:
+        """As a cost model sees it."""
+        chunks = tuple(Chunk(start, count, known, known) for start, count, known in self.chunks)
+        return Batch(chunks, self.num_decodes, self.decode_known_tokens, 1)
+
+
+class StepFit(msgspec.Struct, frozen=True):
+    """The fitted `cost`. `uncertainty`: of each coefficient, as a share of it. Errors are relative, of single steps."""
+
+    cost: RooflineCost
+    uncertainty: dict[str, float]
+    num_steps: int
+    median_error: float
+    p90_error: float
+    total_error: float
+    """Of the sum of all durations."""
+
+    @property
+    def not_identified(self) -> list[str]:
+        """Coefficients that these data say little about."""
+        return [name for name, share in self.uncertainty.items() if not share <= UNSURE]
+
+
+def is_step_record(path: Path | str) -> bool:
+    """Whether a file begins like a record of steps."""
+    try:
+        with Path(path).open("rb") as file:
+            values = msgspec.json.decode(file.readline())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(values, dict) and "duration_ns" in values and "num_decodes" in values
+
+
+def load_steps(path: Path | str) -> list[StepRecord]:
+    """Reads a record. Raises MissingFileError; InputError, with line and field, for what does not add up."""
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path, hint="Check the path of the record.") from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", path=path) from error
+    decoder = msgspec.json.Decoder(StepRecord)
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            what, _, where = str(error).partition(" - at ")
+            raise InputError(what, path=path, line=number, field=where.strip("`") or None) from error
+        if record.duration_ns <= 0:
+            raise InputError(f"must be above 0, got {record.duration_ns}", path=path, line=number, field="duration_ns")
+        if record.num_decodes < 0 or record.decode_known_tokens < record.num_decodes:
+            raise InputError(
+                f"{record.num_decodes} decodes cannot know {record.decode_known_tokens} tokens",
+                path=path,
+                line=number,
+                field="decode_known_tokens",
+            )
+        for start, count, known in record.chunks:
+            if start < 0 or count < 1 or start + count > known:
+                raise InputError(f"[{start}, {count}, {known}] cannot be", path=path, line=number, field="chunks")
+        if not record.num_decodes and not record.chunks:
+            raise InputError("has no work", path=path, line=number, field="num_decodes")
+        records.append(record)
+    if not records:
+        raise InputError("holds no step", path=path)
+    return records
+
+
+def fit_steps(records: list[StepRecord], start: RooflineCost) -> StepFit:
+    """Fits `start` to `records`, from where it is. Raises ConfigError without SciPy."""
+    needs_scipy()
+    from scipy.optimize import least_squares
+
+    batches = [record.batch() for record in records]
+    durations = np.array([record.duration_ns for record in records], np.float64)
+
+    def cost_of(logs: Values) -> RooflineCost:
+        values = dict(zip(COEFFICIENTS, map(float, np.exp(logs)), strict=True))
+        cost: RooflineCost = msgspec.structs.replace(start, **values)
+        return cost
+
+    def errors(logs: Values) -> Values:
+        cost = cost_of(logs)
+        return np.array([cost.step_ns(batch) for batch in batches]) / durations - 1.0
+
+    low, high = (np.log([BOUNDS[name][side] for name in COEFFICIENTS]) for side in (0, 1))
+    first = np.clip(np.log([getattr(start, name) for name in COEFFICIENTS]), low + 1e-6, high - 1e-6)
+    found = least_squares(errors, first, bounds=(low, high), loss="soft_l1", f_scale=0.05, diff_step=[1e-4])
+    residuals = errors(found.x)
+    scale = np.sqrt((residuals**2).sum() / max(1, len(residuals) - len(first)))
+    jacobian: Values = np.asarray(found.jac, np.float64)
+    deviations = scale * np.sqrt(np.diag(np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)))
+    unfelt = np.abs(jacobian).max(axis=0) < 1e-9
+    return StepFit(
+        cost_of(found.x),
+        {
+            name: float("inf") if blind else float(deviation)
+            for name, deviation, blind in zip(COEFFICIENTS, deviations, unfelt, strict=True)
+        },
+        len(records),
+        float(np.median(np.abs(residuals))),
+        float(np.percentile(np.abs(residuals), 90)),
+        float(((residuals + 1) * durations).sum() / durations.sum() - 1),
+    )

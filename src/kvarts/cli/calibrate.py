@@ -1,0 +1,208 @@
+"""`kvarts calibrate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.files import check_writable, write_whole
+
+__all__ = ["calibrate_command", "columns_of"]
+
+
+@click.command("calibrate")
+@click.argument("measured", type=click.Path(path_type=Path))
+@click.option("--model", metavar="NAME", help="Model that was measured: see `kvarts model list`, or a config.json.")
+@click.option("--device", metavar="NAME", help="Device it ran on.")
+@click.option("--tensor-parallel", metavar="N", type=int, help="Devices it was split over. [1]")
+@click.option("--kv-dtype", metavar="DTYPE", help="Number format of KV. [that of the model]")
+@click.option("--cost", metavar="FILE", help="Begin with the coefficients of this file instead of guesses.")
+@click.option("--pages", metavar="N", type=int, help="Pages of KV the engine had. [what fits]")
+@click.option("--page-size", metavar="TOKENS", type=int, help="Tokens a page. [16]")
+@click.option("--max-batched-tokens", metavar="TOKENS", type=int, help="Tokens a step could compute. [8192]")
+@click.option("--max-seqs", metavar="N", type=int, help="Requests that could run at once. [256]")
+@click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path),
+              help="Mooncake trace of the same requests in the same order: who shares prefixes with whom.")  # fmt: skip
+@click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
+              help="Tokens that a hash id of it stands for.")  # fmt: skip
+@click.option("--series", metavar="FILE", type=click.Path(path_type=Path),
+              help="CSV of t, running, waiting and kv_cache_pct, second by second.")  # fmt: skip
+@click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
+              help="What MEASURED calls request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
+              "output_tokens. Once for each.")  # fmt: skip
+@click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
+@click.option("--fit-on", metavar="N", type=int, help="Fit to the first N requests, and hold out the rest.")
+@click.option(
+    "--seed", metavar="N", type=int, default=0, show_default=True, help="Of the points the search tries first."
+)
+@click.option("--out", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write the cost model to FILE, for `kvarts replay --cost FILE`.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def calibrate_command(
+    measured: Path,
+    prompts: Path | None,
+    trace_block_size: int,
+    series: Path | None,
+    columns: tuple[str, ...],
+    time_unit: str,
+    fit_on: int | None,
+    seed: int,
+    out: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Fit how long steps take to a measured run, by replaying it some thousand times.
+
+    MEASURED has a line a request, with times and token counts: JSON lines as vLLM's timings have them, or CSV; or a
+    line a step, with what it did and how long it took. Needs the extra kvarts[calibrate].
+    """
+    from kvarts.calibrate.stepfit import is_step_record
+    from kvarts.executor.roofline import RooflineCost
+    from kvarts.replayer.config import make_config
+
+    if out is not None:
+        check_writable(out)
+    values = {name: value for name, value in settings.items() if value is not None}
+    if is_step_record(measured):
+        values.setdefault("pages", 1)  # steps are not replayed
+    config = make_config(values)
+    if not isinstance(config.cost, RooflineCost):
+        raise ConfigError(
+            "are missing", field="model, device", hint="Say what was measured: --model NAME --device NAME."
+        )
+    if is_step_record(measured):
+        text, report, cost = _fit_steps(measured, config.cost)
+    else:
+        text, report, cost = _fit_requests(
+            measured, config, prompts, trace_block_size, series, columns_of(columns), time_unit, fit_on, seed
+        )
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        sys.stdout.buffer.flush()
+    else:
+        click.echo(text, nl=False)
+    if out is not None:
+        write_whole(out, _as_toml(cost, measured, report).encode())
+        click.echo(f"kvarts: wrote {out}", err=True)
+
+
+def columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
+    """What `--column FIELD=NAME` says; None where nothing does."""
+    columns = {}
+    for text in given:
+        field, equals, name = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{text!r} is not FIELD=NAME", field="column")
+        columns[field] = name
+    return columns or None
+
+
+def _fit_requests(
+    path: Path,
+    config: Any,
+    prompts: Path | None,
+    trace_block_size: int,
+    series: Path | None,
+    columns: dict[str, str] | None,
+    time_unit: str,
+    fit_on: int | None,
+    seed: int,
+) -> tuple[str, dict[str, Any], Any]:
+    from kvarts.calibrate import calibrate, load_measured, load_series
+    from kvarts.replayer import load_mooncake
+
+    measured = load_measured(path, columns=columns, time_unit=time_unit)
+    known = None if prompts is None else load_mooncake(prompts, trace_block_size=trace_block_size)
+    curve = None if series is None else load_series(series)
+    with _Progress() as progress:
+        found = calibrate(measured, config, prompts=known, series=curve, fit_on=fit_on, seed=seed, on_progress=progress)
+    lines = [_coefficients(found.cost, found.uncertainty, found.not_identified)]
+    lines.append(f"before ({len(measured)} requests)\n{found.before.to_text()}")
+    lines.append(f"after ({len(measured)} requests, {found.num_replays:,} replays)\n{found.overall.to_text()}")
+    if found.held_out is not None:
+        lines.append(f"fitted to the first {fit_on}\n{found.fitted.to_text()}")
+        lines.append(f"held out ({len(measured) - (fit_on or 0)})\n{found.held_out.to_text()}")
+    report = {
+        "cost": msgspec.to_builtins(found.cost),
+        "uncertainty": _finite(found.uncertainty),
+        "not_identified": found.not_identified,
+        "num_replays": found.num_replays,
+        "before": found.before.to_builtins(),
+        "after": found.overall.to_builtins(),
+        "fitted": found.fitted.to_builtins(),
+        "held_out": None if found.held_out is None else found.held_out.to_builtins(),
+    }
+    return "\n".join(lines), report, found.cost
+
+
+def _fit_steps(path: Path, start: Any) -> tuple[str, dict[str, Any], Any]:
+    from kvarts.calibrate.stepfit import fit_steps, load_steps
+
+    found = fit_steps(load_steps(path), start)
+    text = _coefficients(found.cost, found.uncertainty, found.not_identified)
+    text += (
+        f"\n{found.num_steps:,} steps: error of one {found.median_error:.2%} (median), {found.p90_error:.2%} (p90); "
+        f"of all together {found.total_error:+.2%}\n"
+    )
+    report = {
+        "cost": msgspec.to_builtins(found.cost),
+        "uncertainty": _finite(found.uncertainty),
+        "not_identified": found.not_identified,
+        "num_steps": found.num_steps,
+        "median_error": found.median_error,
+        "p90_error": found.p90_error,
+        "total_error": found.total_error,
+    }
+    return text, report, found.cost
+
+
+def _finite(shares: dict[str, float]) -> dict[str, float | None]:
+    return {name: share if share < float("inf") else None for name, share in shares.items()}
+
+
+def _coefficients(cost: Any, uncertainty: dict[str, float], not_identified: list[str]) -> str:
+    lines = [f"{cost.llm} on {cost.device}"]
+    for name, share in uncertainty.items():
+        unsure = "these data do not say" if share == float("inf") else f"+- {share:.0%}"
+        if name in not_identified and share < float("inf"):
+            unsure += ", hardly identified by these data"
+        lines.append(f"  {name:<22}{getattr(cost, name):>12.4g}   {unsure}")
+    return "\n".join(lines) + "\n"
+
+
+def _as_toml(cost: Any, measured: Path, report: dict[str, Any]) -> str:
+    lines = [f"# Fitted by kvarts calibrate to {measured.name}.", "[cost]"]
+    for name, value in report["cost"].items():
+        if value is not None:
+            lines.append(f"{name} = {msgspec.json.encode(value).decode()}")
+    lines += ["", "[uncertainty]  # as a share of each; left out, these data do not say"]
+    lines += [f"{name} = {share!r}" for name, share in report["uncertainty"].items() if share is not None]
+    return "\n".join(lines) + "\n"
+
+
+class _Progress:
+    """A bar on standard error, where somebody watches."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[int], object] | None:
+        if not sys.stderr.isatty():
+            return None
+        from tqdm import tqdm
+
+        from kvarts.calibrate.fitting import MOST_REPLAYS
+
+        self._bar = tqdm(total=MOST_REPLAYS, unit=" replays", file=sys.stderr, leave=False)
+        update: Callable[[int], object] = self._bar.update
+        return update
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

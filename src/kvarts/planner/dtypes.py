@@ -1,0 +1,39 @@
+"""Number formats, by how much memory a number takes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kvarts.errors import ConfigError
+
+__all__ = ["dtype_bits", "flops_dtype"]
+
+# mxfp4: 4 bits a number and 8 bits of scale for every 32. fp8 in blocks: 32 bits of scale for every 128 by 128.
+_BITS = {
+    "float32": Fraction(32),
+    "bfloat16": Fraction(16),
+    "float16": Fraction(16),
+    "fp8": Fraction(8),
+    "fp8-block": 8 + Fraction(32, 128 * 128),
+    "int8": Fraction(8),
+    "mxfp4": 4 + Fraction(8, 32),
+    "int4": Fraction(4),
+}
+_OTHER_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float8_e4m3fn": "fp8"}
+
+
+def dtype_bits(name: str, *, field: str) -> Fraction:
+    """Bits a number. Raises ConfigError, with `field`, for a format that is not known."""
+    name = _OTHER_NAMES.get(name, name)
+    bits = _BITS.get(name)
+    if bits is None:
+        raise ConfigError(f"{name!r} is not known", field=field, hint=f"Use one of {', '.join(_BITS)}.")
+    return bits
+
+
+def flops_dtype(name: str) -> str:
+    """The format in which a device multiplies numbers stored as `name`: fp8 as such, narrower ones as 16 bits."""
+    name = _OTHER_NAMES.get(name, name)
+    if name == "fp8-block":
+        return "fp8"
+    return name if name in ("float32", "fp8", "int8") else "bfloat16"
