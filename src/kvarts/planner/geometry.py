@@ -279,8 +279,8 @@ def load_geometry(model: str | Path) -> Geometry:
     if not path.exists():
         raise MissingFileError(
             "is neither a model known by name nor a config.json",
-            field=name,
-            hint="Give either.",
+            path=name,
+            hint=f"Known by name are {', '.join(presets)}.",
         )
     try:
         values = msgspec.json.decode(path.read_bytes())
