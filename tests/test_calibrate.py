@@ -19,6 +19,7 @@ from kvarts.calibrate.page import render_page
 from kvarts.calibrate.replayfiles import load_replayed
 from kvarts.calibrate.stepfit import StepRecord, is_step_record, load_steps
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
+from kvarts.executor.cost import parse_cost
 from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
 from kvarts.replayer import ReplayConfig, Trace, load_mooncake, replay
 from kvarts.sched.plan import Batch, Chunk
@@ -33,15 +34,8 @@ TRUTH = msgspec.structs.replace(
     step_us=2000.0,
     sequence_us=40.0,
 )
-# What a calibration on the bundled run found; `kvarts calibrate` in the guide prints it.
-FOUND = msgspec.structs.replace(
-    GUESS,
-    compute_efficiency=0.8638,
-    bandwidth_efficiency=0.892,
-    attention_efficiency=0.7412,
-    step_us=923.5,
-    sequence_us=8.253,
-)
+# What a calibration on the bundled run found; the accuracy page has the command.
+FOUND = parse_cost(str(RUN / "cost.toml"))
 ENGINE = ReplayConfig(num_pages=2587, page_size=16, max_num_batched_tokens=2048, max_num_seqs=256, cost=GUESS)
 
 
@@ -314,9 +308,7 @@ def test_a_run_directory_is_compared(tmp_path: Path) -> None:
 
     from kvarts.cli.main import cli
 
-    cost = tmp_path / "cost.toml"
-    values = "\n".join(f"{name} = {getattr(FOUND, name)}" for name in COEFFICIENTS)
-    cost.write_text(f'[cost]\nmodel = "roofline"\nllm = "{FOUND.llm}"\ndevice = "{FOUND.device}"\n{values}\n')
+    cost = RUN / "cost.toml"
     run, page = tmp_path / "run", tmp_path / "compare.html"
     engine = ["--pages", "2587", "--max-batched-tokens", "2048", "--trace-block-size", "16"]
     invoke = CliRunner().invoke

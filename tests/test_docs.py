@@ -12,6 +12,7 @@ import doctest
 import io
 import re
 import shlex
+import shutil
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -51,6 +52,7 @@ def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     sample = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
     trace = tmp_path / "trace.jsonl"
     trace.write_text(sample.read_text())
+    shutil.copytree(str(files("kvarts") / "data" / "vllm-rtx4090"), tmp_path / "vllm-rtx4090")
     monkeypatch.chdir(tmp_path)
     return trace
 

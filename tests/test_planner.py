@@ -66,6 +66,15 @@ def test_weights_weigh_what_their_formats_say() -> None:
     assert deepseek.num_parameters < deepseek.weight_bytes < 1.01 * deepseek.num_parameters
 
 
+def test_weights_may_be_stored_otherwise() -> None:
+    llama = load_geometry("llama-3.1-8b")
+    halved = llama.stored_as("fp8")
+    assert llama.stored_as(None) is llama
+    assert halved.weight_bytes == llama.weight_bytes - halved.common_matrix
+    with pytest.raises(ConfigError, match="weight_dtype: 'fp7' is not known"):
+        llama.stored_as("fp7")
+
+
 def test_windows_bound_what_a_sequence_needs() -> None:
     gemma = load_geometry("gemma-3-27b")
     assert gemma.layers_by_window == {1024: 52, None: 10}

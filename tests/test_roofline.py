@@ -25,6 +25,7 @@ rooflines = st.builds(
     llm=st.sampled_from(MODELS),
     device=st.sampled_from(["h100-80gb", "rtx-4090", "mi300x"]),
     tensor_parallel=st.sampled_from([1, 2, 8]),
+    weight_dtype=st.sampled_from([None, None, "fp8"]),
     kv_dtype=st.sampled_from([None, "fp8"]),
     compute_efficiency=st.floats(0.1, 1.0),
     bandwidth_efficiency=st.floats(0.1, 1.0),
@@ -50,7 +51,8 @@ def naive_ms(cost: RooflineCost, batch: Batch) -> float:
     bandwidth, link = device.bandwidth_bytes_per_s, device.link_bytes_per_s
 
     def flops(dtype: str) -> float:
-        return device.tflops[{"fp8-block": "fp8"}.get(dtype, "bfloat16")] * 1e12 * cost.compute_efficiency
+        unit = {"fp8-block": "fp8", "fp8": "fp8"}.get(dtype, "bfloat16")
+        return device.tflops[unit] * 1e12 * cost.compute_efficiency
 
     sampled = batch.num_decodes + sum(chunk.is_last for chunk in batch.chunks)
     read_s = work_s = 0.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError, OutputError
     from kvarts.executor.cost import LinearCost, PolynomialCost
+    from kvarts.executor.roofline import RooflineCost
     from kvarts.offload.config import OffloadConfig
     from kvarts.replayer import ReplayConfig, Report, Trace, TraceRequest, Workload, load_mooncake, replay
     from kvarts.replayer.config import Slo
@@ -28,6 +29,7 @@ __all__ = [
     "PolynomialCost",
     "ReplayConfig",
     "Report",
+    "RooflineCost",
     "Slo",
     "Trace",
     "TraceRequest",
@@ -39,6 +41,7 @@ __all__ = [
 _HOMES = {
     "kvarts.errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
     "kvarts.executor.cost": ("LinearCost", "PolynomialCost"),
+    "kvarts.executor.roofline": ("RooflineCost",),
     "kvarts.offload.config": ("OffloadConfig",),
     "kvarts.replayer": ("Report", "ReplayConfig", "Trace", "TraceRequest", "Workload", "load_mooncake", "replay"),
     "kvarts.replayer.config": ("Slo",),

@@ -42,13 +42,13 @@ class Replayed(msgspec.Struct, frozen=True):
 class Comparison(msgspec.Struct, frozen=True):
     """`metrics[metric][statistic]` is (measured ms, replayed ms).
 
-    `kv_error_points`: the mean distance of both curves of KV use in points of per cent; None without them, as is
-    `peak_waiting`, (measured, replayed).
+    `num_preemptions`: in the replay. `kv_error_points`: the mean distance of both curves of KV use in
+    points of per cent; None without them, as is `peak_waiting`, (measured, replayed). None of these for some requests.
     """
 
     num_requests: int
     metrics: dict[str, dict[str, tuple[float, float]]]
-    num_preemptions: int
+    num_preemptions: int | None = None
     kv_error_points: float | None = None
     peak_waiting: tuple[float, float] | None = None
 
@@ -68,7 +68,8 @@ class Comparison(msgspec.Struct, frozen=True):
             lines.append(f"KV use: mean absolute error {self.kv_error_points:.2f} points")
         if self.peak_waiting is not None:
             lines.append(f"peak waiting: measured {self.peak_waiting[0]:,.0f}, replayed {self.peak_waiting[1]:,.0f}")
-        lines.append(f"preemptions: replayed {self.num_preemptions:,}")
+        if self.num_preemptions is not None:
+            lines.append(f"preemptions: replayed {self.num_preemptions:,}")
         return "\n".join(lines) + "\n"
 
     def to_builtins(self) -> dict[str, Any]:
@@ -113,20 +114,22 @@ def statistics(values: Values) -> Values:
 
 
 def compare(
-    measured: Measured, replayed: Replayed, series: Series | None = None, *, some: slice = slice(None)
+    measured: Measured, replayed: Replayed, series: Series | None = None, *, some: slice | None = None
 ) -> Comparison:
-    """Compares `some` of the requests. Raises InputError if they are not the same ones."""
+    """Compares all requests, or only the latencies of `some`. Raises InputError if they are not the same ones."""
     if len(replayed.arrival_ms) != len(measured) or (replayed.output_tokens != measured.output_tokens).any():
         raise InputError(
             f"holds {len(measured)} requests, the replay {len(replayed.arrival_ms)}, or their lengths differ",
             path=measured.name,
             hint="Replay the same requests, in the same order.",
         )
-    theirs, ours = latencies_ms(measured, some), latencies_ms(replayed, some)
+    theirs, ours = (latencies_ms(side, some or slice(None)) for side in (measured, replayed))
     metrics = {}
     for metric in METRICS:
         pairs = zip(STATISTICS, statistics(theirs[metric]), statistics(ours[metric]), strict=True)
         metrics[metric] = {name: (float(a), float(b)) for name, a, b in pairs}
+    if some is not None:
+        return Comparison(len(theirs["e2e"]), metrics)
     error_points = peaks = None
     if series is not None and replayed.curve is not None:
         at = np.searchsorted(replayed.curve.time_s, series.time_s, side="right") - 1

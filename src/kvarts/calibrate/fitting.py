@@ -124,7 +124,7 @@ def calibrate(
     search = _Search(measured, trace, config, series, some, on_progress)
     low, high = (np.log([BOUNDS[name][side] for name in COEFFICIENTS]) for side in (0, 1))
     first = np.clip(np.log([getattr(start, name) for name in COEFFICIENTS]), low, high)
-    before = search.compare(start, slice(None))
+    before = search.compare(start)
     spread = qmc.scale(qmc.Sobol(len(COEFFICIENTS), rng=seed).random(NUM_SPREAD), low, high)
     starts = sorted([first, *spread], key=search.error)[:NUM_STARTS]
     box = list(zip(low, high, strict=True))
@@ -153,7 +153,7 @@ def calibrate(
         cost,
         search.uncertainty(best),
         before,
-        search.compare(cost, slice(None)),
+        search.compare(cost),
         search.compare(cost, some),
         None if fit_on is None or fit_on == len(measured) else search.compare(cost, slice(fit_on, None)),
         search.num_replays,
@@ -198,7 +198,7 @@ class _Search:
             )
         return outcome
 
-    def compare(self, cost: RooflineCost, some: slice) -> Comparison:
+    def compare(self, cost: RooflineCost, some: slice | None = None) -> Comparison:
         return compare(self._measured, self._replay(cost), self._series, some=some)
 
     def residuals(self, logs: Values) -> Values:

@@ -21,6 +21,7 @@ __all__ = ["calibrate_command", "columns_of"]
 @click.option("--model", metavar="NAME", help="Model that was measured: see `kvarts model list`, or a config.json.")
 @click.option("--device", metavar="NAME", help="Device it ran on.")
 @click.option("--tensor-parallel", metavar="N", type=int, help="Devices it was split over. [1]")
+@click.option("--weight-dtype", metavar="DTYPE", help="Number format of weights. [that of the model]")
 @click.option("--kv-dtype", metavar="DTYPE", help="Number format of KV. [that of the model]")
 @click.option("--cost", metavar="FILE", help="Begin with the coefficients of this file instead of guesses.")
 @click.option("--pages", metavar="N", type=int, help="Pages of KV the engine had. [what fits]")

@@ -41,6 +41,7 @@ def list_command() -> None:
               help="Tokens a page.")  # fmt: skip
 @click.option("--memory-fraction", metavar="X", type=float, default=0.9, show_default=True,
               help="How much of the device may be used.")  # fmt: skip
+@click.option("--weight-dtype", metavar="DTYPE", help="Number format of weights. [that of the model]")
 @click.option("--kv-dtype", metavar="DTYPE", help="Number format of KV. [that of the model]")
 @click.option("--max-batched-tokens", metavar="TOKENS", type=click.IntRange(min=1), default=8192, show_default=True,
               help="Tokens a step may compute.")  # fmt: skip
@@ -53,6 +54,7 @@ def show_command(
     tensor_parallel: int,
     page_size: int,
     memory_fraction: float,
+    weight_dtype: str | None,
     kv_dtype: str | None,
     max_batched_tokens: int,
     max_seqs: int,
@@ -66,7 +68,7 @@ def show_command(
     from kvarts.planner import fit_memory, load_device, load_geometry
     from kvarts.planner.fit import local_kv_bytes_per_token
 
-    geometry = load_geometry(model)
+    geometry = load_geometry(model).stored_as(weight_dtype)
     fit = None
     if device is not None:
         fit = fit_memory(

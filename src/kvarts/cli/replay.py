@@ -37,6 +37,8 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
           "how long steps take and how many pages fit.")  # fmt: skip
 @_setting("--device", field="device", metavar="NAME", help="Device it is served on, or cpu:cores=8,bandwidth=80GB/s.")
 @_setting("--tensor-parallel", field="tensor_parallel", type=int, metavar="N", help="Devices it is split over. [1]")
+@_setting("--weight-dtype", field="weight_dtype", metavar="DTYPE",
+          help="Number format of weights. [that of the model]")  # fmt: skip
 @_setting("--kv-dtype", field="kv_dtype", metavar="DTYPE", help="Number format of KV. [that of the model]")
 @_setting("--kv-memory", field="kv_memory", metavar="SIZE",
           help="KV memory of each device: auto for what fits, or 40GiB. [auto]")  # fmt: skip

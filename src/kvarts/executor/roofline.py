@@ -33,7 +33,8 @@ class RooflineCost(
 ):
     """The time of a step of the model `llm` on `device`. Raises ConfigError for what is not known or out of range.
 
-    `llm` and `device`: see load_geometry and load_device. `compute_efficiency`, `bandwidth_efficiency` and
+    `llm` and `device`: see load_geometry and load_device; `weight_dtype` and `kv_dtype`: left out, those of the model.
+    `compute_efficiency`, `bandwidth_efficiency` and
     `attention_efficiency`: what arithmetic, reading weights and reading KV reach of the device's peaks. `step_us`: what
     a step takes beside them, `sequence_us` for each sequence in it. The defaults are guesses; `kvarts calibrate` fits
     them.
@@ -48,6 +49,7 @@ class RooflineCost(
     llm: str
     device: str
     tensor_parallel: int = 1
+    weight_dtype: str | None = None
     kv_dtype: str | None = None
     compute_efficiency: float = 0.7
     bandwidth_efficiency: float = 0.8
@@ -69,7 +71,7 @@ class RooflineCost(
     @cached_property
     def geometry(self) -> Geometry:
         """The model."""
-        return load_geometry(self.llm)
+        return load_geometry(self.llm).stored_as(self.weight_dtype)
 
     @cached_property
     def hardware(self) -> Device:

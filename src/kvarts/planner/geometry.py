@@ -173,6 +173,13 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         bits += experts * dtype_bits(self.expert_dtype, field="expert_dtype")
         return _whole_bytes(bits)
 
+    def stored_as(self, weight_dtype: str | None) -> Geometry:
+        """The same model with all its matrices in `weight_dtype`; None: as it is."""
+        if weight_dtype is None:
+            return self
+        dtype_bits(weight_dtype, field="weight_dtype")
+        return msgspec.structs.replace(self, weight_dtype=weight_dtype, expert_dtype=weight_dtype)
+
     # KV ---------------------------------------------------------------------------------------------------
 
     @cached_property

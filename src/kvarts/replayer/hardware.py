@@ -28,6 +28,7 @@ class _Hardware(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     device: str | None = None
     tensor_parallel: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    weight_dtype: str | None = None
     kv_dtype: str | None = None
     kv_memory: str | int | None = None
     memory_fraction: float | None = None
@@ -58,10 +59,17 @@ def resolve_hardware(values: dict[str, Any]) -> dict[str, Any]:
     if model is None or device is None:
         missing = "model" if model is None else "device"
         raise ConfigError("is missing", field=missing, hint="Model and device go together: --model NAME --device NAME.")
-    geometry = load_geometry(model)
+    weight_dtype = hardware.weight_dtype or (roofline.weight_dtype if roofline else None)
+    geometry = load_geometry(model).stored_as(weight_dtype)
     tensor_parallel = hardware.tensor_parallel or (roofline.tensor_parallel if roofline else 1)
     kv_dtype = hardware.kv_dtype or (roofline.kv_dtype if roofline else None)
-    facts = {"llm": model, "device": device, "tensor_parallel": tensor_parallel, "kv_dtype": kv_dtype}
+    facts = {
+        "llm": model,
+        "device": device,
+        "tensor_parallel": tensor_parallel,
+        "weight_dtype": weight_dtype,
+        "kv_dtype": kv_dtype,
+    }
     if roofline is not None:
         rest["cost"] = msgspec.structs.replace(roofline, **facts)
     elif cost is None:
