@@ -14,9 +14,8 @@ import pytest
 
 from kvarts.calibrate import Measured, calibrate, compare, fit_steps, load_measured, load_series
 from kvarts.calibrate.comparison import latencies_ms
-from kvarts.calibrate.fitting import replayed
 from kvarts.calibrate.page import render_page
-from kvarts.calibrate.replayfiles import load_replayed
+from kvarts.calibrate.replayed import load_replayed, replayed_of
 from kvarts.calibrate.stepfit import StepRecord, is_step_record, load_steps
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
 from kvarts.executor.cost import parse_cost
@@ -62,7 +61,7 @@ def made(num_requests: int, seed: int = 0) -> Measured:
         prompt_tokens=arrays[1],
         output_tokens=arrays[2],
     )
-    rows = replayed(replay(blank.trace(), msgspec.structs.replace(ENGINE, cost=TRUTH)))
+    rows = replayed_of(replay(blank.trace(), msgspec.structs.replace(ENGINE, cost=TRUTH)))
     return msgspec.structs.replace(
         blank,
         first_token_ns=np.rint(rows.first_token_ms * 1e6).astype(np.int64),
@@ -86,11 +85,11 @@ def test_the_bundled_run_is_read_whole() -> None:
 def test_a_replay_with_the_fitted_coefficients_is_within_one_per_cent() -> None:
     measured, prompts = bundled()
     report = replay(measured.trace(prompts), msgspec.structs.replace(ENGINE, cost=FOUND))
-    comparison = compare(measured, replayed(report), load_series(RUN / "timeseries.csv"))
+    comparison = compare(measured, replayed_of(report), load_series(RUN / "timeseries.csv"))
     assert comparison.worst < 0.01
     assert comparison.to_builtins()["kv_error_points"] < 2.0
     assert comparison.to_builtins()["peak_waiting"] == (234, 235)
-    uncalibrated = compare(measured, replayed(replay(measured.trace(prompts), ENGINE)))
+    uncalibrated = compare(measured, replayed_of(replay(measured.trace(prompts), ENGINE)))
     assert 0.1 < uncalibrated.worst < 0.2
 
 
@@ -123,7 +122,7 @@ def test_what_made_the_run_is_found() -> None:
     other = {"llm": "qwen3-8b"}
     truth, guess = (msgspec.structs.replace(cost, **other) for cost in (TRUTH, found.cost))
     theirs, ours = (
-        replayed(replay(measured.trace(), msgspec.structs.replace(ENGINE, cost=cost))) for cost in (truth, guess)
+        replayed_of(replay(measured.trace(), msgspec.structs.replace(ENGINE, cost=cost))) for cost in (truth, guess)
     )
     assert np.abs(ours.last_token_ms / theirs.last_token_ms - 1).max() < 0.02
 
@@ -330,7 +329,7 @@ def test_a_run_directory_is_compared(tmp_path: Path) -> None:
 
 def test_what_a_page_is_told_cannot_end_it() -> None:
     measured = msgspec.structs.replace(made(3), name="</script><b>")
-    rows = replayed(replay(measured.trace(), ENGINE))
+    rows = replayed_of(replay(measured.trace(), ENGINE))
     page = render_page(measured, rows, None, compare(measured, rows)).decode()
     assert "</script><b>" not in page
 

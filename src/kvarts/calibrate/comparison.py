@@ -13,30 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.measured import Measured
+from kvarts.calibrate.replayed import Replayed
 from kvarts.calibrate.series import Series
 from kvarts.errors import InputError
 
-__all__ = ["METRICS", "STATISTICS", "Comparison", "Replayed", "compare", "latencies_ms", "statistics"]
+__all__ = ["METRICS", "STATISTICS", "Comparison", "compare", "latencies_ms", "statistics"]
 
 METRICS = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
 NS_PER_MS = 1e6
 
 Values = npt.NDArray[np.float64]
-
-
-class Replayed(msgspec.Struct, frozen=True):
-    """A replay of the same requests in the same order; times in ms, arrays of shape [n].
-
-    `curve`: if it is known, the moments of the steps in seconds, and what ran, waited and was used in per cent then.
-    """
-
-    arrival_ms: Values
-    first_token_ms: Values
-    last_token_ms: Values
-    output_tokens: npt.NDArray[np.int64]
-    num_preemptions: int
-    curve: Series | None = None
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -132,8 +119,6 @@ def compare(
         return Comparison(len(theirs["e2e"]), metrics)
     error_points = peaks = None
     if series is not None and replayed.curve is not None:
-        at = np.searchsorted(replayed.curve.time_s, series.time_s, side="right") - 1
-        used = np.where(at >= 0, replayed.curve.kv_pct[np.maximum(at, 0)], 0.0)
-        error_points = float(np.abs(used - series.kv_pct).mean())
+        error_points = series.kv_distance(replayed.curve)
         peaks = float(series.waiting.max()), float(replayed.curve.waiting.max())
     return Comparison(len(theirs["e2e"]), metrics, replayed.num_preemptions, error_points, peaks)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from kvarts.calibrate.comparison import METRICS, Comparison, Replayed, latencies_ms
+from kvarts.calibrate.comparison import METRICS, Comparison, latencies_ms
 from kvarts.calibrate.measured import Measured
+from kvarts.calibrate.replayed import Replayed
 from kvarts.calibrate.series import Series
+from kvarts.timeline.page import fill_page
 
 __all__ = ["render_page"]
 
@@ -38,19 +39,6 @@ def render_page(measured: Measured, replayed: Replayed, series: Series | None, c
             }
             for curve, thin in ((series, slice(None)), (replayed.curve, ours_thin))
         ]
-    shared = files("kvarts.timeline") / "assets"
-    own = files("kvarts.calibrate") / "assets"
-    page = (own / "compare.html").read_text(encoding="utf-8")
-    parts = {
-        "uplot.css": (shared / "uPlot.min.css").read_text(encoding="utf-8"),
-        "report.css": (shared / "report.css").read_text(encoding="utf-8"),
-        "uplot.js": (shared / "uPlot.iife.min.js").read_text(encoding="utf-8"),
-        "compare.js": (own / "compare.js").read_text(encoding="utf-8"),
-        # In a script element, only the end of one has a meaning.
-        "data": msgspec.json.encode(data).decode().replace("<", "\\u003c"),
-    }
-    for name, text in parts.items():
-        before, mark, after = page.partition(f"/*{{{name}}}*/")
-        assert mark, f"the page has no place for {name}"
-        page = before + text + after
-    return page.encode()
+    assets = files("kvarts.calibrate") / "assets"
+    template = (assets / "compare.html").read_text(encoding="utf-8")
+    return fill_page(template, {"compare.js": (assets / "compare.js").read_text(encoding="utf-8")}, data)

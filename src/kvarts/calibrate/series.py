@@ -27,6 +27,19 @@ class Series(msgspec.Struct, frozen=True):
     waiting: Values
     kv_pct: Values
 
+    def until(self, time_s: float) -> Series | None:
+        """The moments up to `time_s`; None if there are none."""
+        last = int(np.searchsorted(self.time_s, time_s, side="right"))
+        if not last:
+            return None
+        return Series(self.time_s[:last], self.running[:last], self.waiting[:last], self.kv_pct[:last])
+
+    def kv_distance(self, other: Series) -> float:
+        """How far `other` is from it, in points of per cent, at its own moments on average."""
+        at = np.searchsorted(other.time_s, self.time_s, side="right") - 1
+        theirs = np.where(at >= 0, other.kv_pct[np.maximum(at, 0)], 0.0)
+        return float(np.abs(theirs - self.kv_pct).mean())
+
 
 def load_series(path: Path | str) -> Series:
     """Reads CSV with the columns `t` (seconds), `running`, `waiting` and `kv_cache_pct`, whatever others there are.

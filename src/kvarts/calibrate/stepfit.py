@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.fitting import BOUNDS, UNSURE, needs_scipy
+from kvarts.calibrate.coefficients import cost_of, log_bounds, logs_of, needs_scipy, not_identified, uncertainty_of
 from kvarts.errors import InputError, MissingFileError
-from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
+from kvarts.executor.roofline import RooflineCost
 from kvarts.sched.plan import Batch, Chunk
 
 __all__ = ["StepFit", "StepRecord", "fit_steps", "is_step_record", "load_steps"]
@@ -51,7 +51,7 @@ class StepFit(msgspec.Struct, frozen=True):
     @property
     def not_identified(self) -> list[str]:
         """Coefficients that these data say little about."""
-        return [name for name, share in self.uncertainty.items() if not share <= UNSURE]
+        return not_identified(self.uncertainty)
 
 
 def is_step_record(path: Path | str) -> bool:
@@ -111,29 +111,17 @@ def fit_steps(records: list[StepRecord], start: RooflineCost) -> StepFit:
     batches = [record.batch() for record in records]
     durations = np.array([record.duration_ns for record in records], np.float64)
 
-    def cost_of(logs: Values) -> RooflineCost:
-        values = dict(zip(COEFFICIENTS, map(float, np.exp(logs)), strict=True))
-        cost: RooflineCost = msgspec.structs.replace(start, **values)
-        return cost
-
     def errors(logs: Values) -> Values:
-        cost = cost_of(logs)
+        cost = cost_of(start, logs)
         return np.array([cost.step_ns(batch) for batch in batches]) / durations - 1.0
 
-    low, high = (np.log([BOUNDS[name][side] for name in COEFFICIENTS]) for side in (0, 1))
-    first = np.clip(np.log([getattr(start, name) for name in COEFFICIENTS]), low + 1e-6, high - 1e-6)
+    low, high = log_bounds()
+    first = np.clip(logs_of(start), low + 1e-6, high - 1e-6)
     found = least_squares(errors, first, bounds=(low, high), loss="soft_l1", f_scale=0.05, diff_step=[1e-4])
     residuals = errors(found.x)
-    scale = np.sqrt((residuals**2).sum() / max(1, len(residuals) - len(first)))
-    jacobian: Values = np.asarray(found.jac, np.float64)
-    deviations = scale * np.sqrt(np.diag(np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)))
-    unfelt = np.abs(jacobian).max(axis=0) < 1e-9
     return StepFit(
-        cost_of(found.x),
-        {
-            name: float("inf") if blind else float(deviation)
-            for name, deviation, blind in zip(COEFFICIENTS, deviations, unfelt, strict=True)
-        },
+        cost_of(start, found.x),
+        uncertainty_of(residuals, np.asarray(found.jac, np.float64)),
         len(records),
         float(np.median(np.abs(residuals))),
         float(np.percentile(np.abs(residuals), 90)),

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import msgspec
 
+from kvarts.cli.printing import print_json
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, write_whole
 
@@ -84,8 +85,7 @@ def calibrate_command(
             measured, config, prompts, trace_block_size, series, columns_of(columns), time_unit, fit_on, seed
         )
     if as_json:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json(report)
     else:
         click.echo(text, nl=False)
     if out is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
-import msgspec
 
 from kvarts.cli.calibrate import columns_of
+from kvarts.cli.printing import print_json
 from kvarts.files import check_writable, write_whole
 
 __all__ = ["compare_command"]
@@ -41,7 +40,7 @@ def compare_command(
     """
     from kvarts.calibrate import compare, load_measured, load_series
     from kvarts.calibrate.page import render_page
-    from kvarts.calibrate.replayfiles import load_replayed
+    from kvarts.calibrate.replayed import load_replayed
 
     if html_file is not None:
         check_writable(html_file)
@@ -50,9 +49,7 @@ def compare_command(
     curve = None if series is None else load_series(series)
     comparison = compare(theirs, ours, curve)
     if as_json:
-        encoded = msgspec.json.encode(comparison.to_builtins())
-        sys.stdout.buffer.write(msgspec.json.format(encoded, indent=2) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json(comparison.to_builtins())
     else:
         click.echo(comparison.to_text(), nl=False)
     if html_file is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
+
+from kvarts.cli.printing import print_json
 
 if TYPE_CHECKING:
     from kvarts.planner import Geometry, MemoryFit
@@ -95,8 +96,7 @@ def show_command(
             "layers_by_window": {str(window or "all"): count for window, count in geometry.layers_by_window.items()},
             "fit": None if fit is None else {**msgspec.to_builtins(fit), "equation": fit.equation},
         }
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json(values)
         return
     for name, text in _rows(geometry, token_bytes, page_size, tensor_parallel, kv_dtype, fit):
         click.echo(f"{name:<14}{text}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 import msgspec
 
+from kvarts.cli.printing import print_json
 from kvarts.errors import KvartsError
 from kvarts.units import parse_bytes
 
@@ -62,7 +62,5 @@ def verify_command(
         else:
             click.echo(f"{path}: {verdict.to_text()}", nl=False)
     if as_json:
-        encoded = msgspec.json.encode(answers[0] if len(answers) == 1 else answers)
-        sys.stdout.buffer.write(msgspec.json.format(encoded, indent=2) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json(answers[0] if len(answers) == 1 else answers)
     return next((code for rank in ((5,), (3, 4), (6,)) for code in codes if code in rank), 0)

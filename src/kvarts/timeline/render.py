@@ -10,12 +10,12 @@ from base64 import b64encode
 from importlib.resources import files
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvarts.errors import InputError
 from kvarts.timeline.hits import BELOW, KINDS, hit_ledger
 from kvarts.timeline.journal import Journal, load_journal
+from kvarts.timeline.page import fill_page
 from kvarts.timeline.reader import open_recording
 from kvarts.timeline.rows import Column
 from kvarts.timeline.rundir import RunDir
@@ -45,21 +45,9 @@ LABELS = {
 def render_html(run: RunDir) -> bytes:
     """The whole page. Raises InputError for files of the run that cannot be read."""
     assets = files("kvarts.timeline") / "assets"
-    page = (assets / "report.html").read_text(encoding="utf-8")
-    # In a script element, only the end of one has a meaning.
-    data = msgspec.json.encode(_page_data(run)).decode().replace("<", "\\u003c")
-    parts = {
-        "uplot.css": (assets / "uPlot.min.css").read_text(encoding="utf-8"),
-        "report.css": (assets / "report.css").read_text(encoding="utf-8"),
-        "uplot.js": (assets / "uPlot.iife.min.js").read_text(encoding="utf-8"),
-        "report.js": (assets / "report.js").read_text(encoding="utf-8"),
-        "data": data,
-    }
-    for name, text in parts.items():
-        before, mark, after = page.partition(f"/*{{{name}}}*/")
-        assert mark, f"the page has no place for {name}"
-        page = before + text + after
-    return page.encode()
+    template = (assets / "report.html").read_text(encoding="utf-8")
+    script = (assets / "report.js").read_text(encoding="utf-8")
+    return fill_page(template, {"report.js": script}, _page_data(run))
 
 
 def render_text(run: RunDir, *, width: int = 60) -> str:

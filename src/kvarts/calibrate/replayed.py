@@ -1,4 +1,4 @@
-"""A replay from the files that it left."""
+"""A replay, as it is compared with what was measured: from its report, or from the files that it left."""
 
 from __future__ import annotations
 
@@ -9,13 +9,48 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.comparison import Replayed
 from kvarts.calibrate.series import Series
 from kvarts.errors import InputError, MissingFileError
+from kvarts.replayer import Report
 from kvarts.timeline.reader import open_recording
 from kvarts.timeline.rundir import RunDir
 
-__all__ = ["load_replayed"]
+__all__ = ["Replayed", "load_replayed", "replayed_of"]
+
+Values = npt.NDArray[np.float64]
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """Requests in order of arrival; times in ms, arrays of shape [n].
+
+    `curve`: if it is known, the moments of the steps in seconds, and what ran, waited and was used in per cent then.
+    """
+
+    arrival_ms: Values
+    first_token_ms: Values
+    last_token_ms: Values
+    output_tokens: npt.NDArray[np.int64]
+    num_preemptions: int
+    curve: Series | None = None
+
+
+def replayed_of(report: Report) -> Replayed:
+    """From the report of a replay of one engine."""
+    rows, steps = report.requests, report.steps
+    curve = Series(
+        time_s=np.asarray(steps["start_ms"]) / 1e3,
+        running=np.asarray(steps["running"], np.float64),
+        waiting=np.asarray(steps["waiting"], np.float64),
+        kv_pct=np.asarray(steps["used_pages"]) * (100.0 / report.config.num_pages),
+    )
+    return Replayed(
+        np.asarray(rows["arrival_ms"]),
+        np.asarray(rows["first_token_ms"]),
+        np.asarray(rows["last_token_ms"]),
+        np.asarray(rows["output_tokens"], np.int64),
+        int(np.asarray(rows["preemptions"]).sum()),
+        curve,
+    )
 
 
 class _Row(msgspec.Struct):
@@ -52,7 +87,7 @@ def load_replayed(path: Path | str) -> Replayed:
         if row.first_token_ms is None or row.last_token_ms is None:
             raise InputError(f"was {row.status}, and never ended", path=rows_path, line=line, field="last_token_ms")
 
-    def column(name: str) -> npt.NDArray[np.float64]:
+    def column(name: str) -> Values:
         return np.array([getattr(row, name) for row in rows], np.float64)
 
     return Replayed(

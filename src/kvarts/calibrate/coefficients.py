@@ -1,0 +1,73 @@
+"""The coefficients of a roofline as a search sees them: logarithms between bounds, and how sure it can be of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.errors import ConfigError
+from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
+
+__all__ = ["BOUNDS", "cost_of", "log_bounds", "logs_of", "needs_scipy", "not_identified", "uncertainty_of"]
+
+Values = npt.NDArray[np.float64]
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "compute_efficiency": (0.2, 1.0),
+    "bandwidth_efficiency": (0.3, 1.0),
+    "attention_efficiency": (0.1, 1.0),
+    "step_us": (50.0, 20_000.0),
+    "sequence_us": (0.5, 200.0),
+}
+UNSURE = 0.2
+"""A coefficient that the data leave uncertain by more than this share is not identified by them."""
+
+
+def needs_scipy() -> None:
+    """Raises ConfigError where SciPy, an extra, is not installed."""
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError:
+        raise ConfigError("calibration needs SciPy", hint="Install it: pip install 'kvarts[calibrate]'.") from None
+
+
+def log_bounds() -> tuple[Values, Values]:
+    """The lowest and the highest of each, in logarithms."""
+    low, high = (np.log([BOUNDS[name][side] for name in COEFFICIENTS]) for side in (0, 1))
+    return low, high
+
+
+def logs_of(cost: RooflineCost) -> Values:
+    """Those of `cost`, brought within the bounds."""
+    low, high = log_bounds()
+    values = [max(getattr(cost, name), 1e-9) for name in COEFFICIENTS]
+    logs: Values = np.clip(np.log(values), low, high)
+    return logs
+
+
+def cost_of(cost: RooflineCost, logs: Values) -> RooflineCost:
+    """`cost` with these instead of its own."""
+    return msgspec.structs.replace(cost, **dict(zip(COEFFICIENTS, map(float, np.exp(logs)), strict=True)))
+
+
+def uncertainty_of(residuals: Values, jacobian: Values) -> dict[str, float]:
+    """How far each could go before `residuals` would notice, as a share of it: that of least squares, to first order.
+
+    `jacobian`: shape [residuals, coefficients], by logarithms. Infinite for what changes nothing.
+    """
+    spare = max(1, len(residuals) - jacobian.shape[1])
+    covariance = np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)
+    errors = np.sqrt((residuals**2).sum() / spare * np.diag(covariance))
+    unfelt = np.abs(jacobian).max(axis=0) < 1e-9
+    return {
+        name: float("inf") if blind else float(error)
+        for name, error, blind in zip(COEFFICIENTS, errors, unfelt, strict=True)
+    }
+
+
+def not_identified(uncertainty: Mapping[str, float]) -> list[str]:
+    """Coefficients that the data say little about."""
+    return [name for name, share in uncertainty.items() if not share <= UNSURE]

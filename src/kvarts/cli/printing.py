@@ -1,0 +1,16 @@
+"""What commands print as data."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+
+__all__ = ["print_json"]
+
+
+def print_json(value: Any) -> None:
+    """Prints one JSON value to standard output, indented, with a line end."""
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    sys.stdout.buffer.flush()
