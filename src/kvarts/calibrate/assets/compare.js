@@ -61,4 +61,5 @@
     draw(parent, "KV use", both("kv"), "s", "% of the pool");
     draw(parent, "Waiting requests", both("waiting"), "s", "requests");
   }
+  document.documentElement.dataset.ready = "yes";
 })();
