@@ -238,13 +238,15 @@ class Engine:
 
         Adds to `finished` who finished.
         """
+        scheduler, offloader = self.scheduler, self._offloader
         while True:
             if self._under_way:
                 if self.now_ns > until_ns:
                     return
                 finished += self.finish()
             now_ns = self.now_ns
-            if now_ns >= until_ns or not self.has_work:
+            # `has_work`, asked before every step.
+            if now_ns >= until_ns or not (scheduler.has_work or (offloader is not None and offloader.has_work)):
                 return
             self.start(now_ns, until_ns)
 
@@ -298,7 +300,7 @@ class Engine:
                     scheduler.running.num_running,
                     scheduler.num_waiting,
                     scheduler.blocked,
-                    self._tier_pages(),
+                    () if self._offloader is None else self._offloader.num_pages(),
                 )
             )
         if events is not None:
@@ -316,16 +318,9 @@ class Engine:
         self._is_at_rest = True
         if self._sink is not None and self.scheduler.wheel.step:
             cache, last_step = self.scheduler.cache, self.scheduler.wheel.step - 1
-            rest = AtRest(
-                last_step, self.now_ns, cache.num_used, cache.num_cached, cache.num_released, self._tier_pages()
-            )
+            tier_pages = () if self._offloader is None else self._offloader.num_pages()
+            rest = AtRest(last_step, self.now_ns, cache.num_used, cache.num_cached, cache.num_released, tier_pages)
             self._sink.record_rest(rest)
-
-    def _tier_pages(self) -> tuple[int, ...]:
-        """Pages used and cached in each tier below the device."""
-        if self._offloader is None:
-            return ()
-        return self._offloader.num_pages()
 
     def _record_step(self, sink: StepSink, start_ns: int, duration_ns: int, plan: StepPlan) -> None:
         scheduler, batch = self.scheduler, plan.batch
@@ -347,7 +342,7 @@ class Engine:
                 num_tokens,
                 len(plan.admitted),
                 plan.preemptions,
-                self._tier_pages(),
+                () if self._offloader is None else self._offloader.num_pages(),
             )
         )
 

@@ -6,17 +6,11 @@ import contextlib
 import gc
 import os
 import sys
+from importlib import import_module
 
 import click
 
 from kvarts import __version__
-from kvarts.cli.calibrate import calibrate_command
-from kvarts.cli.compare import compare_command
-from kvarts.cli.model import model_command
-from kvarts.cli.replay import replay_command
-from kvarts.cli.report import report_command
-from kvarts.cli.story import story_command
-from kvarts.cli.verify import verify_command
 from kvarts.errors import KvartsError
 
 __all__ = ["main", "run"]
@@ -30,19 +24,28 @@ Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
 """
 
 
-@click.group(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
+COMMANDS = ("calibrate", "compare", "model", "replay", "report", "story", "verify")
+
+
+class Commands(click.Group):
+    """Commands that are loaded when they are called: `replay` does not wait for what only `calibrate` needs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """See click.Group."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """See click.Group."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"kvarts.cli.{cmd_name}"), f"{cmd_name}_command")
+        return command
+
+
+@click.group(cls=Commands, help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvarts")
 def cli() -> None:
     """The group of commands."""
-
-
-cli.add_command(calibrate_command)
-cli.add_command(compare_command)
-cli.add_command(model_command)
-cli.add_command(replay_command)
-cli.add_command(report_command)
-cli.add_command(story_command)
-cli.add_command(verify_command)
 
 
 def main() -> int:

@@ -9,16 +9,16 @@ for the step, and one for each sequence in it.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from kvarts.errors import ConfigError
-from kvarts.planner.device import Device, load_device
-from kvarts.planner.dtypes import dtype_bits
-from kvarts.planner.fit import local_kv_bytes_per_token
-from kvarts.planner.geometry import Geometry, load_geometry
 from kvarts.sched.plan import Batch, Chunk
+
+if TYPE_CHECKING:
+    from kvarts.planner import Device, Geometry
 
 __all__ = ["COEFFICIENTS", "RooflineCost"]
 
@@ -71,11 +71,15 @@ class RooflineCost(
     @cached_property
     def geometry(self) -> Geometry:
         """The model."""
+        from kvarts.planner.geometry import load_geometry  # only those who have one pay for it
+
         return load_geometry(self.llm).stored_as(self.weight_dtype)
 
     @cached_property
     def hardware(self) -> Device:
         """The device."""
+        from kvarts.planner.device import load_device
+
         return load_device(self.device)
 
     @cached_property
@@ -122,6 +126,9 @@ class _Parts:
     """The constants of a RooflineCost, in milliseconds, and what is made of them."""
 
     def __init__(self, cost: RooflineCost) -> None:
+        from kvarts.planner.dtypes import dtype_bits
+        from kvarts.planner.fit import local_kv_bytes_per_token
+
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
         self._geometry = geometry
         flops = device.flops_per_s(geometry.weight_dtype) * cost.compute_efficiency / 1e3

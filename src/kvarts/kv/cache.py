@@ -14,7 +14,6 @@ import msgspec
 from kvarts.content import Content
 from kvarts.events import Event
 from kvarts.kv.pool import CountPool, IdPool, PageId
-from kvarts.kv.safe import SafeFirstTree
 from kvarts.kv.tree import Match, Node, Path, PrefixTree
 
 __all__ = ["Holding", "PageCache"]
@@ -49,7 +48,11 @@ class PageCache:
         safe_first: bool = False,
     ) -> None:
         self.pool: CountPool | IdPool = IdPool(num_pages) if with_page_ids else CountPool(num_pages)
-        self.tree: PrefixTree = SafeFirstTree(events) if safe_first else PrefixTree(events)
+        self.tree = PrefixTree(events)
+        if safe_first:
+            from kvarts.kv.safe import SafeFirstTree  # only those who have a tier below pay for it
+
+            self.tree = SafeFirstTree(events)
         self.has_page_ids = with_page_ids
         self.num_free = num_pages
         """Pages that can be taken now: empty or cached."""
@@ -116,7 +119,6 @@ class PageCache:
     def hold_run(self, node: Node, end: int) -> Path:
         """As `hold`, for the pages before page `end` of `node`, or of what is before it; see SafeFirstTree."""
         tree = self.tree
-        assert isinstance(tree, SafeFirstTree)
         num_cached = tree.num_cached
         path = tree.hold_run(node, end)
         self.num_free -= num_cached - tree.num_cached

@@ -52,6 +52,7 @@ class SafeFirstTree(PrefixTree):
 
     def __init__(self, events: list[Event] | None = None) -> None:
         super().__init__(events)
+        self._knows_below = True
         self.num_safe = 0
         """Cached pages that are safe."""
         self._safe = Node(NOTHING, b"", 0, 0, 0, None)
@@ -127,7 +128,7 @@ class SafeFirstTree(PrefixTree):
         return super().pin(match)
 
     def hold_run(self, node: Node, end: int) -> Path:
-        """As `hold`, for the pages before page `end` of `node`, or of what is before it."""
+        """See PrefixTree."""
         while node.start >= end:
             node = _before(node)
         if end < node.end:
@@ -200,15 +201,17 @@ class SafeFirstTree(PrefixTree):
         self.num_cached -= count
         page_ids: list[PageId] = []
         while count:
-            if self.num_safe:
-                num_safe = self.num_safe
-                num_evicted = self._evict_oldest(self._safe, count if count < num_safe else num_safe, page_ids)
+            num_safe = self.num_safe
+            if num_safe:
+                # It is nobody's loss, so nothing changes lists by it.
+                num_evicted = count if count < num_safe else num_safe
+                self._evict_from(self._safe, num_evicted, page_ids)
                 self.num_safe -= num_evicted
+                count -= num_evicted
             else:
-                num_evicted = self._evict_oldest(self._lru, count, page_ids)
-            count -= num_evicted
-            if self._toggled:
-                self.regroup()
+                count = self._evict_from(self._lru, count, page_ids, one_run=True)
+                if self._toggled:
+                    self.regroup()
         return page_ids
 
     # Inside -----------------------------------------------------------------------------------------------

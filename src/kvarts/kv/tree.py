@@ -86,11 +86,18 @@ class PrefixTree:
         self.num_cached = 0
         self.events = events
         self.gone: list[tuple[Content, int, int]] | None = None
-        """Where it is a list: receives runs that can no longer be found: content, first page, page after the last."""
+        """See `tell_gone`."""
+        self._tells = events is not None
+        self._knows_below = False
         self._roots: dict[str | None, Node] = {}
         # One sentinel closes the LRU list to a ring: newer of it is the oldest run, older of it the youngest.
         self._lru = Node(NOTHING, b"", 0, 0, 0, None)
         self._lru.older = self._lru.newer = self._lru
+
+    def tell_gone(self, gone: list[tuple[Content, int, int]]) -> None:
+        """From now on `gone` receives runs that can no longer be found: content, first page, page after the last."""
+        self.gone = gone
+        self._tells = True
 
     # Finding ----------------------------------------------------------------------------------------------
 
@@ -190,13 +197,14 @@ class PrefixTree:
             last = self._root(content.salt)
         while start < end:
             if last.children is None:
-                last.children = self._new_children(last)
+                last.children = self._new_children(last) if self._knows_below else {}
             key = content.key(start)
             first_copy = last.children.get(key)
             if first_copy is None:
                 node = Node(content, key, start, end, 1, last)
                 last.children[key] = node
-                self._on_birth(node)
+                if self._knows_below:
+                    self._on_birth(node)
                 if self.events is not None:
                     self.events.append(PagesStored(content, start, end, last.content if start else None))
             else:
@@ -249,31 +257,41 @@ class PrefixTree:
         assert count <= self.num_cached, f"{count} pages to evict, {self.num_cached} cached"
         self.num_cached -= count
         page_ids: list[PageId] = []
-        while count:
-            count -= self._evict_oldest(self._lru, count, page_ids)
+        self._evict_from(self._lru, count, page_ids)
         return page_ids
 
-    def _evict_oldest(self, ring: Node, count: int, page_ids: list[PageId]) -> int:
-        """Evicts at most `count` pages of the oldest run of `ring` that nothing holds; how many they were."""
+    def _evict_from(self, ring: Node, count: int, page_ids: list[PageId], *, one_run: bool = False) -> int:
+        """Evicts `count` pages of what nothing holds in `ring`, the oldest first; how many of them are left to evict.
+
+        None, or with `one_run` what is more than one run has.
+        """
         node = ring.newer
-        while node.holds:
-            node = node.newer
-        size = node.end - node.start
-        if size > count and node.twins is not None:
-            self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
-            size = count
-        if size <= count:
+        while count:
+            while node.holds:
+                node = node.newer
+            size = node.end - node.start
+            if size > count and node.twins is not None:
+                self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
+                size = count
+            if size > count:
+                assert not node.children, f"{node} would be evicted under its children"
+                node.end -= count
+                if node.page_ids is not None:
+                    page_ids.extend(reversed(node.page_ids[-count:]))
+                    del node.page_ids[-count:]
+                if self._knows_below:
+                    self._on_cut(node)
+                if self._tells:
+                    self._tell_removed(node, node.end, node.end + count)
+                return 0
             if node.page_ids is not None:
                 page_ids.extend(reversed(node.page_ids))
+            newer = node.newer
             self._remove(node)
-            return size
-        assert not node.children, f"{node} would be evicted under its children"
-        node.end -= count
-        if node.page_ids is not None:
-            page_ids.extend(reversed(node.page_ids[-count:]))
-            del node.page_ids[-count:]
-        self._on_cut(node)
-        self._tell_removed(node, node.end, node.end + count)
+            node = newer
+            count -= size
+            if one_run:
+                break
         return count
 
     # Inside -----------------------------------------------------------------------------------------------
@@ -293,17 +311,21 @@ class PrefixTree:
         return nodes
 
     def _tell_removed(self, node: Node, start: int, end: int) -> None:
-        """Pages [start, end), the last ones of `node`, can no longer be found."""
+        """Pages [start, end), the last ones of `node`, can no longer be found. For a tree that `_tells`."""
         if self.events is not None:
             self.events.append(PagesRemoved(node.content, start, end))
         if self.gone is not None:
             self.gone.append((node.content, start, end))
 
-    # What a tree that knows of a tier below has to keep up with.
+    # What a tree that knows of a tier below (`_knows_below`) has to keep up with.
 
     def _new_children(self, node: Node) -> dict[PageKey, Node]:
         """An empty dict for the children of `node` and its twins."""
         return {}
+
+    def hold_run(self, node: Node, end: int) -> Path:
+        """As `hold`, for the pages before page `end` of `node`, or of what is before it."""
+        raise NotImplementedError
 
     def _on_birth(self, node: Node) -> None:
         """`node` is the first copy of its pages."""
@@ -377,8 +399,10 @@ class PrefixTree:
         if twins is None:
             assert not node.children, f"{node} would be evicted under its children"
             del parent.children[node.key]
-            self._on_death(node)
-            self._tell_removed(node, node.start, node.end)
+            if self._knows_below:
+                self._on_death(node)
+            if self._tells:
+                self._tell_removed(node, node.start, node.end)
             return
         if self.events is not None:
             self.events.append(CopiesRemoved(node.content, node.start, node.end))

@@ -123,7 +123,7 @@ class Offloader:
         self._policy: StorePolicy[Any] = EagerPolicy(cache) if self._lazy is None else self._lazy
         self.confirm = self._policy.confirm
         self._gone: list[tuple[Content, int, int]] = []
-        cache.tree.gone = self._gone
+        cache.tree.tell_gone(self._gone)
         cache.on_gone = self._lose_gone
         if isinstance(cache.tree, SafeFirstTree):
             cache.tree.on_grown = self._mark_as_held

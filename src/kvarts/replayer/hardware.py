@@ -10,9 +10,6 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.executor.cost import CostSpec, parse_cost
 from kvarts.executor.roofline import RooflineCost
-from kvarts.planner.device import load_device
-from kvarts.planner.fit import fit_memory, local_kv_bytes_per_token
-from kvarts.planner.geometry import load_geometry
 from kvarts.units import parse_bytes
 
 __all__ = ["HARDWARE_FIELDS", "resolve_hardware"]
@@ -52,6 +49,9 @@ def resolve_hardware(values: dict[str, Any]) -> dict[str, Any]:
         cost = rest["cost"] = msgspec.convert(cost, CostSpec)
     if not given:
         return rest
+    from kvarts.planner import fit_memory, load_device, load_geometry  # only those who name a model pay for it
+    from kvarts.planner.fit import local_kv_bytes_per_token
+
     hardware = msgspec.convert(given, _Hardware)
     roofline = cost if isinstance(cost, RooflineCost) else None
     model = hardware.model or (roofline.llm if roofline else None)

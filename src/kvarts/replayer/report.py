@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import fsum, isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvarts.events import Blocked
-from kvarts.offload.offloader import OffloadCounts, Offloader
 from kvarts.replayer.columns import COMPLETED, RequestLog
 from kvarts.replayer.config import ReplayConfig
 from kvarts.replayer.trace import Trace
@@ -24,6 +23,9 @@ from kvarts.replayer.workingset import working_set_pages
 from kvarts.timeline.record import Timeline
 from kvarts.timeline.rows import Column
 from kvarts.timeline.spans import StepLog
+
+if TYPE_CHECKING:
+    from kvarts.offload.offloader import Offloader
 
 __all__ = ["REPORT_VERSION", "Report"]
 
@@ -265,7 +267,7 @@ class Report:
         counts = [offloader.counts for offloader in self._offloaders]
         lanes = LANES[: 2 * len(self._tiers)]
         return {
-            **{name: sum(getattr(count, name) for count in counts) for name in OffloadCounts.__struct_fields__},
+            **{name: sum(getattr(count, name) for count in counts) for name in counts[0].__struct_fields__},
             "bytes": {name: sum(offloader.lanes[name].num_bytes for offloader in self._offloaders) for name in lanes},
             "num_evicted_pages": {
                 name: sum(offloader.tiers[place].num_evicted for offloader in self._offloaders)

@@ -15,6 +15,7 @@ The scheduler reads no clock and no random number: time comes in with `schedule`
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,12 +27,14 @@ from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.pool import PageId
 from kvarts.kv.tree import Match
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.offloader import Loaded, Offer, Offloader
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
 from kvarts.sched.policy import RunningSet, WaitingQueue
 from kvarts.sched.rows import LiveRows
 from kvarts.sched.wheel import DecodeWheel
+
+if TYPE_CHECKING:
+    from kvarts.offload.offloader import Loaded, Offer, Offloader
 
 __all__ = ["Scheduler"]
 
@@ -64,6 +67,8 @@ class Scheduler:
         )
         self.offloader: Offloader | None = None
         if has_tiers and offload is not None:
+            from kvarts.offload.offloader import Offloader  # only those who have tiers pay for it
+
             self.offloader = Offloader(
                 offload,
                 self.cache,
@@ -148,12 +153,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.running.num_running or self.waiting.num_waiting or self.num_loading)
+        return bool(self.running.num_running or self.waiting.num_waiting or self._loading or self._ready)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait to be admitted, for a load or otherwise."""
-        return self.waiting.num_waiting + self.num_loading
+        return self.waiting.num_waiting + (0 if self.offloader is None else self.num_loading)
 
     @property
     def num_loading(self) -> int:
@@ -382,7 +387,7 @@ class Scheduler:
         """Admits from the head of the waiting queue while seats, budget and pages last."""
         waiting, cache, config = self.waiting, self.cache, self.config
         running, offloader = self.running, self.offloader
-        page_size = self._page_size
+        page_size, max_num_seqs = self._page_size, config.max_num_seqs
         admitted: list[int] = []
         num_pages_short = 0
         self.blocked = Blocked.NOT
@@ -392,7 +397,7 @@ class Scheduler:
             admitted.append(request.index)
         while waiting.num_waiting:
             request = waiting.head()
-            if running.num_running + self.num_loading >= config.max_num_seqs:
+            if running.num_running + (0 if offloader is None else self.num_loading) >= max_num_seqs:
                 self.blocked = Blocked.SEQS
                 break
             if budget <= 0:
