@@ -70,6 +70,13 @@ class SafeFirstTree(PrefixTree):
         """Says of pages [start, end) of `path` whether a tier below holds them. `regroup` must follow."""
         if start >= end:
             return
+        node = path[-1]
+        if node.end == end and node.start <= start:
+            # What is stored is most often the end of one run.
+            if node.start < start:
+                self._split(node, start)
+            self._mark(node, below)
+            return
         for node in self.walk(path):
             if node.end <= start:
                 break
@@ -238,11 +245,13 @@ class SafeFirstTree(PrefixTree):
             self.num_safe += node.end - node.start
 
     def _mark(self, node: Node, below: Below) -> None:
-        was_unsafe = _is_unsafe(node)
-        for copy in node.twins or [node]:
+        was_stored = node.below == STORED
+        copies = node.twins or (node,)
+        for copy in copies:
             copy.below = below
-        if _is_unsafe(node) != was_unsafe:
-            self._toggle((node.twins or [node])[0])
+        # Whoever has something unsafe after it stays what it was.
+        if (below == STORED) != was_stored and not (node.children and node.children.num_unsafe):  # type: ignore[attr-defined]
+            self._toggle(copies[0])
 
     def _toggle(self, first_copy: Node) -> None:
         """What was safe is not, or the other way round; and with it, perhaps, what is before it."""

@@ -128,6 +128,23 @@ class PrefixTree:
             node = child
         return Match(nodes, position, num_shared)
 
+    def has(self, content: Content, page: int) -> bool:
+        """Whether `page` of `content` is resident, and so all before it."""
+        position = 0
+        node = self._roots.get(content.salt)
+        while node is not None and node.children:
+            child = node.children.get(content.key(position))
+            if child is None:
+                return False
+            end = child.end if child.end <= page else page + 1
+            position = content.common_pages(child.content, position, end)
+            if position > page:
+                return True
+            if position < child.end:
+                return False
+            node = child
+        return False
+
     # Holding ----------------------------------------------------------------------------------------------
 
     def pin(self, match: Match) -> Path:

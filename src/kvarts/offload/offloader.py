@@ -527,9 +527,8 @@ class Offloader:
         if not self._removed or not isinstance(tree, SafeFirstTree):
             return
         for content, start, end in self._removed:
-            match = self._cache.match(content, end)
-            if match.num_pages > start:
-                tree.mark_match(match, start, below)
+            if tree.has(content, start):
+                tree.mark_match(self._cache.match(content, end), start, below)
                 if self.disk is not None:
                     self._mark_held(tree, content, start, end)
         self._removed.clear()
@@ -545,6 +544,12 @@ class Offloader:
         return num_held
 
     def _mark_held(self, tree: SafeFirstTree, content: Content, start: int, end: int) -> int:
+        if self.disk is None:
+            # Nothing can be found below after something that cannot, neither there nor on the device.
+            num_held = self.host.find(content, start, end)
+            if num_held:
+                tree.mark_match(self._cache.match(content, start + num_held), start, Below.STORED)
+            return num_held
         num_held = 0
         for tier in self.tiers:
             for first, last in tier.held(content, start, end):
