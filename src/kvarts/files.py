@@ -1,4 +1,4 @@
-"""Writing results: whole or not at all."""
+"""Reading text, and writing results: whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from kvarts.errors import OutputError
+from kvarts.errors import InputError, MissingFileError, OutputError
 
-__all__ = ["check_writable", "whole_file", "write_whole"]
+__all__ = ["check_writable", "read_text", "whole_file", "write_whole"]
 
 
 def check_writable(path: Path) -> None:
@@ -50,3 +50,13 @@ def write_whole(path: Path, data: bytes) -> None:
     """Writes `data` to a `whole_file`."""
     with whole_file(path) as file:
         file.write(data)
+
+
+def read_text(path: Path, *, hint: str) -> str:
+    """What a file says. Raises MissingFileError with `hint`, or InputError for what is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path, hint=hint) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read: {error}", path=path) from error

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.errors import ConfigError, InputError
+from kvarts.files import read_text
 from kvarts.replayer.trace import Trace, TraceRequest
 
 __all__ = ["FIELDS", "Measured", "load_measured"]
@@ -111,12 +112,7 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
         if field not in names:
             raise ConfigError(f"{field!r} is none", field="columns", hint=f"There are {', '.join(FIELDS)}.")
         names[field] = name
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint="Check the path of the measured run.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot be read: {error}", path=path) from error
+    text = read_text(path, hint="Check the path of the measured run.")
     rows = list(_json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text))
     if not rows:
         raise InputError("holds no request", path=path)

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.errors import InputError, MissingFileError
+from kvarts.errors import InputError
+from kvarts.files import read_text
 
 __all__ = ["Series", "load_series"]
 
@@ -47,12 +48,7 @@ def load_series(path: Path | str) -> Series:
     Raises MissingFileError; InputError, with line and field, for what is missing, no number, or goes back in time.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint="Check the path of the series.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot be read: {error}", path=path) from error
+    text = read_text(path, hint="Check the path of the series.")
     reader = csv.DictReader(text.splitlines())
     values: dict[str, list[float]] = {name: [] for name in COLUMNS}
     for name in COLUMNS:

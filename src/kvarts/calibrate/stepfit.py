@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import cost_of, log_bounds, logs_of, needs_scipy, not_identified, uncertainty_of
-from kvarts.errors import InputError, MissingFileError
+from kvarts.errors import InputError
 from kvarts.executor.roofline import RooflineCost
+from kvarts.files import read_text
 from kvarts.sched.plan import Batch, Chunk
 
 __all__ = ["StepFit", "StepRecord", "fit_steps", "is_step_record", "load_steps"]
@@ -67,12 +68,7 @@ def is_step_record(path: Path | str) -> bool:
 def load_steps(path: Path | str) -> list[StepRecord]:
     """Reads a record. Raises MissingFileError; InputError, with line and field, for what does not add up."""
     path = Path(path)
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint="Check the path of the record.") from None
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=path) from error
+    lines = read_text(path, hint="Check the path of the record.").splitlines()
     decoder = msgspec.json.Decoder(StepRecord)
     records = []
     for number, line in enumerate(lines, 1):
