@@ -22,6 +22,10 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "step_us": (50.0, 20_000.0),
     "sequence_us": (0.5, 200.0),
 }
+UNFELT = 1e-3
+"""A direction that changes the residuals this much less than the strongest does not change them."""
+PART = 0.5
+"""What moves at least this much of what moves most in such a direction is not known either."""
 UNSURE = 0.2
 """A coefficient that the data leave uncertain by more than this share is not identified by them."""
 
@@ -56,16 +60,19 @@ def cost_of(cost: RooflineCost, logs: Values) -> RooflineCost:
 def uncertainty_of(residuals: Values, jacobian: Values) -> dict[str, float]:
     """How far each could go before `residuals` would notice, as a share of it: that of least squares, to first order.
 
-    `jacobian`: shape [residuals, coefficients], by logarithms. Infinite for what changes nothing.
+    `jacobian`: shape [residuals, coefficients], by logarithms. Infinite for what changes nothing, by itself or together
+    with others: where every step reads all weights once, nobody can tell their time from that of the step itself.
     """
     spare = max(1, len(residuals) - jacobian.shape[1])
     covariance = np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)
     errors = np.sqrt((residuals**2).sum() / spare * np.diag(covariance))
-    unfelt = np.abs(jacobian).max(axis=0) < 1e-9
-    return {
-        name: float("inf") if blind else float(error)
-        for name, error, blind in zip(COEFFICIENTS, errors, unfelt, strict=True)
-    }
+    _, strengths, directions = np.linalg.svd(jacobian, full_matrices=True)
+    strengths = np.append(strengths, np.zeros(jacobian.shape[1] - len(strengths)))
+    for direction in np.abs(directions[strengths <= UNFELT * max(strengths.max(), UNFELT)]):
+        # Along it, the one that moves most can be anything; the others go as far as they do with it.
+        moves = direction / direction.max()
+        errors = np.where(moves > PART, np.inf, np.maximum(errors, moves))
+    return dict(zip(COEFFICIENTS, map(float, errors), strict=True))
 
 
 def not_identified(uncertainty: Mapping[str, float]) -> list[str]:

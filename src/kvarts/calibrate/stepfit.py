@@ -113,7 +113,7 @@ def fit_steps(records: list[StepRecord], start: RooflineCost) -> StepFit:
 
     low, high = log_bounds()
     first = np.clip(logs_of(start), low + 1e-6, high - 1e-6)
-    found = least_squares(errors, first, bounds=(low, high), loss="soft_l1", f_scale=0.05, diff_step=[1e-4])
+    found = least_squares(errors, first, bounds=(low, high), loss="soft_l1", f_scale=0.05, diff_step=[1e-3])
     residuals = errors(found.x)
     return StepFit(
         cost_of(start, found.x),
