@@ -207,9 +207,11 @@ class CacheMachine(RuleBasedStateMachine):
         content = data.draw(st.sampled_from(self.contents()))
         pages = self.model.lookup(self.names(content, limit))
         match = self.cache.match(content, limit)
-        if self.safe_first and match.nodes and data.draw(st.booleans()):
+        tree = self.cache.tree
+        if isinstance(tree, SafeFirstTree) and match.nodes and data.draw(st.booleans()):
             last = match.nodes[-1]
-            path = self.cache.hold_run(data.draw(st.sampled_from(last.twins or [last])), match.num_pages)
+            one = data.draw(st.sampled_from(last.twins or [last]))
+            path = self.cache.hold_path(tree.path_to(one, match.num_pages))
         else:
             path = self.cache.hold(match)
         for page in pages:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"]
+__all__ = ["ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError", "parts_of"]
 
 
 class KvartsError(Exception):
@@ -59,3 +59,9 @@ class OutputError(KvartsError):
     """A result that could not be written. Nothing half written is left behind."""
 
     exit_code = 7
+
+
+def parts_of(error: Exception) -> tuple[str, str | None]:
+    """What msgspec found wrong, and the field, from ``what - at `$.field` ``; None for the whole value."""
+    what, _, where = str(error).partition(" - at ")
+    return what, where.strip("`").removeprefix("$").removeprefix(".") or None

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kvarts.errors import InputError, MissingFileError, OutputError
 
-__all__ = ["check_writable", "read_text", "whole_file", "write_whole"]
+__all__ = ["check_writable", "read_text", "read_toml", "whole_file", "write_whole"]
 
 
 def check_writable(path: Path) -> None:
@@ -60,3 +60,15 @@ def read_text(path: Path, *, hint: str) -> str:
         raise MissingFileError("no such file", path=path, hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot be read: {error}", path=path) from error
+
+
+def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
+    """What a TOML file says. Raises MissingFileError with `hint`, or InputError for what is none."""
+    import tomllib  # only those who have such a file pay for it
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path, hint=hint) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"is no readable TOML: {error}", path=path) from error

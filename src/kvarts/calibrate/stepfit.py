@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import cost_of, log_bounds, logs_of, needs_scipy, not_identified, uncertainty_of
-from kvarts.errors import InputError
+from kvarts.errors import InputError, parts_of
 from kvarts.executor.roofline import RooflineCost
 from kvarts.files import read_text
 from kvarts.sched.plan import Batch, Chunk
@@ -77,8 +77,8 @@ def load_steps(path: Path | str) -> list[StepRecord]:
         try:
             record = decoder.decode(line)
         except msgspec.DecodeError as error:
-            what, _, where = str(error).partition(" - at ")
-            raise InputError(what, path=path, line=number, field=where.strip("`") or None) from error
+            what, field = parts_of(error)
+            raise InputError(what, path=path, line=number, field=field) from error
         if record.duration_ns <= 0:
             raise InputError(f"must be above 0, got {record.duration_ns}", path=path, line=number, field="duration_ns")
         if record.num_decodes < 0 or record.decode_known_tokens < record.num_decodes:

@@ -12,16 +12,14 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.errors import ConfigError, InputError, parts_of
+from kvarts.executor.manysteps import FEW_STEPS, whole_ns
 from kvarts.executor.roofline import RooflineCost
+from kvarts.files import read_toml
 from kvarts.sched.plan import Batch
 
 __all__ = ["CallableCost", "CostModel", "CostSpec", "LinearCost", "PolynomialCost", "parse_cost"]
-
-# Below this many steps a Python loop is faster than NumPy's calls.
-FEW_STEPS = 30
 
 
 class CostModel(Protocol):
@@ -97,7 +95,7 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
         ms += use
         ms += 5.74
         ms *= 1e6
-        return _whole_ns(ms)
+        return whole_ns(ms)
 
 
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="linear"):
@@ -128,7 +126,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         """See CostModel."""
         known = known_tokens + num_decodes * np.arange(num_steps)
         ms = self.step_ms + self.chunk_token_ms * 0 + self.decode_ms * num_decodes
-        return _whole_ns((ms + self.context_token_ms * known) * 1e6)
+        return whole_ns((ms + self.context_token_ms * known) * 1e6)
 
 
 class CallableCost:
@@ -188,27 +186,14 @@ def parse_cost(text: str) -> CostSpec:
 
 
 def _load_cost(path: Path) -> CostSpec:
-    import tomllib  # only those who have such a file pay for it
-
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint="Check the path of the cost model.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"is no readable TOML: {error}", path=path) from error
+    values = read_toml(path, hint="Check the path of the cost model.")
     if "cost" not in values:
         raise InputError("is missing", path=path, field="cost", hint="The file must have a table [cost].")
     try:
         cost: CostSpec = msgspec.convert(values["cost"], CostSpec)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at ")
-        raise InputError(what, path=path, field="cost" + where.strip("`").removeprefix("$")) from error
+        what, field = parts_of(error)
+        raise InputError(what, path=path, field=f"cost.{field}" if field else "cost") from error
     except ConfigError as error:
         raise ConfigError(error.what, path=path, field=error.field, hint=error.hint) from error
     return cost
-
-
-def _whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:
-    """Rounds half to even, as `round` does."""
-    durations: list[int] = np.rint(ns, out=ns).astype(np.int64).tolist()
-    return durations

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from kvarts.errors import ConfigError
+from kvarts.executor.manysteps import FEW_STEPS, whole_ns
 from kvarts.sched.plan import Batch, Chunk
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["COEFFICIENTS", "RooflineCost"]
 
 COEFFICIENTS = ("compute_efficiency", "bandwidth_efficiency", "attention_efficiency", "step_us", "sequence_us")
-
-# Below this many steps a Python loop is faster than NumPy's calls.
-FEW_STEPS = 30
 
 
 class RooflineCost(
@@ -118,8 +116,7 @@ class RooflineCost(
         ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * parts.context_token_ms
         ms += fixed_ms
         ms *= 1e6
-        durations: list[int] = np.rint(ms, out=ms).astype(np.int64).tolist()
-        return durations
+        return whole_ns(ms)
 
 
 class _Parts:
@@ -130,7 +127,6 @@ class _Parts:
         from kvarts.planner.fit import local_kv_bytes_per_token
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
-        self._geometry = geometry
         flops = device.flops_per_s(geometry.weight_dtype) * cost.compute_efficiency / 1e3
         expert_flops = device.flops_per_s(geometry.expert_dtype) * cost.compute_efficiency / 1e3
         bandwidth = device.bandwidth_bytes_per_s * cost.bandwidth_efficiency / 1e3

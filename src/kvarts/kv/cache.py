@@ -110,29 +110,20 @@ class PageCache:
 
     def hold(self, match: Match) -> Path:
         """Puts what was found to use for a transfer, each page in its place of the eviction order, until `unhold`."""
-        tree = self.tree
-        num_cached = tree.num_cached
-        path = tree.hold(match)
-        self.num_free -= num_cached - tree.num_cached
-        return path
-
-    def hold_run(self, node: Node, end: int) -> Path:
-        """As `hold`, for the pages before page `end` of `node`, or of what is before it; see SafeFirstTree."""
-        tree = self.tree
-        num_cached = tree.num_cached
-        path = tree.hold_run(node, end)
-        self.num_free -= num_cached - tree.num_cached
-        return path
+        return self.hold_path(self.tree.cut(match))
 
     def hold_open(self, holding: Holding, num_pages: int) -> Path | None:
         """As `hold`, for the first `num_pages` pages of somebody who holds just these; None if that is not so."""
         path = holding.path
         if not path or path[-1].end != num_pages:
             return None
-        path = list(path)
+        return self.hold_path(list(path))
+
+    def hold_path(self, path: Path) -> Path:
+        """As `hold`, for a path of the tree."""
         num_cached = self.tree.num_cached
         self.tree.hold_path(path)
-        self.num_free -= num_cached - self.tree.num_cached  # these pages are in use, but not all copies of them
+        self.num_free -= num_cached - self.tree.num_cached
         return path
 
     def page_ids(self, path: Path) -> list[PageId]:

@@ -90,7 +90,7 @@ class SafeFirstTree(PrefixTree):
 
     def mark_match(self, match: Match, start: int, below: Below) -> None:
         """As `mark`, for the pages of `match` from `start` on."""
-        self.mark(self._cut(match), start, match.num_pages, below)
+        self.mark(self.cut(match), start, match.num_pages, below)
 
     def regroup(self) -> None:
         """Moves runs to the list they belong to now. Those that move together keep their order."""
@@ -127,15 +127,15 @@ class SafeFirstTree(PrefixTree):
 
     def pin(self, match: Match) -> Path:
         """See PrefixTree."""
-        for node in self._cut(match):
+        for node in self.cut(match):
             if node.is_safe:
                 node.is_safe = False
                 if not node.holds:
                     self.num_safe -= node.end - node.start
         return super().pin(match)
 
-    def hold_run(self, node: Node, end: int) -> Path:
-        """See PrefixTree."""
+    def path_to(self, node: Node, end: int) -> Path:
+        """The path of the pages before page `end` of `node`, or of what is before it."""
         while node.start >= end:
             node = _before(node)
         if end < node.end:
@@ -145,31 +145,7 @@ class SafeFirstTree(PrefixTree):
             node = _before(node)
             path.append(node)
         path.reverse()
-        self.hold_path(path)
         return path
-
-    def hold_path(self, path: Path) -> None:
-        """See PrefixTree."""
-        for node in self.walk(path):
-            for copy in node.twins or (node,):
-                if not (copy.refs or copy.holds):
-                    num_pages = copy.end - copy.start
-                    self.num_cached -= num_pages
-                    if copy.is_safe:
-                        self.num_safe -= num_pages
-                copy.holds += 1
-
-    def unhold(self, path: Path) -> None:
-        """See PrefixTree."""
-        for node in self.walk(path):
-            for copy in node.twins or (node,):
-                copy.holds -= 1
-                assert copy.holds >= 0, f"{copy} was let go more often than it was held"
-                if not (copy.refs or copy.holds):
-                    num_pages = copy.end - copy.start
-                    self.num_cached += num_pages
-                    if copy.is_safe:
-                        self.num_safe += num_pages
 
     def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
         """See PrefixTree."""
@@ -222,6 +198,11 @@ class SafeFirstTree(PrefixTree):
         return page_ids
 
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _count_cached(self, node: Node, sign: int) -> None:
+        super()._count_cached(node, sign)
+        if node.is_safe:
+            self.num_safe += sign * (node.end - node.start)
 
     def _tell_removed(self, node: Node, start: int, end: int) -> None:
         if self.events is not None:

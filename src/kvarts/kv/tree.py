@@ -147,9 +147,16 @@ class PrefixTree:
 
     # Holding ----------------------------------------------------------------------------------------------
 
+    def cut(self, match: Match) -> Path:
+        """The runs of `match`, the last one split where it ends."""
+        nodes = match.nodes
+        if nodes and nodes[-1].end > match.num_pages:
+            nodes[-1] = self._split(nodes[-1], match.num_pages)
+        return nodes
+
     def pin(self, match: Match) -> Path:
         """Takes a reference to every page of `match` and returns the path that holds them."""
-        nodes = self._cut(match)
+        nodes = self.cut(match)
         for node in nodes:
             if node.refs == 0:
                 older, newer = node.older, node.newer
@@ -160,31 +167,25 @@ class PrefixTree:
             node.refs += 1
         return nodes
 
-    def hold(self, match: Match) -> Path:
-        """Keeps every page of `match` from being evicted, each in its place; returns the path, for `unhold`.
+    def hold_path(self, path: Path) -> None:
+        """Keeps every page of `path` from being evicted, each in its place, until `unhold`.
 
         All copies of a page are held: the one that is found may stand before what follows it in the list.
         """
-        nodes = self._cut(match)
-        self.hold_path(nodes)
-        return nodes
-
-    def hold_path(self, path: Path) -> None:
-        """As `hold`, for what somebody's path holds already."""
         for node in self.walk(path):
             for copy in node.twins or (node,):
                 if not (copy.refs or copy.holds):
-                    self.num_cached -= copy.end - copy.start
+                    self._count_cached(copy, -1)
                 copy.holds += 1
 
     def unhold(self, path: Path) -> None:
-        """Ends what `hold` began."""
+        """Ends what `hold_path` began."""
         for node in self.walk(path):
             for copy in node.twins or (node,):
                 copy.holds -= 1
                 assert copy.holds >= 0, f"{copy} was let go more often than it was held"
                 if not (copy.refs or copy.holds):
-                    self.num_cached += copy.end - copy.start
+                    self._count_cached(copy, 1)
 
     def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
         """Makes the pages from the end of `path` to `end` findable; the holder of `path` references them.
@@ -320,12 +321,9 @@ class PrefixTree:
             root = self._roots[salt] = Node(NOTHING, b"", 0, 0, 1, None)
         return root
 
-    def _cut(self, match: Match) -> Path:
-        """The runs of `match`, the last one split where it ends."""
-        nodes = match.nodes
-        if nodes and nodes[-1].end > match.num_pages:
-            nodes[-1] = self._split(nodes[-1], match.num_pages)
-        return nodes
+    def _count_cached(self, node: Node, sign: int) -> None:
+        """An unreferenced run is no longer cached (-1), or is again (1), since a transfer holds it or has let it go."""
+        self.num_cached += sign * (node.end - node.start)
 
     def _tell_removed(self, node: Node, start: int, end: int) -> None:
         """Pages [start, end), the last ones of `node`, can no longer be found. For a tree that `_tells`."""
@@ -339,10 +337,6 @@ class PrefixTree:
     def _new_children(self, node: Node) -> dict[PageKey, Node]:
         """An empty dict for the children of `node` and its twins."""
         return {}
-
-    def hold_run(self, node: Node, end: int) -> Path:
-        """As `hold`, for the pages before page `end` of `node`, or of what is before it."""
-        raise NotImplementedError
 
     def _on_birth(self, node: Node) -> None:
         """`node` is the first copy of its pages."""

@@ -98,7 +98,7 @@ class LazyPolicy:
 
     def hold(self, content: Content, end: int, where: Node) -> Path:
         """See StorePolicy."""
-        return self._cache.hold_run(where, end)
+        return self._cache.hold_path(self._tree.path_to(where, end))
 
     @property
     def has_work(self) -> bool:

@@ -166,9 +166,6 @@ class MemoryTier:
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """The stretches of pages [start, end) that are here, whatever is before them."""
-        if not self.index.num_holes:
-            last = start + self.index.find(content, start, end)
-            return [(start, last)] if last > start else []
         return [(max(first, start), last) for first, last in self.index.stored(content, end) if last > start]
 
     def offered(self, holder: int) -> int:

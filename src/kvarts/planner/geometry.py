@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
 from kvarts.planner.dtypes import dtype_bits
 
 __all__ = ["Experts", "Geometry", "Latent", "load_geometry", "preset_names"]
@@ -324,8 +324,8 @@ def _geometry(name: str, source: str, values: dict[str, Any], path: Path | None)
     try:
         config = msgspec.convert(values, _Config)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at ")
-        raise InputError(what, path=path, field=where.strip("`").removeprefix("$.") or None) from error
+        what, field = parts_of(error)
+        raise InputError(what, path=path, field=field) from error
     experts = _experts(config, path)
     latent = None
     if config.kv_lora_rank is not None:

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import msgspec
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.errors import ConfigError, parts_of
 from kvarts.executor.cost import CallableCost, CostModel, CostSpec, PolynomialCost, parse_cost
+from kvarts.files import read_toml
 from kvarts.offload.config import OffloadConfig
 from kvarts.replayer.hardware import HARDWARE_FIELDS, resolve_hardware
 from kvarts.replayer.router import RouterName
@@ -98,15 +99,8 @@ def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
     `cost` is a string as on the command line, or a table. Raises InputError for what is no TOML, ConfigError for an
     unknown key or a bad value.
     """
-    import tomllib  # only those who have such a file pay for it
-
     path = Path(path)
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint="Check the path of the configuration.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"is no readable TOML: {error}", path=path) from error
+    values = read_toml(path, hint="Check the path of the configuration.")
     traffic = {name: values.pop(name) for name in _File.__struct_fields__ if name in values}
     known = {*ReplayConfig.__struct_encode_fields__, *HARDWARE_FIELDS}
     for name in values:
@@ -136,8 +130,8 @@ def make_config(values: dict[str, Any], path: Path | str | None = None) -> Repla
 
 
 def _named(error: msgspec.ValidationError | ConfigError, path: Path | str | None) -> ConfigError:
-    """The error with its file; what msgspec says reads ``what - at `$.field` ``."""
+    """The error with its file."""
     if isinstance(error, ConfigError):
         return ConfigError(error.what, hint=error.hint, path=path, field=error.field)
-    what, _, where = str(error).partition(" - at ")
-    return ConfigError(what, path=path, field=where.strip("`").removeprefix("$.") or None)
+    what, field = parts_of(error)
+    return ConfigError(what, path=path, field=field)

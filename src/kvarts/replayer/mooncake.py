@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvarts.content import pack_units
-from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
 from kvarts.replayer.trace import Trace, TraceRequest
 
 __all__ = ["MooncakeReader", "load_mooncake"]
@@ -117,9 +117,7 @@ class MooncakeReader:
             yield line, row
 
     def _explain(self, error: Exception) -> InputError:
-        """Msgspec says `what - at `$.field``."""
-        what, _, where = str(error).partition(" - at ")
-        field = re.sub(r"^`\$\.?|`$", "", where) or None
+        what, field = parts_of(error)
         if missing := re.search(r"missing required field `(\w+)`", what):
             field, what = missing[1], "is missing"
         return InputError(what, field=field)
