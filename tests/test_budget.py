@@ -192,7 +192,7 @@ def test_over_many_rounds_everybody_gets_its_share(
         for name, tokens in budgets.next_round().items():
             received[name] += tokens
     for name in first:
-        assert abs(received[name] - num_rounds * share[name]) <= len(models)
+        assert abs(Fraction(received[name] - num_rounds * share[name])) <= len(models)
 
 
 @pytest.mark.laws

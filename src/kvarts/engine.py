@@ -25,15 +25,17 @@ from kvarts.events import (
     StepEnded,
     StepSink,
     StepStarted,
+    Turns,
 )
 from kvarts.executor.base import Executor
 from kvarts.executor.sim import SimExecutor
 from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from kvarts.kv.shared import SharedCache
     from kvarts.timeline.auditor import Auditor
 
 __all__ = ["NEVER_NS", "Engine", "Observer"]
@@ -54,7 +56,8 @@ class Engine:
 
     `sink` keeps a record of steps, `observers` receive events. `step_by_step`: never do many steps at once. `audit`:
     check laws L1, L2 and L3 after every step, and mirror every operation into a second bookkeeping. `offload`: tiers
-    below the device; `known_keys` and `namespace`: of the files that an executor has, see FileTier.
+    below the device; `known_keys` and `namespace`: of the files that an executor has, see FileTier. `cache`: of an
+    engine that shares a device, and takes turns with others, see `leap`.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Engine:
         offload: OffloadConfig | None = None,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
+        cache: SharedCache | None = None,
     ) -> None:
         self.config = config
         self.executor = executor
@@ -81,11 +85,13 @@ class Engine:
             offload=offload,
             known_keys=known_keys,
             namespace=namespace,
+            cache=cache,
         )
+        self._takes_turns = cache is not None
         self._offloader = self.scheduler.offloader
         self._auditor: Auditor | None = None
         self._audit = audit
-        if audit:
+        if audit and cache is None:
             from kvarts.timeline.auditor import Auditor
 
             tiers = None if self._offloader is None else self._offloader.config
@@ -98,7 +104,7 @@ class Engine:
         self._observers = observers
         self._pool_tokens = config.pool_tokens
         self._sink = sink
-        self._leaps = self._sim is not None and not step_by_step
+        self._leaps = self._sim is not None and not step_by_step and not self._takes_turns
         self.now_ns = 0
         """When the step under way ends; where there is none, the time the engine has reached."""
         self._under_way = False
@@ -107,6 +113,8 @@ class Engine:
         self._num_leapt = 0
         """Steps under way that are alike; 0 for a scheduled step."""
         self._result: StepResult | None = None
+        self.batch = Batch((), 0, 0, config.pool_tokens)
+        """Of the last scheduled step."""
         self._last_decode_ns = 10 * ONE_MS_IN_NS  # a guess, to ask for about as many durations as are needed
 
     def submit(self, request: Request, now_ns: int) -> str | None:
@@ -186,17 +194,25 @@ class Engine:
                 return self._leap(now_ns, until_ns, num_steps)
         if self._events is not None:
             self._events.append(StepStarted(scheduler.wheel.step, now_ns))
+        num_withheld = 0
+        if self._takes_turns:
+            cache = scheduler.cache
+            num_withheld = self.config.num_pages - cache.num_used - cache.num_free
         plan = scheduler.schedule(now_ns)
-        if (
-            offloader is not None
-            and self._sim is not None
-            and not (plan.batch.chunks or plan.batch.num_decodes or plan.preemptions)
-        ):
-            return self._pause(offloader.next_ns if self.has_work else now_ns)
-        result = self._result = self.executor.execute(plan)
+        self.batch = plan.batch
+        is_empty = not (plan.batch.chunks or plan.batch.num_decodes)
+        if is_empty and not plan.preemptions:
+            if self._takes_turns:
+                return self._pause(now_ns)
+            if offloader is not None and self._sim is not None:
+                return self._pause(offloader.next_ns if self.has_work else now_ns)
+        if is_empty and self._takes_turns:
+            result = self._result = StepResult(0)  # somebody gave way, and nothing is left to compute
+        else:
+            result = self._result = self.executor.execute(plan)
         self._num_leapt = 0
         if self._sink is not None:
-            self._record_step(self._sink, now_ns, result.duration_ns, plan)
+            self._record_step(self._sink, now_ns, result.duration_ns, plan, num_withheld)
         self.now_ns = now_ns + result.duration_ns
         return self.now_ns
 
@@ -256,10 +272,44 @@ class Engine:
         next_ns = NEVER_NS if self._offloader is None else self._offloader.next_ns
         if not num_steps or next_ns <= now_ns:
             return None
+        return min(now_ns + sum(self.decode_ns(num_steps)), next_ns)
+
+    def decode_ns(self, num_steps: int) -> list[int]:
+        """How long the next `num_steps` steps take, if they are alike."""
         assert self._sim is not None
         wheel = self.scheduler.wheel
-        durations_ns = self._sim.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
-        return min(now_ns + sum(durations_ns), next_ns)
+        return self._sim.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
+
+    def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> list[Request]:
+        """Does steps that are alike, each when its turn comes; returns who finished with the last.
+
+        For engines that share a device, and whose pages for these steps were taken. Nobody may observe their events.
+        """
+        assert self._takes_turns and self._events is None and not self._under_way
+        scheduler = self.scheduler
+        scheduler.advance(len(durations_ns), is_taken=True)
+        if self._sink is not None:
+            self._sink.record_leap(
+                LeapDone(
+                    scheduler.wheel.step,
+                    turns.starts_ns[0],
+                    durations_ns,
+                    pages_taken,
+                    scheduler.cache.num_used - sum(pages_taken),
+                    turns.cached[0],
+                    scheduler.cache.num_released,
+                    scheduler.running.num_running,
+                    scheduler.num_waiting,
+                    scheduler.blocked,
+                    turns=turns,
+                )
+            )
+        self.now_ns = turns.starts_ns[-1] + durations_ns[-1]
+        finished = scheduler.commit_many(len(durations_ns), self.now_ns)
+        self._record_rest()
+        if self._audit:
+            scheduler.check()
+        return finished
 
     def _pause(self, until_ns: int) -> int:
         assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"
@@ -268,21 +318,20 @@ class Engine:
         return until_ns
 
     def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
-        scheduler, sim = self.scheduler, self._sim
-        assert sim is not None
+        scheduler = self.scheduler
         # No more durations than it takes to get there, as far as the last one tells.
         num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
         if num_wanted < num_steps:
             num_steps = num_wanted
         wheel = scheduler.wheel
-        durations_ns = sim.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
+        durations_ns = self.decode_ns(num_steps)
         end_ns = now_ns + sum(durations_ns)
         while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()
             num_steps -= 1
         self._last_decode_ns = durations_ns[-1] or 1
         cache = scheduler.cache
-        num_used, num_cached = self.config.num_pages - cache.num_free, cache.tree.num_cached
+        num_used, num_cached = cache.num_used, cache.tree.num_cached
         num_empty = cache.pool.num_empty
         events = self._events
         num_events = 0 if events is None else len(events)
@@ -322,7 +371,7 @@ class Engine:
             rest = AtRest(last_step, self.now_ns, cache.num_used, cache.num_cached, cache.num_released, tier_pages)
             self._sink.record_rest(rest)
 
-    def _record_step(self, sink: StepSink, start_ns: int, duration_ns: int, plan: StepPlan) -> None:
+    def _record_step(self, sink: StepSink, start_ns: int, duration_ns: int, plan: StepPlan, num_withheld: int) -> None:
         scheduler, batch = self.scheduler, plan.batch
         num_tokens = batch.num_decodes
         for chunk in batch.chunks:
@@ -343,6 +392,7 @@ class Engine:
                 len(plan.admitted),
                 plan.preemptions,
                 () if self._offloader is None else self._offloader.num_pages(),
+                num_withheld,
             )
         )
 

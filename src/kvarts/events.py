@@ -38,6 +38,7 @@ __all__ = [
     "StepStarted",
     "StoreStarted",
     "TransferEnded",
+    "Turns",
 ]
 
 # Pages ----------------------------------------------------------------------------------------------------
@@ -185,7 +186,9 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
     """A running request lost its pages because another needed one.
 
     `num_pages_short` is how many pages the asker was missing, of `num_pages_asked`; `num_used_pages` what was in use at
-    that moment; `num_computed_tokens` what the victim had computed and has to find again or compute again.
+    that moment; `num_computed_tokens` what the victim had computed and has to find again or compute again. `model`: the
+    asker is a request of that model on the same device, and pages are counted in the size of the victim's; empty for
+    one of its own.
     """
 
     victim: int
@@ -194,6 +197,7 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
     num_pages_short: int
     num_used_pages: int
     num_computed_tokens: int
+    model: str = ""
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
@@ -245,12 +249,24 @@ Event = (
 )
 
 
+class Turns(msgspec.Struct, frozen=True, gc=False):
+    """What each step of a leap found, where other models had their turns between them.
+
+    When it began; the pages cached at its mark; the pages withheld, as in StepDone.
+    """
+
+    starts_ns: list[int]
+    cached: list[int]
+    withheld: list[int]
+
+
 class StepDone(msgspec.Struct, frozen=True, gc=False):
     """A scheduled step, for who keeps a record. Pages are counted at the step's mark: the first moment in which the
     most pages of that step were in use.
 
     `num_released`: pages that have gone out of use since the engine began. `blocked`: see `Blocked`. `tiers`: pages
-    used and pages cached in each tier below, one pair after the other.
+    used and pages cached in each tier below, one pair after the other. `num_withheld`: pages that are not used and
+    could not be taken before the step, since other models on the device use them or have a claim.
     """
 
     step: int
@@ -267,12 +283,14 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     num_admitted: int
     preemptions: tuple[Preemption, ...]
     tiers: tuple[int, ...] = ()
+    num_withheld: int = 0
 
 
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
     """Steps alike, one after the other: only decodes.
 
-    `durations_ns` and `pages_taken` are for each step; `num_used` and `num_cached` as before the first.
+    `durations_ns` and `pages_taken` are for each step; `num_used` and `num_cached` as before the first. `turns`: of an
+    engine that shares a device, see Turns.
     """
 
     step: int
@@ -286,6 +304,7 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
     num_waiting: int
     blocked: int
     tiers: tuple[int, ...] = ()
+    turns: Turns | None = None
 
 
 class AtRest(msgspec.Struct, frozen=True, gc=False):

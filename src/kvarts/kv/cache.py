@@ -73,6 +73,14 @@ class PageCache:
         """Pages that somebody references or a transfer holds."""
         return self.pool.total - self.num_free
 
+    def num_free_to_admit(self, num_pages: int) -> int:
+        """Pages that can be taken now by a request that is admitted with `num_pages` of them."""
+        return self.num_free
+
+    def has_empty(self, count: int) -> bool:
+        """Whether `count` pages can be taken and nothing is evicted for them."""
+        return count <= self.pool.num_empty
+
     def take(self, count: int) -> list[PageId] | None:
         """Takes `count` pages, at most `num_free`: empty ones, then the cached ones released longest ago.
 
@@ -222,7 +230,7 @@ class PageCache:
                 assert child.start == node.end, f"L3: {child} does not follow {node}"
                 parents[id(child)] = node
         assert num_cached == self.num_cached, f"L1: {num_cached} pages cached, counted as {self.num_cached}"
-        assert self.num_free == self.pool.num_empty + self.num_cached, "L1: free"
+        self._check_free()
         assert self.num_used == num_referenced + num_private, (
             f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"
         )
@@ -233,6 +241,9 @@ class PageCache:
                 resident_ids += holding.page_ids[holding.path[-1].end if holding.path else 0 :]
             resident_ids += self.pool.empty_ids
             assert sorted(resident_ids) == list(range(self.pool.total)), "L1: a page is lost or has two owners"
+
+    def _check_free(self) -> None:
+        assert self.num_free == self.pool.num_empty + self.num_cached, "L1: free"
 
     def _check_order(self, parents: dict[int, Node]) -> None:
         """L3 is kept by order: whatever follows a cached page leaves before its last copy does."""

@@ -94,6 +94,11 @@ class PrefixTree:
         self._lru = Node(NOTHING, b"", 0, 0, 0, None)
         self._lru.older = self._lru.newer = self._lru
 
+    def tell(self, events: list[Event] | None) -> None:
+        """From now on `events` receives what becomes findable and what is evicted; the tree is empty."""
+        self.events = events
+        self._tells = events is not None
+
     def tell_gone(self, gone: list[tuple[Content, int, int]]) -> None:
         """From now on `gone` receives runs that can no longer be found: content, first page, page after the last."""
         self.gone = gone

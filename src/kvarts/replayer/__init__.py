@@ -10,15 +10,16 @@ from kvarts.executor.sim import SimExecutor
 from kvarts.replayer.columns import RequestLog
 from kvarts.replayer.config import ReplayConfig
 from kvarts.replayer.driver import Driver
+from kvarts.replayer.formats import load_trace
 from kvarts.replayer.mooncake import load_mooncake
 from kvarts.replayer.report import Report
 from kvarts.replayer.router import make_router
-from kvarts.replayer.source import ClosedLoop, OpenLoop, Source
+from kvarts.replayer.source import source_of
 from kvarts.replayer.trace import Trace, TraceRequest
 from kvarts.replayer.workload import Workload
 from kvarts.timeline.spans import StepLog
 
-__all__ = ["ReplayConfig", "Report", "Trace", "TraceRequest", "Workload", "load_mooncake", "replay"]
+__all__ = ["ReplayConfig", "Report", "Trace", "TraceRequest", "Workload", "load_mooncake", "load_trace", "replay"]
 
 
 def replay(
@@ -30,7 +31,7 @@ def replay(
 ) -> Report:
     """Replays `trace` through the engines that `config` describes, and reports.
 
-    `trace`: a Trace, a Workload to make one from, or the path of a Mooncake file. `on_progress` is told how many
+    `trace`: a Trace, a Workload to make one from, or the path of a file. `on_progress` is told how many
     requests have ended since it was last told. `observers_of` answers who observes the events of a
     replica. Raises InputError for a trace that cannot be read.
     """
@@ -38,12 +39,8 @@ def replay(
     if isinstance(trace, Workload):
         trace = trace.trace()
     elif not isinstance(trace, Trace):
-        trace = load_mooncake(trace)
-    source: Source
-    if config.concurrency is not None:
-        source = ClosedLoop(trace, concurrency=config.concurrency)
-    else:
-        source = OpenLoop(trace, speedup=config.speedup)
+        trace = load_trace(trace)
+    source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup)
     requests = RequestLog(largest_hit_counts=config.profile == "mocker")
     tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]

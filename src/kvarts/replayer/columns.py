@@ -10,9 +10,9 @@ from kvarts.replayer.trace import TraceRequest
 from kvarts.request import Request
 from kvarts.timeline.rows import Column, Rows
 
-__all__ = ["COMPLETED", "REJECTED", "RequestLog"]
+__all__ = ["COMPLETED", "FAILED", "REJECTED", "RequestLog"]
 
-COMPLETED, REJECTED = 0, 1
+COMPLETED, REJECTED, FAILED = 0, 1, 2
 
 _REQUEST_FIELDS = (
     "index",
@@ -67,10 +67,10 @@ class RequestLog:
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
 
-    def reject(self, request: Request, row: TraceRequest, replica: int, reason: str) -> None:
-        """`request` was refused on arrival."""
+    def reject(self, request: Request, row: TraceRequest, replica: int, reason: str, status: int = REJECTED) -> None:
+        """`request` was refused on arrival, or with FAILED, ended without its last token."""
         self._reasons[request.index] = reason
-        self.end(request, row, replica, REJECTED)
+        self.end(request, row, replica, status)
 
     @cached_property
     def columns(self) -> dict[str, Column]:

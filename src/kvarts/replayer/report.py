@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.events import Blocked
-from kvarts.replayer.columns import COMPLETED, RequestLog
+from kvarts.replayer.columns import COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.replayer.config import ReplayConfig
 from kvarts.replayer.trace import Trace
 from kvarts.replayer.workingset import working_set_pages
@@ -34,7 +34,7 @@ NS_PER_MS = 1e6
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
 LANES = ("d2h", "h2d", "disk_write", "disk_read")
-STATUS_NAMES = ("completed", "rejected")
+STATUS_NAMES = ("completed", "rejected", "failed")
 
 Distribution = dict[str, float | None]
 
@@ -142,7 +142,7 @@ class Report:
         several = output > 1
         decode_ns = completed["last_token_ns"] - completed["first_token_ns"]
         tpot_ns = decode_ns[several] / (output[several] - 1)
-        end_ns = max(int((span["start_ns"] + span["duration_ns"]).max(initial=0)) for span in spans)
+        end_ns = max(log.end_ns for log in logs)
         duration_s = max(end_ns, int(raw["arrival_ns"].max(initial=0))) / 1e9
         input_tokens = int(completed["input_tokens"].sum())
         output_tokens = int(output.sum())
@@ -166,7 +166,8 @@ class Report:
             "duration_ms": duration_s * 1e3,
             "num_requests": num_requests,
             "num_completed": num_completed,
-            "num_rejected": num_requests - num_completed,
+            "num_rejected": int((raw["status"] == REJECTED).sum()),
+            "num_failed": int((raw["status"] == FAILED).sum()),
             "num_skipped_lines": self._trace.num_skipped_lines,
             "num_input_tokens": input_tokens,
             "num_output_tokens": output_tokens,
@@ -207,7 +208,7 @@ class Report:
 
     def distributions_json(self) -> bytes:
         """The gaps between tokens as a histogram: `itl_ms` with `upper_ms` of each bin, 2 % wide, and `counts`."""
-        durations_ns = _joined([log.durations_ns for log in self._step_logs])
+        durations_ns = _joined([log.gaps_ns for log in self._step_logs])
         weights = _joined([log.of_steps("decodes") for log in self._step_logs])
         values_ns = np.concatenate((durations_ns, np.asarray(self._stalls_ns, np.int64)))
         weights = np.concatenate((weights, np.ones(len(self._stalls_ns), np.int64)))
@@ -236,7 +237,7 @@ class Report:
 
     def _itl(self) -> Distribution:
         """Gaps between a request's consecutive tokens: as a rule the duration of the step that made the later one."""
-        durations_ns = _joined([log.durations_ns for log in self._step_logs])
+        durations_ns = _joined([log.gaps_ns for log in self._step_logs])
         weights = _joined([log.of_steps("decodes", np.int32) for log in self._step_logs])
         return _distribution(durations_ns, weights=weights, extra=self._stalls_ns)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvarts.errors import InputError
 from kvarts.replayer.trace import Trace, TraceRequest
 
-__all__ = ["ClosedLoop", "OpenLoop", "Source"]
+__all__ = ["ClosedLoop", "OpenLoop", "Source", "source_of"]
 
 
 class Source(Protocol):
@@ -171,3 +171,10 @@ class ClosedLoop(_Loop):
 
     def _is_turn_next(self) -> bool:
         return super()._is_turn_next() or (not self._num_free and bool(self._later))
+
+
+def source_of(trace: Trace, *, concurrency: int | None, speedup: float) -> Source:
+    """A closed loop, where a `concurrency` is given."""
+    if concurrency is not None:
+        return ClosedLoop(trace, concurrency=concurrency)
+    return OpenLoop(trace, speedup=speedup)

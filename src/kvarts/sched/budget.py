@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from math import lcm
 
 import msgspec
 
@@ -22,6 +23,11 @@ DEFAULT_CEILING = 900
 """Per mille of the total, where at least two are active."""
 
 
+MOST_KNOWN = 4096
+
+Exact = int | Fraction
+
+
 class _Member(msgspec.Struct):
     weight: Fraction
     floor: int
@@ -29,7 +35,7 @@ class _Member(msgspec.Struct):
     is_active: bool = True
     used: int | None = None
     """Tokens it was measured to use of a budget that it did not use up; None: it could use more."""
-    owed: Fraction = Fraction(0)
+    owed: Exact = 0
 
 
 class TokenBudgets:
@@ -42,7 +48,10 @@ class TokenBudgets:
         self._members: dict[str, _Member] = {}
         self._total = 0
         self._budgets: dict[str, int] | None = None
-        self._shares: dict[str, Fraction] = {}
+        self._weights: dict[str, int] = {}
+        """In whole numbers of the same proportions: sums of these are faster than of fractions."""
+        self._bounds: dict[tuple[str, ...], _Bounds] = {}
+        self._shares: dict[str, Exact] = {}
         self.total = total
 
     @property
@@ -55,6 +64,7 @@ class TokenBudgets:
         if total < 0:
             raise ConfigError(f"must be at least 0, got {total}", field="total")
         self._total = total
+        self._bounds.clear()
         self._budgets = None
 
     # Models come and go -----------------------------------------------------------------------------------
@@ -71,7 +81,7 @@ class TokenBudgets:
         member = self._members.get(model)
         if member is not None:
             member.weight = Fraction(weight)
-            self._budgets = None
+            self._changed()
             return
         if ceiling is not None and not 1 <= ceiling <= PER_MILLE:
             raise ConfigError(f"must be from 1 to 1000 per mille, got {ceiling}", field=f"{model}.ceiling")
@@ -82,13 +92,13 @@ class TokenBudgets:
         if floors > PER_MILLE:
             raise ConfigError(f"would bring all floors to {floors} per mille", field=f"{model}.floor")
         self._members[model] = _Member(Fraction(weight), floor, ceiling)
-        self._budgets = None
+        self._changed()
 
     def deregister(self, model: str) -> None:
         """Takes `model` out. Raises ConfigError for one that is not there."""
         self._member(model)
         del self._members[model]
-        self._budgets = None
+        self._changed()
 
     def set_active(self, model: str, active: bool) -> None:
         """Whether `model` has work. Its budget changes at once, and so do those that had been lent its share."""
@@ -123,16 +133,38 @@ class TokenBudgets:
         self._member(model)
         return self.budgets()[model]
 
-    def next_round(self) -> dict[str, int]:
-        """Ends the round, and answers the budgets of the next."""
+    def ceiling_for(self, model: str, num_active: int) -> int:
+        """The most tokens of a round that one model can get, where `num_active` have work.
+
+        Raises ConfigError for one that is not there.
+        """
+        return self._ceiling(self._member(model), num_active)
+
+    def next_round(self, demands: Mapping[str, int | None] | None = None) -> dict[str, int]:
+        """Ends the round, and answers the budgets of the next.
+
+        `demands`, where given, replaces all that was said of who is active and used how much: by model, the tokens
+        that it could use in the next round, or None for as many as it gets. Who is left out has no work.
+        """
         budgets = self.budgets()
         for name, share in self._shares.items():
             if name in self._members:
                 self._members[name].owed += share - budgets[name]
+        if demands is not None:
+            for name, member in self._members.items():
+                member.is_active = name in demands
+                member.used = demands.get(name)
         self._budgets = None
         return self.budgets()
 
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """Models or their weights."""
+        scale = lcm(*(member.weight.denominator for member in self._members.values()))
+        self._weights = {name: int(member.weight * scale) for name, member in self._members.items()}
+        self._bounds.clear()
+        self._budgets = None
 
     def _member(self, model: str) -> _Member:
         member = self._members.get(model)
@@ -142,74 +174,97 @@ class TokenBudgets:
         return member
 
     def _divide(self) -> dict[str, int]:
-        counting = {name: member for name, member in self._members.items() if member.is_active} or self._members
-        ceilings = {name: self._ceiling(member, len(counting)) for name, member in counting.items()}
-        floors = {name: self._total * member.floor // PER_MILLE for name, member in counting.items()}
-        weights = {name: member.weight for name, member in counting.items()}
-        total = min(self._total, sum(ceilings.values()))
-        wanted = {
-            name: ceilings[name] if member.used is None else min(ceilings[name], max(floors[name], member.used))
-            for name, member in counting.items()
-        }
-        shares = _fill(weights, floors, wanted, min(total, sum(wanted.values())))
-        left = total - sum(shares.values())
-        if left:
-            # Nobody was measured to want it; whoever may have it can have it.
-            room = {name: ceilings[name] - share for name, share in shares.items()}
-            more = _fill(weights, dict.fromkeys(counting, 0), room, left)
-            shares = {name: share + more[name] for name, share in shares.items()}
-        self._shares = shares
-        owed = {name: shares[name] + member.owed for name, member in counting.items()}
-        budgets = dict.fromkeys(self._members, 0)
-        budgets.update(_whole(owed, floors, ceilings, total))
-        return budgets
+        members = self._members
+        counting = [name for name, member in members.items() if member.is_active] or list(members)
+        bounds = self._bounds.get(tuple(counting))
+        if bounds is None:
+            ceilings = {name: self._ceiling(members[name], len(counting)) for name in counting}
+            bounds = self._bounds[tuple(counting)] = _Bounds(
+                {name: self._weights[name] for name in counting},
+                {name: self._total * members[name].floor // PER_MILLE for name in counting},
+                ceilings,
+                min(self._total, sum(ceilings.values())),
+            )
+        shares = self._shares = bounds.share(tuple([members[name].used for name in counting]))
+        owed = {name: share + members[name].owed for name, share in shares.items()}
+        return {**dict.fromkeys(members, 0), **_whole(owed, bounds.floors, bounds.ceilings, bounds.total)}
 
-    def _ceiling(self, member: _Member, num_counting: int) -> int:
+    def _ceiling(self, member: _Member, num_active: int) -> int:
         """In tokens; what is allowed anything is allowed one."""
-        default = DEFAULT_CEILING if num_counting > 1 else PER_MILLE
+        default = DEFAULT_CEILING if num_active > 1 else PER_MILLE
         per_mille = default if member.ceiling is None else member.ceiling
         return min(self._total, max(1, self._total * per_mille // PER_MILLE))
 
 
+class _Bounds(msgspec.Struct):
+    """What holds of those that have work, as long as these are the same and nobody registers."""
+
+    weights: dict[str, int]
+    floors: dict[str, int]
+    ceilings: dict[str, int]
+    total: int
+    """Of their shares."""
+    known: dict[tuple[int | None, ...], dict[str, Exact]] = {}
+
+    def share(self, used: tuple[int | None, ...]) -> dict[str, Exact]:
+        """Their shares, where everybody was measured to use `used`, or could use more (None)."""
+        shares = self.known.get(used)
+        if shares is None:
+            if len(self.known) >= MOST_KNOWN:
+                self.known.clear()
+            shares = self.known[used] = self._share(used)
+        return shares
+
+    def _share(self, used: tuple[int | None, ...]) -> dict[str, Exact]:
+        floors, ceilings = self.floors, self.ceilings
+        wanted = {
+            name: ceiling if tokens is None else min(ceiling, max(floors[name], tokens))
+            for (name, ceiling), tokens in zip(ceilings.items(), used, strict=True)
+        }
+        shares = _fill(self.weights, floors, wanted, min(self.total, sum(wanted.values())))
+        left = self.total - sum(shares.values())
+        if left:
+            # Nobody was measured to want it; whoever may have it can have it.
+            room = {name: ceilings[name] - share for name, share in shares.items()}
+            more = _fill(self.weights, dict.fromkeys(floors, 0), room, left)
+            shares = {name: share + more[name] for name, share in shares.items()}
+        return shares
+
+
 def _fill(
-    weights: Mapping[str, Fraction],
-    lowest: Mapping[str, int | Fraction],
-    highest: Mapping[str, int | Fraction],
-    total: int | Fraction,
-) -> dict[str, Fraction]:
+    weights: Mapping[str, Exact], lowest: Mapping[str, Exact], highest: Mapping[str, Exact], total: Exact
+) -> dict[str, Exact]:
     """Shares in proportion to `weights`, each between its bounds, that add up to `total`.
 
-    They are those of one water level: max(lowest, min(highest, level x weight)). The level is found among the points at
-    which somebody reaches a bound.
+    They are those of one water level: max(lowest, min(highest, level x weight)). As long as somebody's part of what is
+    left is out of its bounds, those on the side that is further out in sum keep to their bound, and the others share
+    the rest; they can only be further out on that side. (The way flexible lengths are resolved in CSS.)
     """
-    points = {Fraction(0)}
-    for name, weight in weights.items():
-        points |= {lowest[name] / weight, highest[name] / weight}
-
-    def shares_at(level: Fraction) -> dict[str, Fraction]:
-        return {
-            name: max(Fraction(lowest[name]), min(Fraction(highest[name]), level * weight))
-            for name, weight in weights.items()
-        }
-
-    below = Fraction(0)
-    for point in sorted(points):
-        if sum(shares_at(point).values()) > total:
+    shares: dict[str, Exact] = {}
+    rising = list(weights)
+    left = total
+    while rising:
+        whole = sum(weights[name] for name in rising)
+        too_low = [name for name in rising if left * weights[name] < lowest[name] * whole]
+        too_high = [name for name in rising if left * weights[name] > highest[name] * whole]
+        if not too_low and not too_high:
+            for name in rising:
+                quotient, rest = divmod(left * weights[name], whole)
+                shares[name] = quotient + Fraction(rest, whole) if rest else quotient
             break
-        below = point
-    shares = shares_at(below)
-    rising = [name for name, weight in weights.items() if lowest[name] <= below * weight < highest[name]]
-    missing = Fraction(total) - sum(shares.values(), Fraction(0))
-    if missing > 0 and rising:
-        # Between two points all that rise do so in proportion to their weights.
-        step = missing / sum((weights[name] for name in rising), Fraction(0))
-        for name in rising:
-            shares[name] += step * weights[name]
-    return shares
+        missing = sum(lowest[name] * whole - left * weights[name] for name in too_low)
+        beyond = sum(left * weights[name] - highest[name] * whole for name in too_high)
+        if missing >= beyond:
+            shares.update({name: lowest[name] for name in too_low})
+        if beyond >= missing:
+            shares.update({name: highest[name] for name in too_high})
+        rising = [name for name in rising if name not in shares]
+        left = total - sum(shares.values())
+    return {name: shares[name] for name in weights}
 
 
 def _whole(
-    shares: Mapping[str, Fraction], lowest: Mapping[str, int], highest: Mapping[str, int], total: int
+    shares: Mapping[str, Exact], lowest: Mapping[str, int], highest: Mapping[str, int], total: int
 ) -> dict[str, int]:
     """Whole tokens that add up to `total`, each within its bounds: rounded down, the rest to the largest remainders."""
     tokens = {name: max(lowest[name], min(highest[name], share.__floor__())) for name, share in shares.items()}

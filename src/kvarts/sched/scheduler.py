@@ -14,7 +14,7 @@ The scheduler reads no clock and no random number: time comes in with `schedule`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +34,7 @@ from kvarts.sched.rows import LiveRows
 from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
+    from kvarts.kv.shared import SharedCache
     from kvarts.offload.offloader import Loaded, Offer, Offloader
 
 __all__ = ["Scheduler"]
@@ -44,7 +45,7 @@ class Scheduler:
 
     `with_page_ids`: plans name pages, rows and tokens, for an executor that writes KV. `events` receives what
     happens to pages and requests. `offload`: tiers below the device; `known_keys` and
-    `namespace`: see FileTier.
+    `namespace`: see FileTier. `cache`: one that shares its memory with others, instead of an own.
     """
 
     def __init__(
@@ -56,15 +57,21 @@ class Scheduler:
         offload: OffloadConfig | None = None,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
+        cache: SharedCache | None = None,
     ) -> None:
         self.config = config
         has_tiers = offload is not None and bool(offload.tiers(config.page_size))
-        self.cache = PageCache(
-            config.num_pages,
-            with_page_ids=with_page_ids,
-            events=events,
-            safe_first=has_tiers and offload is not None and offload.policy == "lazy",
-        )
+        if cache is None:
+            self.cache = PageCache(
+                config.num_pages,
+                with_page_ids=with_page_ids,
+                events=events,
+                safe_first=has_tiers and offload is not None and offload.policy == "lazy",
+            )
+        else:
+            assert not (has_tiers or with_page_ids), "shared pages are only counted, and have no tier below"
+            self.cache = cache
+            cache.tell(events)
         self.offloader: Offloader | None = None
         if has_tiers and offload is not None:
             from kvarts.offload.offloader import Offloader  # only those who have tiers pay for it
@@ -87,6 +94,15 @@ class Scheduler:
         """Why the head waits; NOT also where nobody waits or the head was not looked at since something changed."""
         self.mark_used = self.mark_cached = self.mark_released = 0
         """Pages at the mark of the last scheduled step: the first moment in which the most were in use."""
+        self.num_pages_wanted = 0
+        """How many pages the blocked head has to get, where pages are what it waits for."""
+        self.token_budget = config.max_num_batched_tokens
+        """Tokens the next step may compute. Whoever shares its compute is told before each step."""
+        self.is_draining = False
+        """Whether nobody is admitted, for now."""
+        self.make_way: Callable[[Request, int, bool], bool] | None = None
+        """Of several models on one device, asks the others for pages: for a request, until so many can be taken, and
+        whether to admit it. Answers whether they can be."""
         self.stalls_ns: list[int] = []
         """For every token made after a preemption: the time since the token before it."""
         self._chunked: Request | None = None
@@ -97,14 +113,16 @@ class Scheduler:
         self._ready: list[tuple[Request, Loaded]] = []
         self._computed: list[tuple[Content, int, Holding]] = []
         """Contents that get full pages in the scheduled step, how many they have then, and who holds them."""
+        self._gave_way: list[Preemption] = []
+        """Who was preempted for another model since the last step was planned."""
         self._completing: list[Request] = []
         """Who computes the last of its known tokens in the scheduled step, off the wheel."""
-        self._num_pages = config.num_pages
         self._page_size = config.page_size
         self._pool_tokens = config.pool_tokens
         self._events = events
         self._told_blocked: tuple[int, Blocked] | None = None
         self._num_admitted = 0
+        self._last_end_ns = 0
         # Decoding requests whose generated pages others may hit, because their tokens are known.
         self._num_sharing = 0
 
@@ -156,6 +174,20 @@ class Scheduler:
         return bool(self.running.num_running or self.waiting.num_waiting or self._loading or self._ready)
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether a step would do nothing until others let go of pages, or it may admit again."""
+        waits = self.waiting.num_waiting and not self.is_draining and self.blocked is not Blocked.PAGES
+        return not (self.running.num_running or waits)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether it could compute more than a token for each decode."""
+        if self._chunked is not None or self._ready:
+            return True
+        can_admit = self.waiting.num_waiting and not self.is_draining
+        return bool(can_admit) and self.blocked in (Blocked.NOT, Blocked.BUDGET)
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait to be admitted, for a load or otherwise."""
         return self.waiting.num_waiting + (0 if self.offloader is None else self.num_loading)
@@ -171,7 +203,9 @@ class Scheduler:
         """Plans the step that starts at `now_ns` and takes its pages. `commit` must follow."""
         wheel, cache = self.wheel, self.cache
         preemptions: list[Preemption] = []
+        gave_way, self._gave_way = self._gave_way, []
         self.mark_used = -1
+        self.num_pages_wanted = 0
         offloader = self.offloader
         if offloader is not None:
             self._take_loaded(offloader)
@@ -181,7 +215,7 @@ class Scheduler:
             self._take_due_one_by_one(now_ns, preemptions)
         elif num_due:
             self._take_due(num_due)
-        budget = self.config.max_num_batched_tokens - wheel.num_decoding
+        budget = self.token_budget - wheel.num_decoding
         chunks: list[Chunk] = []
         if self._chunked is not None:
             budget = self._continue_chunked(self._chunked, budget, now_ns, preemptions, chunks)
@@ -190,14 +224,14 @@ class Scheduler:
         admitted: tuple[int, ...] = ()
         if preemptions:
             self.blocked = Blocked.NOT
-        elif self.waiting.num_waiting or self._ready:
+        elif (self.waiting.num_waiting or self._ready) and not self.is_draining:
             admitted = self._admit(now_ns, budget, chunks)
-        if self._num_pages - cache.num_free > self.mark_used:
+        if cache.num_used > self.mark_used:
             self._mark()
         batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
         rows = self.rows
         if rows is None:
-            return StepPlan(wheel.step, batch, admitted, tuple(preemptions))
+            return StepPlan(wheel.step, batch, admitted, (*gave_way, *preemptions))
         decodes = rows.decodes(wheel.step, wheel.needing_page()) if wheel.num_decoding else None
         transfers = () if offloader is None else offloader.take_planned()
         return StepPlan(wheel.step, batch, admitted, tuple(preemptions), decodes, rows.take_left(), transfers)
@@ -236,11 +270,11 @@ class Scheduler:
         wheel = self.wheel
         if self._chunked is not None or not wheel.num_decoding or self._ready:
             return 0
-        if self.waiting.num_waiting:
+        if self.waiting.num_waiting and not self.is_draining:
             # Decodes only ever take more pages, so a head that was short of pages stays so; and of seats.
             if self.blocked is Blocked.NOT:
                 return 0
-            if self.blocked is Blocked.BUDGET and wheel.num_decoding < self.config.max_num_batched_tokens:
+            if self.blocked is Blocked.BUDGET and wheel.num_decoding < self.token_budget:
                 return 0
         num_steps = wheel.steps_to_finish()
         page_size = self._page_size
@@ -249,7 +283,7 @@ class Scheduler:
             if self.blocked is Blocked.PAGES:
                 # A page that a decode fills may be one that the head needs, and then needs no more.
                 num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
-            elif self._events is not None or self.offloader is not None or most_pages > self.cache.pool.num_empty:
+            elif self._events is not None or self.offloader is not None or not self.cache.has_empty(most_pages):
                 # What is filled and what is evicted may be copies of one page: their order matters. And what is
                 # filled may have to be stored.
                 num_steps = min(num_steps, wheel.steps_to_filled_page())
@@ -263,12 +297,15 @@ class Scheduler:
             num_steps = self._steps_within(num_free, num_steps)
         return num_steps
 
-    def advance(self, num_steps: int) -> list[int]:
-        """Does `num_steps` of the steps that `horizon` promised; `commit_many` must follow. The pages each took."""
+    def advance(self, num_steps: int, *, is_taken: bool = False) -> list[int]:
+        """Does `num_steps` of the steps that `horizon` promised; `commit_many` must follow. The pages each took.
+
+        `is_taken`: they were taken before, by somebody who knows in what order.
+        """
         wheel = self.wheel
         due = wheel.pages_due_by_step(num_steps)
         num_due = sum(due)
-        if num_due:
+        if num_due and not is_taken:
             assert not self.cache.has_page_ids, "page ids are handed out one step at a time"
             self.cache.take(num_due)
         if self._num_sharing:
@@ -277,6 +314,7 @@ class Scheduler:
 
     def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
         """The last of the advanced steps ended at `end_ns`; returns who finished with it, in admission order."""
+        self._last_end_ns = end_ns
         finished = self.wheel.turn(num_steps)
         if self._computed:
             assert self.offloader is not None
@@ -312,7 +350,7 @@ class Scheduler:
         for request in self.wheel.needing_page():
             if request.admission < 0:
                 continue  # preempted for one before it
-            while not cache.num_free:
+            while not cache.num_free and not self._others_make_way(request, 1):
                 if self._preempt_for(request, 1, now_ns, preemptions, served) is request:
                     break
             else:
@@ -348,13 +386,47 @@ class Scheduler:
             victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed
         )
         preemptions.append(preemption)
+        self._send_back(victim, preemption, num_unused)
+        return victim
+
+    def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0) -> None:
+        """`victim`, off the wheel, waits again, before its equals."""
         if self._events is not None:
             self._events.append(preemption)
         self._release(victim, num_unused)
         victim.num_preemptions += 1
         victim.num_computed = 0
         self.waiting.push_front(victim)
-        return victim
+
+    # Inside: other models on the device -------------------------------------------------------------------
+
+    def _others_make_way(self, request: Request, num_pages: int, *, to_admit: bool = False) -> bool:
+        """Whether `num_pages` can be taken for `request` now, since other models gave way."""
+        if self.make_way is None:
+            return False
+        if not to_admit and self.running.victim().priority < request.priority:
+            return False  # its own model has less important work, which goes first
+        return self.make_way(request, num_pages, to_admit)
+
+    def give_way(self, num_victims: int, model: str, asker: int, num_pages: int) -> list[Request]:
+        """Preempts the next `num_victims` victims, between steps, for request `asker` of `model`; returns them.
+
+        `num_pages`: how many pages of this pool would be enough for it.
+        """
+        victims = []
+        for _ in range(num_victims):
+            victim = self.running.victim()
+            if victim is not self._chunked:
+                victim.last_token_ns = self._last_end_ns
+            self._leave_batch(victim)
+            preemption = Preemption(
+                victim.index, asker, num_pages, num_pages, self.cache.num_used, victim.num_computed, model
+            )
+            self._gave_way.append(preemption)
+            self._send_back(victim, preemption)
+            victims.append(victim)
+        self.blocked = Blocked.NOT
+        return victims
 
     # Inside: prompts --------------------------------------------------------------------------------------
 
@@ -377,7 +449,7 @@ class Scheduler:
         holding = request.holding
         assert holding is not None
         num_pages = -(-(start + num_tokens) // self._page_size) - holding.num_pages
-        while num_pages > cache.num_free:
+        while num_pages > cache.num_free and not self._others_make_way(request, num_pages):
             if self._preempt_for(request, num_pages, now_ns, preemptions, None) is request:
                 return budget
         self._compute_chunk(request, num_tokens, num_known, chunks)
@@ -389,7 +461,6 @@ class Scheduler:
         running, offloader = self.running, self.offloader
         page_size, max_num_seqs = self._page_size, config.max_num_seqs
         admitted: list[int] = []
-        num_pages_short = 0
         self.blocked = Blocked.NOT
         while self._ready and budget > 0:
             request, loaded = self._ready.pop(0)
@@ -406,9 +477,12 @@ class Scheduler:
             num_known = request.num_prompt_tokens + request.num_made
             # The last token is always computed: somebody has to produce the logits.
             match = cache.match(request.content, (num_known - 1) // page_size)
-            if -(-num_known // page_size) - match.num_shared > cache.num_free:
+            num_wanted = -(-num_known // page_size) - match.num_shared
+            if num_wanted > cache.num_free_to_admit(num_wanted) and not self._others_make_way(
+                request, num_wanted, to_admit=True
+            ):
                 self.blocked = Blocked.PAGES
-                num_pages_short = -(-num_known // page_size) - match.num_shared - cache.num_free
+                self.num_pages_wanted = num_wanted
                 break
             waiting.pop()
             if self._events is not None:
@@ -429,6 +503,7 @@ class Scheduler:
             head = waiting.head().index
             if self._told_blocked != (head, self.blocked):
                 self._told_blocked = head, self.blocked
+                num_pages_short = max(0, self.num_pages_wanted - cache.num_free)
                 self._events.append(HeadBlocked(head, self.blocked, num_pages_short))
         return tuple(admitted)
 

@@ -36,6 +36,7 @@ class Ask(msgspec.Struct, gc=False):
     blocks: _Count
     free_blocks: _Count
     request: str | int | None = None
+    model: str | None = None
 
 
 class Step(msgspec.Struct, gc=False):
@@ -52,11 +53,12 @@ class Step(msgspec.Struct, gc=False):
     allocated: _Count = -1
     freed: _Count = -1
     waiting: _Count = -1
+    withheld_blocks: _Count = -1
     asked: list[Ask] | None = None
 
 
 REQUIRED = Step.__struct_fields__[:7]
-OPTIONAL = Step.__struct_fields__[7:11]
+OPTIONAL = Step.__struct_fields__[7:12]
 REALS = ("t_ms", "used_pct")
 NUMBERS = REQUIRED + OPTIONAL
 _GETTERS = {name: attrgetter(name) for name in NUMBERS}

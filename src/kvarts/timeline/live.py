@@ -68,7 +68,7 @@ class LiveTimeline:
 
     def record_step(self, done: StepDone) -> None:
         """See StepSink."""
-        asked = [ask_of(preemption, total_blocks=self._total, name_of=self._name_of) for preemption in done.preemptions]
+        asked = [ask_of(preemption, name_of=self._name_of) for preemption in done.preemptions]
         row = self._row(
             done.step,
             done.start_ns,
@@ -78,6 +78,7 @@ class LiveTimeline:
             done.num_running,
             done.num_waiting,
             done.tiers,
+            done.num_withheld,
         )
         if asked:
             row = msgspec.structs.replace(row, preempted_seqs=len(asked), asked=asked)
@@ -87,10 +88,13 @@ class LiveTimeline:
     def record_leap(self, done: LeapDone) -> None:
         """See StepSink."""
         rows = []
-        num_used, start_ns = done.num_used, done.start_ns
+        num_used, start_ns, turns = done.num_used, done.start_ns, done.turns
         for index, (duration_ns, num_taken) in enumerate(zip(done.durations_ns, done.pages_taken, strict=True)):
             num_used += num_taken
             num_cached = min(done.num_cached, self._total - num_used)
+            num_withheld = 0
+            if turns is not None:
+                start_ns, num_cached, num_withheld = turns.starts_ns[index], turns.cached[index], turns.withheld[index]
             rows.append(
                 self._row(
                     done.step + index,
@@ -101,6 +105,7 @@ class LiveTimeline:
                     done.num_running,
                     done.num_waiting,
                     done.tiers,
+                    num_withheld,
                 )
             )
             start_ns += duration_ns
@@ -138,13 +143,14 @@ class LiveTimeline:
         num_running: int,
         num_waiting: int,
         tiers: tuple[int, ...],
+        num_withheld: int = 0,
     ) -> Row:
         freed = num_released - self._released
         allocated = num_used - self._used + freed
         self._used, self._released = num_used, num_released
         used_pct = num_used / self._total
         self._peak = max(self._peak, used_pct)
-        return Row(
+        row = Row(
             step,
             time_ns / NS_PER_MS,
             num_used,
@@ -158,6 +164,7 @@ class LiveTimeline:
             num_waiting,
             *tiers,  # type: ignore[arg-type]  # pairs of counts, in the order of the fields
         )
+        return msgspec.structs.replace(row, withheld_blocks=num_withheld) if num_withheld else row
 
     def _write(self, rows: list[Row]) -> None:
         try:

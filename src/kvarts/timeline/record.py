@@ -31,14 +31,18 @@ SLAB_ROWS = 1 << 15
 FORMS = ("json", "jsonl", "parquet")
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
-    """Why a preempting step preempted: `request` asked for more blocks than were free, and `victim` gave way."""
+class Ask(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Why a preempting step preempted: `request` asked for more blocks than were free, and `victim` gave way.
+
+    `model`: the request is one of another model on the same device, and came before this step.
+    """
 
     request: str
     blocks: int
     free_blocks: int
     victim: str
     lost_tokens: int
+    model: str | None = None
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -59,17 +63,19 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     host_cached_blocks: int | None = None
     disk_used_blocks: int | None = None
     disk_cached_blocks: int | None = None
+    withheld_blocks: int | None = None
     asked: list[Ask] | None = None
 
 
-def ask_of(preemption: Preemption, *, total_blocks: int, name_of: Callable[[int], str]) -> Ask:
+def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> Ask:
     """What a preemption says in a row. `name_of`: the outside name of a request's index."""
     return Ask(
-        request=name_of(preemption.asker),
+        request=str(preemption.asker) if preemption.model else name_of(preemption.asker),
         blocks=preemption.num_pages_asked,
-        free_blocks=total_blocks - preemption.num_used_pages,
+        free_blocks=preemption.num_pages_asked - preemption.num_pages_short,
         victim=name_of(preemption.victim),
         lost_tokens=preemption.num_computed_tokens,
+        model=preemption.model or None,
     )
 
 
@@ -87,10 +93,13 @@ def head_of(
     return {**head, **{f"{name}_total_blocks": total for name, total in (tiers or {}).items()}}
 
 
-def columns_of(tiers: Collection[str]) -> tuple[str, ...]:
-    """The columns of a timeline with these tiers below the device, in order."""
-    below = [f"{name}_{what}_blocks" for name in tiers for what in ("used", "cached")]
-    return tuple(name for name in Row.__struct_fields__[:-1] if name in below or not name.startswith(("host", "disk")))
+def columns_of(present: Collection[str]) -> tuple[str, ...]:
+    """The columns of a timeline, in order; of those that not every timeline has, the ones that are `present`."""
+    return tuple(
+        name
+        for name in Row.__struct_fields__[:-1]
+        if name in present or not name.startswith(("host", "disk", "withheld"))
+    )
 
 
 class Timeline:
@@ -145,11 +154,14 @@ class Timeline:
         }
         for field in log.tier_fields:
             columns[f"{field}_blocks"] = merged(steps[field], rests[field])
+        withheld = log.withheld()
+        if withheld is not None:
+            columns["withheld_blocks"] = merged(withheld, 0)
         row_of_step = np.flatnonzero(order < len(log))
         name_of = str if request_ids is None else request_ids.__getitem__
         asked: dict[int, list[Ask]] = {}
         for step, preemption in log.preemptions:
-            ask = ask_of(preemption, total_blocks=total, name_of=name_of)
+            ask = ask_of(preemption, name_of=name_of)
             asked.setdefault(int(row_of_step[step]), []).append(ask)
         return cls(columns, asked, block_size_tokens=page_size, total_blocks=total, tiers=log.tiers)
 
@@ -201,7 +213,13 @@ class Timeline:
     def rows(self, start: int = 0, end: int | None = None) -> list[Row]:
         """Rows [start, end)."""
         end = len(self) if end is None else min(end, len(self))
-        columns = [self.columns[name][start:end].tolist() for name in columns_of(self.tiers)]
+        # Values go by place; a field that is skipped is filled with its default.
+        names = columns_of(self.columns)
+        last = Row.__struct_fields__.index(names[-1]) + 1
+        columns = [
+            self.columns[name][start:end].tolist() if name in names else [None] * (end - start)
+            for name in Row.__struct_fields__[:last]
+        ]
         rows = [Row(*values) for values in zip(*columns, strict=True)]
         for row, asks in self.asked.items():
             if start <= row < end:
@@ -281,10 +299,11 @@ class Timeline:
                 ("free_blocks", pa.int64()),
                 ("victim", pa.string()),
                 ("lost_tokens", pa.int64()),
+                ("model", pa.string()),
             ]
         )
         floats = ("t_ms", "used_pct")
-        names = columns_of(self.tiers)
+        names = columns_of(self.columns)
         fields = [(name, pa.float64() if name in floats else pa.int64()) for name in names]
         metadata = {name: str(value) for name, value in {**self.head, **self.totals}.items()}
         schema = pa.schema([*fields, ("asked", pa.list_(ask))], metadata=metadata)
@@ -294,7 +313,7 @@ class Timeline:
                 asked: list[Any] = [None] * (end - start)
                 for row, asks in self.asked.items():
                     if start <= row < end:
-                        asked[row - start] = msgspec.to_builtins(asks)
+                        asked[row - start] = [msgspec.structs.asdict(ask) for ask in asks]
                 arrays = [pa.array(self.columns[name][start:end]) for name in names]
                 writer.write_table(pa.table([*arrays, pa.array(asked, pa.list_(ask))], schema=schema))
 

@@ -265,6 +265,7 @@ class PreemptionNeeded(Rule):
             self.why_not = None
             step, row = int(chunk.columns["step"][place]), int(chunk.rows[place])
             preempted, free = int(chunk.columns["preempted_seqs"][place]), int(chunk.columns["free_blocks"][place])
+            free -= max(0, int(chunk.columns["withheld_blocks"][place]))
             if not preempted:
                 self.add("says what was asked for, and preempted nobody", step=step, row=row, asks=len(asks))
             for ask in asks:
@@ -277,7 +278,7 @@ class PreemptionNeeded(Rule):
                         blocks=ask.blocks,
                         free_blocks=ask.free_blocks,
                     )
-                elif ask.free_blocks < free:
+                elif ask.model is None and ask.free_blocks < free:
                     self.add(
                         f"{ask.free_blocks} blocks were free when {ask.blocks} were asked for{who}, but the step never "
                         f"had fewer than {free} free",

@@ -145,21 +145,45 @@ class StepLog:
         pages += np.repeat(before, self.spans["num_steps"])
         return pages
 
-    @cached_property
-    def columns(self) -> dict[str, Column]:
-        """Integer columns by name, one row a step."""
-        steps = {
-            name: self.of_steps(name) for name in self._span_fields if name not in ("num_steps", "used", "released")
-        }
-        durations_ns = steps["duration_ns"] = self.durations_ns
-        used = steps["used"] = self.used()
+    @property
+    def starts_ns(self) -> Column:
+        """When each step began."""
+        durations_ns = self.durations_ns
         elapsed = np.cumsum(durations_ns) - durations_ns
         if len(self):
             elapsed -= np.repeat(elapsed[self._firsts(self.spans)], self.spans["num_steps"])
-        steps["start_ns"] += elapsed
+        starts_ns: Column = self.of_steps("start_ns") + elapsed
+        return starts_ns
+
+    @property
+    def gaps_ns(self) -> Column:
+        """From the end of the step before to the end of each; where a step has decodes, the one before had them too."""
+        return self.durations_ns
+
+    @property
+    def end_ns(self) -> int:
+        """When the last step ended; 0 if there is none."""
+        return int(self.starts_ns[-1] + self.durations_ns[-1]) if len(self) else 0
+
+    def cached(self) -> Column:
+        """Pages cached in each step."""
         # In a leap, a cached page is evicted only for what empty pages do not cover.
-        left = np.minimum(steps["cached"], self.num_pages - used)
-        steps["cached"] = np.where(steps.pop("is_leap"), left, steps["cached"])
+        cached = self.of_steps("cached")
+        return np.where(self.of_steps("is_leap"), np.minimum(cached, self.num_pages - self.used()), cached)
+
+    def withheld(self) -> Column | None:
+        """Pages that nobody here used, and that could not be taken, before each step; None where there are none."""
+        return None
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Integer columns by name, one row a step."""
+        made = ("num_steps", "released", "is_leap", "start_ns", "used", "cached")
+        steps = {name: self.of_steps(name) for name in self._span_fields if name not in made}
+        steps["start_ns"] = self.starts_ns
+        steps["duration_ns"] = self.durations_ns
+        steps["used"] = self.used()
+        steps["cached"] = self.cached()
         return steps
 
     def released(self) -> Column:

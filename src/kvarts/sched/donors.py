@@ -1,0 +1,84 @@
+"""Whose running work goes, when a model needs pages that others have: the least computed work that is enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from kvarts.request import Request
+from kvarts.sched.scheduler import Scheduler
+
+__all__ = ["Victims", "cheapest", "victims_of"]
+
+
+class Victims(msgspec.Struct, frozen=True):
+    """What becomes free if the first `count` victims of a model go, and how many computed tokens that loses."""
+
+    count: int
+    num_bytes: int
+    lost_tokens: int
+
+
+def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, enough_bytes: int) -> list[Victims]:
+    """For each number of victims of `scheduler`, in its own order, up to the one that frees `enough_bytes`.
+
+    Victims have a priority strictly `below_priority`. Pages that they share with others stay in use, until those go
+    as well.
+    """
+    found: list[Victims] = []
+    num_pages = lost = 0
+    held: Counter[int] = Counter()
+    for count, request in enumerate(_in_order(scheduler, below_priority), 1):
+        holding = request.holding
+        assert holding is not None
+        num_private = scheduler.num_pages_of(request) - (holding.path[-1].end if holding.path else 0)
+        num_pages += num_private
+        for node in scheduler.cache.tree.walk(holding.path):
+            held[id(node)] += 1
+            if held[id(node)] == node.refs:
+                num_pages += node.end - node.start
+        lost += scheduler.wheel.num_computed(request) if request.stop_step >= 0 else request.num_computed
+        found.append(Victims(count, num_pages * page_bytes, lost))
+        if found[-1].num_bytes >= enough_bytes:
+            break
+    return found
+
+
+def _in_order(scheduler: Scheduler, below_priority: int) -> list[Request]:
+    """Lowest priority first, then who was admitted last."""
+    less = [request for request in scheduler.running if request.priority < below_priority]
+    return sorted(less, key=lambda request: (request.priority, -request.admission))
+
+
+def cheapest(choices: Sequence[Sequence[Victims]], limits: Sequence[int], num_bytes: int) -> list[int] | None:
+    """How many victims of each model: together they free `num_bytes`, each no more than its limit counts for.
+
+    Of all ways that do, one that loses the fewest tokens, and then the fewest victims; None if none does. Costs the
+    number of undominated combinations: few, as each model gives up its victims in one order.
+    """
+    # (lost tokens, victims, bytes freed, counts by model): none is worse than another in all of the first three.
+    ways: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]
+    for choice, limit in zip(choices, limits, strict=True):
+        longer = []
+        for lost, count, freed, counts in ways:
+            longer.append((lost, count, freed, (*counts, 0)))
+            longer += [
+                (
+                    lost + victims.lost_tokens,
+                    count + victims.count,
+                    min(num_bytes, freed + min(victims.num_bytes, limit)),
+                    (*counts, victims.count),
+                )
+                for victims in choice
+            ]
+        longer.sort(key=lambda way: (way[0], way[1], -way[2]))
+        ways = []
+        most = -1
+        for way in longer:
+            if way[2] > most:
+                ways.append(way)
+                most = way[2]
+    lost, count, freed, counts = ways[-1]
+    return list(counts) if freed >= num_bytes else None
