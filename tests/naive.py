@@ -112,6 +112,7 @@ class NaiveEngine:
         self.steps: list[NaiveStep] = []
         self.finished: list[NaiveRequest] = []
         self.is_pausing = False
+        self.budget_left = self.num_preempted = 0  # in the last step
 
     # Pages ------------------------------------------------------------------------------------------------
 
@@ -263,6 +264,18 @@ class NaiveEngine:
     def end_step(self) -> None:
         pass
 
+    # What an engine that shares its device does besides.
+
+    def fits(self, head: NaiveRequest, num_pages: int) -> bool:
+        return num_pages <= self.num_free()
+
+    def others_make_way(self, request: NaiveRequest, num_pages: int) -> bool:
+        return False
+
+    def take_given(self) -> int:
+        """How many gave way to other models since the last step."""
+        return 0
+
     def step(self, now_ns: int) -> int:
         """Runs one step that starts at `now_ns`; returns when it ends."""
         self.begin_step(now_ns)
@@ -279,7 +292,7 @@ class NaiveEngine:
             if want == 0:
                 continue
             need = self.pages_for(request.computed + want) - len(request.pages)
-            while need > self.num_free():
+            while need > self.num_free() and not self.others_make_way(request, need):
                 mark = self.higher(mark)
                 victim = self.victim()
                 if victim.seq in took:
@@ -304,7 +317,7 @@ class NaiveEngine:
             head = self.waiting[0]
             hits = self.lookup(head)
             shared = sum(1 for page in hits if self.is_used(page))
-            if self.pages_for(head.known) - shared > self.num_free():
+            if not self.fits(head, self.pages_for(head.known) - shared):
                 break
             self.waiting.pop(0)
             self.pin(hits)
@@ -314,7 +327,9 @@ class NaiveEngine:
             before[head.seq] = len(hits) * self.page_size
             budget -= self.enter(head, before[head.seq], budget, now_ns)
         mark = self.higher(mark)
+        self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()
+        num_preempted += self.take_given()
         if budget == self.max_num_batched_tokens and not num_preempted:
             return self.pause_until()
         batch = Batch([], [])

@@ -280,8 +280,8 @@ class Engine:
         wheel = self.scheduler.wheel
         return self._sim.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
 
-    def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> list[Request]:
-        """Does steps that are alike, each when its turn comes; returns who finished with the last.
+    def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> None:
+        """Starts steps that are alike, each when its turn comes; `finish` must be called.
 
         For engines that share a device, and whose pages for these steps were taken. Nobody may observe their events.
         """
@@ -304,12 +304,9 @@ class Engine:
                     turns=turns,
                 )
             )
+        self._under_way = True
+        self._num_leapt = len(durations_ns)
         self.now_ns = turns.starts_ns[-1] + durations_ns[-1]
-        finished = scheduler.commit_many(len(durations_ns), self.now_ns)
-        self._record_rest()
-        if self._audit:
-            scheduler.check()
-        return finished
 
     def _pause(self, until_ns: int) -> int:
         assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"

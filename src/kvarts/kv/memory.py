@@ -72,20 +72,34 @@ class DeviceMemory:
     # Making room ------------------------------------------------------------------------------------------
 
     def make_room(self, asker: SharedCache, num_pages: int) -> None:
-        """Evicts until `num_pages` pages of `asker` are empty; that much is free."""
-        needed = num_pages * asker.page_bytes
+        """Evicts until `num_pages` pages of `asker` are empty; that much is free.
+
+        What goes is what would go if they were taken one by one: pages there is room for count as taken.
+        """
+        page_bytes = asker.page_bytes
+        needed = num_pages * page_bytes
         while (missing := needed - self.num_empty_bytes) > 0:
-            over = [cache for cache in self.caches.values() if cache.num_beyond_bytes > 0 and cache.tree.num_cached]
+            ready = self.num_empty_bytes // page_bytes * page_bytes
+            beyond = asker.num_beyond_bytes + ready
+            over = [
+                cache
+                for cache in self.caches.values()
+                if cache.tree.num_cached and (beyond if cache is asker else cache.num_beyond_bytes) > 0
+            ]
             if over:
-                oldest, num_pages = _oldest(over)
-                missing = min(missing, oldest.num_beyond_bytes)
+                oldest, num_evicted = _oldest(over)
+                if oldest is not asker:
+                    missing = min(missing, oldest.num_beyond_bytes)
+                if beyond <= 0 and asker.tree.num_cached:
+                    # Up to the page with which the asker keeps more than its guarantee itself.
+                    missing = min(missing, ready + (-beyond // page_bytes + 1) * page_bytes - self.num_empty_bytes)
             elif asker.tree.num_cached:
-                oldest, num_pages = asker, asker.tree.num_cached
+                oldest, num_evicted = asker, asker.tree.num_cached
             else:
                 others = [cache for cache in self.caches.values() if cache.tree.num_cached]
                 assert others, f"L1: {needed} bytes were free, and are not"
-                oldest, num_pages = _oldest(others)
-            oldest.shed(min(num_pages, -(-missing // oldest.page_bytes)))
+                oldest, num_evicted = _oldest(others)
+            oldest.shed(min(num_evicted, -(-missing // oldest.page_bytes)))
 
     # Laws -------------------------------------------------------------------------------------------------
 

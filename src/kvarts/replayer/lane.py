@@ -396,11 +396,11 @@ class Lane:
             tenant = stride.tenant
             num_released = tenant.cache.num_released
             turns = Turns(stride.starts_ns, stride.cached, stride.withheld)
-            finished = tenant.engine.leap(stride.durations_ns[:num_steps], stride.due[:num_steps], turns)
+            tenant.engine.leap(stride.durations_ns[:num_steps], stride.due[:num_steps], turns)
             tenant.saved = 0
-            if finished:
-                self._arrivals(tenant.engine.now_ns - 1)
-                self._end(tenant, finished)
+            if stride is strides[last]:
+                self._arrivals(self._now_ns - 1)
+            self._end(tenant, tenant.engine.finish())
             self._device.end_turn(tenant.name, has_released=tenant.cache.num_released != num_released)
         self._place = self._tenants.index(strides[last].tenant) + 1
         if self._audit:

@@ -146,10 +146,10 @@ class TokenBudgets:
         `demands`, where given, replaces all that was said of who is active and used how much: by model, the tokens
         that it could use in the next round, or None for as many as it gets. Who is left out has no work.
         """
-        budgets = self.budgets()
-        for name, share in self._shares.items():
-            if name in self._members:
-                self._members[name].owed += share - budgets[name]
+        if self._budgets is not None:  # else nobody has asked for the round that ends
+            for name, share in self._shares.items():
+                if name in self._members:
+                    self._members[name].owed += share - self._budgets[name]
         if demands is not None:
             for name, member in self._members.items():
                 member.is_active = name in demands

@@ -217,7 +217,7 @@ class Scheduler:
             self._take_due(num_due)
         budget = self.token_budget - wheel.num_decoding
         chunks: list[Chunk] = []
-        if self._chunked is not None:
+        if self._chunked is not None and budget > 0:  # a part of a budget may be just enough for the decodes
             budget = self._continue_chunked(self._chunked, budget, now_ns, preemptions, chunks)
         if self._num_sharing:
             self._publish_filled(1)
@@ -445,7 +445,6 @@ class Scheduler:
         num_tokens = num_known - start
         if num_tokens > budget:
             num_tokens = budget
-        assert num_tokens > 0, "a sequence more than the budget has tokens"
         holding = request.holding
         assert holding is not None
         num_pages = -(-(start + num_tokens) // self._page_size) - holding.num_pages
