@@ -313,9 +313,9 @@ class NaiveLane:
             ceiling if tenant.wants_more() else min(ceiling, max(floor, Fraction(tenant.num_decoding())))
             for tenant, floor, ceiling in zip(working, floors, ceilings, strict=True)
         ]
-        whole = min(Fraction(total), sum(ceilings))
-        shares = pour(working, floors, wanted, min(whole, sum(wanted)))
-        left = whole - sum(shares)
+        whole = min(Fraction(total), sum(ceilings, Fraction(0)))
+        shares = pour(working, floors, wanted, min(whole, sum(wanted, Fraction(0))))
+        left = whole - sum(shares, Fraction(0))
         room = [ceiling - share for ceiling, share in zip(ceilings, shares, strict=True)]
         more = pour(working, [Fraction(0)] * len(working), room, left)
         shares = [share + extra for share, extra in zip(shares, more, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -188,7 +189,7 @@ def test_at_rest_nobody_owes_anything(case: Sharing, is_static: bool) -> None:
         times = [
             (period.since_ms, period.until_ms) for period in report.loans if (period.lender, period.borrower) == pair
         ]
-        assert all(until < since for (_, until), (since, _) in zip(times, times[1:], strict=False)) or len(times) == 1
+        assert all(until < since for (_, until), (since, _) in pairwise(times)) or len(times) == 1
 
 
 @given(sharings(max_models=2), st.integers(0, 2))

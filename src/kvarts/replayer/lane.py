@@ -125,6 +125,7 @@ class Lane:
                 if next_ns == NEVER_NS:
                     break
                 self._now_ns = max(self._now_ns, next_ns)
+                self._begin_round()
             elif not (self._leaps and self._leap()):
                 self._turn(tenant)
         while any(tenant.rows for tenant in self._tenants):
