@@ -12,12 +12,16 @@ from itertools import product
 from naive import NaiveEngine, NaiveRequest, Page, polynomial_ns
 
 
+class SeveralWaysError(Exception):
+    """Work could be lost in more than one way that is the least."""
+
+
 class NaiveDevice:
     def __init__(self, num_bytes: int, total_tokens: int) -> None:
         self.num_bytes = num_bytes
         self.total_tokens = total_tokens
         self.tenants: list[NaiveTenant] = []
-        self.num_releases = 0
+        self.num_releases = self.num_claims = 0
 
     @property
     def empty(self) -> int:
@@ -48,28 +52,35 @@ class NaiveDevice:
 
     # Donors -----------------------------------------------------------------------------------------------
 
-    def donors(self, asker: NaiveTenant, priority: int) -> list[NaiveTenant]:
+    def donors(self, asker: NaiveTenant, below: int) -> list[NaiveTenant]:
         return [
             tenant
             for tenant in self.tenants
             if tenant is not asker
             and tenant.used_bytes > tenant.guaranteed
-            and any(request.priority < priority for request in tenant.running)
+            and any(request.priority < below for request in tenant.running)
         ]
 
     def preempt_for(self, asker: NaiveTenant, request: NaiveRequest, num_pages: int) -> bool:
+        """Who stays within its guarantee goes before who has borrowed, where both are as important."""
         short = num_pages * asker.page_bytes - self.free
-        donors = self.donors(asker, request.priority)
-        best = None
-        for counts in product(*(range(len(donor.victims(request.priority)) + 1) for donor in donors)):
-            gone = [donor.victims(request.priority)[:count] for donor, count in zip(donors, counts, strict=True)]
+        below = request.priority
+        if asker.used_bytes + num_pages * asker.page_bytes <= asker.guaranteed:
+            below += 1
+        donors = self.donors(asker, below)
+        best: tuple[tuple[int, int], list[list[NaiveRequest]]] | None = None
+        for counts in product(*(range(len(donor.victims(below)) + 1) for donor in donors)):
+            gone = [donor.victims(below)[:count] for donor, count in zip(donors, counts, strict=True)]
             freed = sum(
                 min(donor.freed_by(victims), donor.used_bytes - donor.guaranteed)
                 for donor, victims in zip(donors, gone, strict=True)
             )
             cost = (sum(victim.computed for victims in gone for victim in victims), sum(counts))
-            if freed >= short and (best is None or cost < best[0]):
-                best = cost, gone
+            if freed >= short:
+                if best is not None and cost == best[0]:
+                    raise SeveralWaysError
+                if best is None or cost < best[0]:
+                    best = cost, gone
         if best is None:
             return False
         for donor, victims in zip(donors, best[1], strict=True):
@@ -106,7 +117,8 @@ class NaiveTenant(NaiveEngine):
         self.weight, self.floor, self.ceiling = weight, floor, ceiling
         self.saved = 0
         self.owed = Fraction(0)
-        self.claimed = 0
+        self.claimed = self.claim_number = 0
+        self.claimant: NaiveRequest | None = None
         self.wanted = 0
         self.why: str | None = None  # why the head was not admitted when last looked at
         self.given = 0
@@ -165,7 +177,11 @@ class NaiveTenant(NaiveEngine):
     def fits(self, head: NaiveRequest, num_pages: int) -> bool:
         free = self.num_free()
         within = self.used_bytes + num_pages * self.page_bytes <= self.guaranteed
-        claimed = sum(other.claimed for other in self.device.tenants if other is not self)
+        claimed = sum(
+            other.claimed
+            for other in self.device.tenants
+            if other is not self and (not self.claimed or other.claim_number < self.claim_number)
+        )
         if claimed and not within:
             free -= -(-claimed // self.page_bytes)
         self.wanted = num_pages
@@ -211,6 +227,14 @@ class NaiveTenant(NaiveEngine):
     # Turns ------------------------------------------------------------------------------------------------
 
     def submit(self, request: NaiveRequest) -> None:
+        others = sum(tenant.guaranteed for tenant in self.device.tenants if tenant is not self)
+        if (
+            self.pages_for(len(request.tokens) + request.num_output - 1) * self.page_bytes
+            > self.device.num_bytes - others
+        ):
+            request.rejected = True
+            self.finished.append(request)
+            return
         super().submit(request)
         if not request.rejected and self.waiting[0] is request:
             self.why = None
@@ -244,7 +268,8 @@ class NaiveTenant(NaiveEngine):
     def can_step(self) -> bool:
         if not self.is_stalled():
             return True
-        return self.claimed > 0 and bool(self.device.donors(self, self.waiting[0].priority))
+        entitled = self.used_bytes + self.claimed <= self.guaranteed
+        return self.claimed > 0 and entitled and bool(self.device.donors(self, self.waiting[0].priority + 1))
 
     def turn(self, now_ns: int, budget: int, arrive: Callable[[int], None]) -> int:
         self.max_num_batched_tokens = budget
@@ -259,11 +284,14 @@ class NaiveTenant(NaiveEngine):
         self.decoding |= {r.seq for r in everybody if r in self.running and r.made > made[r.seq]}
         if len(self.finished) > num_finished:
             self.why = None
-        claimed = self.wanted * self.page_bytes if self.why == "pages" else 0
-        if self.used_bytes + claimed > self.guaranteed:
-            claimed = 0
-        fewer = claimed < self.claimed
-        self.claimed = claimed
+        claimed, claimant = 0, None
+        if self.why == "pages":
+            claimed, claimant = self.wanted * self.page_bytes, self.waiting[0]
+        fewer = claimed < self.claimed or (self.claimed > 0 and claimant is not self.claimant)
+        if claimed and (not self.claimed or claimant is not self.claimant):
+            self.device.num_claims += 1
+            self.claim_number = self.device.num_claims
+        self.claimed, self.claimant = claimed, claimant
         if fewer or self.num_released != released:
             self.device.wake(self)
         return end_ns

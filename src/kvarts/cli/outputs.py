@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvarts.engine import Observer
     from kvarts.replayer import ReplayConfig, Report
 
-__all__ = ["Outputs"]
+__all__ = ["Outputs", "make_directory", "print_bytes"]
 
 
 class Outputs:
@@ -51,7 +51,7 @@ class Outputs:
             check_writable(path)
         self._run_dir = run_dir
         if run_dir is not None:
-            _make_directory(run_dir)
+            make_directory(run_dir)
             self._reports.append(run_dir / REPORT)
             self._requests.append(run_dir / REQUESTS)
             self._timelines.append(list(per_replica(run_dir / TIMELINE, config.replicas)))
@@ -84,6 +84,11 @@ class Outputs:
 
     def write(self, report: Report) -> None:
         """Everything else, and the report on standard output."""
+        self.write_files(report)
+        print_bytes(report.to_json() if self._as_json else render_table(report.summary).encode())
+
+    def write_files(self, report: Report) -> None:
+        """Everything but what observers wrote."""
         requests = report.requests_jsonl() if self._requests else b""
         for path in self._requests:
             write_whole(path, requests)
@@ -92,19 +97,23 @@ class Outputs:
                 timeline.write(path, every=self._every)
         if self._run_dir is not None:
             write_whole(self._run_dir / DISTRIBUTIONS, report.distributions_json())
-        as_bytes = report.to_json() if self._as_json or self._reports else b""
         for path in self._reports:
-            write_whole(path, as_bytes)
-        try:
-            sys.stdout.buffer.write(as_bytes if self._as_json else render_table(report.summary).encode())
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise OutputError(f"cannot be written: {error.strerror}", path="standard output") from error
+            write_whole(path, report.to_json())
 
 
-def _make_directory(path: Path) -> None:
+def print_bytes(text: bytes) -> None:
+    """To standard output. Raises OutputError."""
+    try:
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", path="standard output") from error
+
+
+def make_directory(path: Path) -> None:
+    """A new directory, or one with nothing in it. Raises OutputError."""
     try:
         path.mkdir(exist_ok=True)
         is_empty = not any(path.iterdir())

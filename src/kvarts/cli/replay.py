@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,17 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path),
               help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
               "or a [workload] table. Options given here win.")  # fmt: skip
-@_setting("--model", field="model", metavar="NAME",
+@_setting("--model", field="model", multiple=True, metavar="NAME",
           help="Model that is served: a name that `kvarts model list` knows, or a config.json. With --device, says "
-          "how long steps take and how many pages fit.")  # fmt: skip
+          "how long steps take and how many pages fit. Several models on one device: --model NAME=MODEL for each, and "
+          "after a colon its weight=2, floor=100, ceiling=800 (per mille of the tokens), guarantee=20GiB or 0.3, "
+          "priority=1, weight_dtype=fp8, kv_dtype=fp8, cost=FILE.")  # fmt: skip
+@_setting("--trace", field="trace", multiple=True, metavar="NAME=FILE",
+          help="With several models: the traffic of one.")  # fmt: skip
+@_setting("--static-split", field="static_split", is_flag=True,
+          help="With several models: nothing is lent, neither memory nor tokens. For comparison.")  # fmt: skip
+@_setting("--health", field="health", multiple=True, metavar="NAME=STATE@SECONDS",
+          help="With several models: from then on, one is dead, degraded (admits nobody) or healthy.")  # fmt: skip
 @_setting("--device", field="device", metavar="NAME", help="Device it is served on, or cpu:cores=8,bandwidth=80GB/s.")
 @_setting("--tensor-parallel", field="tensor_parallel", type=int, metavar="N", help="Devices it is split over. [1]")
 @_setting("--weight-dtype", field="weight_dtype", metavar="DTYPE",
@@ -112,7 +121,10 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
               "replicas, a file each.")  # fmt: skip
 @click.option("--run-dir", metavar="DIR", type=click.Path(path_type=Path),
               help="Write everything about the run to DIR, a new directory, for `kvarts report`: report, requests, "
-              "timeline, events.")  # fmt: skip
+              "timeline, events. With several models, a directory each in it.")  # fmt: skip
+@click.option("--loans", "loans_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="With several models: write who owed whom memory, and when, to FILE, a JSON line for each period "
+              "without a pause.")  # fmt: skip
 def replay_command(
     trace: Path | None,
     config_file: Path | None,
@@ -123,18 +135,35 @@ def replay_command(
     timeline_every: int,
     events_file: Path | None,
     run_dir: Path | None,
+    loans_file: Path | None,
     **settings: Any,
 ) -> None:
     """Replay traffic through the KV-cache control plane, in virtual time.
 
-    TRACE is a Mooncake JSONL file; without it, a bundled sample is replayed: the first 1,000 requests of Mooncake's
-    conversation trace. The report goes to standard output, everything else to standard error.
+    TRACE is a Mooncake JSONL file, or a .csv of Azure's 2023 traces; without it, a bundled sample is replayed: the
+    first 1,000 requests of Mooncake's conversation trace. The report goes to standard output, everything else to
+    standard error.
     """
+    given = {name.removeprefix("set_"): value for name, value in settings.items() if value not in (None, ())}
+    if _is_sharing(given, config_file):
+        places = {
+            "as_json": as_json,
+            "report_file": report_file,
+            "requests_file": requests_file,
+            "timeline_file": timeline_file,
+            "timeline_every": timeline_every,
+            "events_file": events_file,
+            "run_dir": run_dir,
+            "loans_file": loans_file,
+        }
+        _replay_shared(trace, given, config_file, places)
+        return
+    if loans_file is not None:
+        given["loans"] = loans_file
     from kvarts.cli.outputs import Outputs
     from kvarts.replayer import replay
     from kvarts.replayer.config import make_config
 
-    given = {name.removeprefix("set_"): value for name, value in settings.items() if value is not None}
     values, traffic = _settings(given, config_file)
     config = make_config(values)
     outputs = Outputs(
@@ -148,9 +177,51 @@ def replay_command(
         run_dir=run_dir,
     )
     loaded = _traffic(trace, traffic, config_file)
-    with outputs.journals() as observers_of, _Progress(loaded) as progress:
+    with outputs.journals() as observers_of, _Progress([loaded]) as progress:
         report = replay(loaded, config, on_progress=progress, observers_of=observers_of)
     outputs.write(report)
+
+
+def _is_sharing(given: dict[str, Any], config_file: Path | None) -> bool:
+    """Whether it is about several models: they have names."""
+    if any(re.match(r"[A-Za-z0-9][A-Za-z0-9_.-]*=", model) for model in given.get("model", ())):
+        return True
+    if config_file is None:
+        return False
+    from kvarts.files import read_toml
+
+    return "models" in read_toml(config_file, hint="Check the path of the configuration.")
+
+
+def _replay_shared(trace: Path | None, given: dict[str, Any], config_file: Path | None, places: dict[str, Any]) -> None:
+    from kvarts.cli.sharing import SharedRun
+    from kvarts.files import read_toml
+
+    if trace is not None:
+        raise ConfigError("each model has its own", field="trace", hint="Give --trace NAME=FILE for each.")
+    values: dict[str, Any] = {}
+    if config_file is not None:
+        values = read_toml(config_file, hint="Check the path of the configuration.")
+    reading: dict[str, Any] = {
+        name: given.pop(name) for name in ("trace_block_size", "skip_bad_lines") if name in given
+    }
+    shares, traces = given.pop("model", ()), given.pop("trace", ())
+    _merge_slo(values, given)
+    if "health" in given:
+        given["health"] = list(given["health"])
+    values.update(given)
+    run = SharedRun(values, shares=shares, traces=traces, config_file=config_file, reading=reading)
+    run.open_outputs(**places)
+    loaded = run.load()
+    with _Progress(list(loaded.values())) as progress:
+        run.run(loaded, progress)
+
+
+def _merge_slo(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """What the command line says of the SLO wins."""
+    slo = {name.removeprefix("slo_"): given.pop(name) for name in list(given) if name.startswith("slo_")}
+    if slo:
+        values["slo"] = {**values.get("slo", {}), **slo}
 
 
 def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,14 +231,25 @@ def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str
 
     values: dict[str, Any] = {}
     traffic: dict[str, Any] = {}
+    for name in ("trace", "static_split", "health", "loans"):
+        if name in given:
+            raise ConfigError(
+                "is for several models on one device", field=name, hint="Give --model NAME=MODEL for each of them."
+            )
+    if "model" in given:
+        if len(given["model"]) > 1:
+            raise ConfigError(
+                "several models need names",
+                field="model",
+                hint="Each: --model NAME=MODEL and --trace NAME=FILE.",
+            )
+        given["model"] = given["model"][0]
     if config_file is not None:
         values, traffic = load_config(config_file)
     for name in ("trace_block_size", "skip_bad_lines"):
         if name in given:
             traffic[name] = given.pop(name)
-    slo = {name.removeprefix("slo_"): given.pop(name) for name in list(given) if name.startswith("slo_")}
-    if slo:
-        values["slo"] = {**values.get("slo", {}), **slo}
+    _merge_slo(values, given)
     offload = {name.removeprefix("offload_"): given.pop(name) for name in list(given) if name.startswith("offload_")}
     if offload:
         below = {**values.get("offload", {}), **offload}
@@ -191,7 +273,7 @@ def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str
 
 def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | None) -> Trace:
     """What is replayed: the trace named on the command line, or what the file describes, or the sample."""
-    from kvarts.replayer import load_mooncake
+    from kvarts.replayer import load_mooncake, load_trace
 
     workload, named = traffic.pop("workload", None), traffic.pop("trace", None)
     if workload is not None and (trace is not None or named is not None):
@@ -203,7 +285,7 @@ def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | No
         assert config_file is not None
         trace = config_file.parent / named
     if trace is not None:
-        return load_mooncake(trace, **traffic)
+        return load_trace(trace, **traffic)
     from importlib.resources import as_file, files
 
     click.echo(f"kvarts: replaying {SAMPLE_SOURCE}; give a TRACE to replay your own", err=True)
@@ -214,12 +296,13 @@ def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | No
 class _Progress:
     """A bar on standard error, once a replay takes longer than a second and somebody watches."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, traces: Sequence[Trace]) -> None:
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            num_requests = len(trace.requests) if trace.requests is not None else None
+            known = [trace.requests for trace in traces]
+            num_requests = sum(map(len, filter(None, known))) if None not in known else None
             self._bar = tqdm(total=num_requests, delay=1.0, unit=" requests", file=sys.stderr, leave=False)
 
     def __enter__(self) -> Callable[[int], object] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["render_table"]
+__all__ = ["as_bytes", "as_number", "as_percent", "render_table"]
 
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -30,7 +30,7 @@ def render_table(summary: dict[str, Any]) -> str:
     ]
     for name in LATENCIES:
         values = summary[name]
-        cells = "".join(f"{_number(values[column]):>12}" for column in COLUMNS)
+        cells = "".join(f"{as_number(values[column]):>12}" for column in COLUMNS)
         lines.append(f"{name.removesuffix('_ms').upper():<8}{cells}")
     lines += [
         "",
@@ -38,26 +38,26 @@ def render_table(summary: dict[str, Any]) -> str:
         _row("requests", _counts(summary, completed, rejected)),
         _row(
             "throughput",
-            f"{_number(summary['request_throughput_per_s'])} requests/s, "
-            f"{_number(summary['input_throughput_tokens_per_s'])} in and "
-            f"{_number(summary['output_throughput_tokens_per_s'])} out tokens/s",
+            f"{as_number(summary['request_throughput_per_s'])} requests/s, "
+            f"{as_number(summary['input_throughput_tokens_per_s'])} in and "
+            f"{as_number(summary['output_throughput_tokens_per_s'])} out tokens/s",
         ),
     ]
     goodput = summary["goodput"]
     if goodput is not None:
         lines.append(
-            _row("goodput", f"{_number(goodput['requests_per_s'])} requests/s, {_percent(goodput['ratio'])} of all")
+            _row("goodput", f"{as_number(goodput['requests_per_s'])} requests/s, {as_percent(goodput['ratio'])} of all")
         )
     lines += [
         _row(
             "prefix hits",
-            f"{_percent(summary['prefix_hit_ratio'])} of prompt tokens "
+            f"{as_percent(summary['prefix_hit_ratio'])} of prompt tokens "
             f"({summary['num_cached_tokens']:,} of {summary['num_input_tokens']:,})",
         ),
         *_tiers(summary),
         _row(
             "KV pages",
-            f"peak {_percent(summary['peak_used_pct'])} used, mean {_percent(summary['mean_used_pct'])}, "
+            f"peak {as_percent(summary['peak_used_pct'])} used, mean {as_percent(summary['mean_used_pct'])}, "
             f"{summary['num_evicted_pages']:,} evicted",
         ),
         _row("working set", _working_set(summary, pages * replicas)),
@@ -75,8 +75,8 @@ def _tiers(summary: dict[str, Any]) -> list[str]:
     transfers = summary["transfers"]
     if transfers is None:
         return []
-    ratios = ", ".join(f"{name} {_percent(ratio)}" for name, ratio in summary["prefix_hit_ratio_by_tier"].items())
-    moved = [f"{name.replace('_', ' ')} {_bytes(count)}" for name, count in transfers["bytes"].items()]
+    ratios = ", ".join(f"{name} {as_percent(ratio)}" for name, ratio in summary["prefix_hit_ratio_by_tier"].items())
+    moved = [f"{name.replace('_', ' ')} {as_bytes(count)}" for name, count in transfers["bytes"].items()]
     lines = [_row("  by tier", ratios), _row("transfers", ", ".join(moved))]
     failed, left_out = transfers["num_failed"], transfers["num_pages_without_room"]
     if failed or left_out:
@@ -84,7 +84,8 @@ def _tiers(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _bytes(count: float) -> str:
+def as_bytes(count: float) -> str:
+    """In the largest unit that leaves a number of at least 1."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -113,16 +114,18 @@ def _limit(limited_by: dict[str, Any]) -> str:
     cause = limited_by["cause"]
     text = LIMITS[cause]
     share = limited_by["share_of_waiting"].get(cause)
-    return f"{text}\n{'':<14}({_percent(share)} of the time spent waiting)" if share is not None else text
+    return f"{text}\n{'':<14}({as_percent(share)} of the time spent waiting)" if share is not None else text
 
 
-def _number(value: float | None) -> str:
+def as_number(value: float | None) -> str:
+    """With two digits after the point, or from 10,000 on none."""
     if value is None:
         return "-"
     return f"{value:,.2f}" if value < 10_000 else f"{value:,.0f}"
 
 
-def _percent(value: float | None) -> str:
+def as_percent(value: float | None) -> str:
+    """A ratio."""
     return "-" if value is None else f"{value * 100:.1f} %"
 
 

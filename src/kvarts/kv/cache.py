@@ -73,6 +73,11 @@ class PageCache:
         """Pages that somebody references or a transfer holds."""
         return self.pool.total - self.num_free
 
+    @property
+    def num_most(self) -> int:
+        """Pages that one request can be sure to get, in time."""
+        return self.pool.total
+
     def num_free_to_admit(self, num_pages: int) -> int:
         """Pages that can be taken now by a request that is admitted with `num_pages` of them."""
         return self.num_free

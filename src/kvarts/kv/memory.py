@@ -35,6 +35,8 @@ class DeviceMemory:
         self.caches: dict[str, SharedCache] = {}
         self.last_stamp = 0
         """Counts releases, of all caches together: what was released earlier is older."""
+        self.last_claim = 0
+        """Counts claims, of all caches together."""
 
     def add(self, cache: SharedCache) -> None:
         """`cache` takes part from now on. Raises ConfigError for a name twice, and guarantees beyond the whole."""
@@ -63,11 +65,6 @@ class DeviceMemory:
         for cache in self.caches.values():
             free += cache.tree.num_cached * cache.page_bytes
         return free
-
-    @property
-    def claimed_bytes(self) -> int:
-        """What all claim together."""
-        return sum(cache.claimed_bytes for cache in self.caches.values())
 
     # Making room ------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class SharedCache(PageCache):
     or releases something. Raises ConfigError for a page larger than the device, and see DeviceMemory.
     """
 
-    __slots__ = ("claimed_bytes", "guaranteed_bytes", "memory", "name", "page_bytes")
+    __slots__ = ("claim", "claimed_bytes", "guaranteed_bytes", "memory", "name", "page_bytes")
 
     pool: SharedPool  # type: ignore[assignment]
     tree: AgedTree
@@ -90,7 +90,9 @@ class SharedCache(PageCache):
         self.page_bytes = page_bytes
         self.guaranteed_bytes = guaranteed_bytes
         self.claimed_bytes = 0
-        """What it needs and is entitled to: nobody may be admitted with it beyond a guarantee."""
+        """What somebody who waits needs: nobody who claimed later may be admitted with it beyond a guarantee."""
+        self.claim = 0
+        """The number of the claim; earlier ones go first."""
         self.pool = SharedPool(memory, page_bytes)
         self.tree = AgedTree(memory)
         self.match = self.tree.match
@@ -111,6 +113,10 @@ class SharedCache(PageCache):
         """Of used and cached pages, how much is more than the guarantee; below 0 for less."""
         return self.pool.num_taken * self.page_bytes - self.guaranteed_bytes
 
+    def is_within(self, num_pages: int) -> bool:
+        """Whether it would use no more than its guarantee with `num_pages` more."""
+        return self.num_used_bytes + num_pages * self.page_bytes <= self.guaranteed_bytes
+
     def tell(self, events: list[Event] | None) -> None:
         """See PageCache."""
         self.tree.tell(events)
@@ -120,11 +126,30 @@ class SharedCache(PageCache):
         self.num_free = self.memory.num_free_bytes // self.page_bytes
 
     def num_free_to_admit(self, num_pages: int) -> int:
-        """See PageCache. What others claim is kept for them, unless all stays within its own guarantee."""
-        claimed = self.memory.claimed_bytes - self.claimed_bytes
-        if not claimed or self.num_used_bytes + num_pages * self.page_bytes <= self.guaranteed_bytes:
+        """See PageCache. What others claimed before is kept for them, unless all stays within its own guarantee."""
+        claimed = 0
+        for other in self.memory.caches.values():
+            if other is not self and (not self.claimed_bytes or other.claim < self.claim):
+                claimed += other.claimed_bytes
+        if not claimed or self.is_within(num_pages):
             return self.num_free
         return self.num_free - -(-claimed // self.page_bytes)
+
+    @property
+    def num_most(self) -> int:
+        """See PageCache. What is left if all others use what is guaranteed to them."""
+        others = sum(cache.guaranteed_bytes for cache in self.memory.caches.values() if cache is not self)
+        return (self.memory.num_bytes - others) // self.page_bytes
+
+    def make_claim(self, num_pages: int, *, is_new: bool) -> bool:
+        """Claims `num_pages`, or with 0 nothing; `is_new`: not for the one who claimed last. Whether others may gain."""
+        num_bytes = num_pages * self.page_bytes
+        is_less = num_bytes < self.claimed_bytes or (is_new and self.claimed_bytes > 0)
+        if num_bytes and (is_new or not self.claimed_bytes):
+            self.memory.last_claim += 1
+            self.claim = self.memory.last_claim
+        self.claimed_bytes = num_bytes
+        return is_less
 
     def take(self, count: int) -> None:
         """See PageCache."""

@@ -87,7 +87,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What a TOML file may hold beside the fields of ReplayConfig."""
 
     trace: str | None = None
-    trace_block_size: Annotated[int, msgspec.Meta(ge=1)] = 512
+    trace_block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     skip_bad_lines: bool = False
     workload: Workload | None = None
 

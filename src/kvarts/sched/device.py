@@ -1,12 +1,16 @@
 """One device and the models that share it: compute by token budgets, memory by guarantees and loans, and health.
 
-There is one scale of priorities, for requests of all models: larger is more important. Memory moves like this. Free
-memory, empty or cached, may be taken by whoever has something to run. A model that stays within its guarantee has a
-right to it: what is missing it takes from running work of strictly lower priority of models that use more than theirs.
-What it cannot take that way it *claims*: until it has it, nobody is admitted to such memory beyond a guarantee, so that
-between equals a loan comes back as the borrower's requests end. Beyond its guarantee, a running request, but not one
-that waits, may push aside less important work of models that use more than their guarantee. No model ever loses running
-work within its guarantee to another.
+There is one scale of priorities, for requests of all models: larger is more important; and of equals, who stays within
+the guarantee of its model goes before who runs on borrowed memory.
+
+Free memory, empty or cached, may be taken by whoever has something to run. What is short comes from running work that
+is strictly less important, on that scale, of models that use more than their guarantee. Beyond the guarantee of its own
+model, only a running request may take it that way, not one that waits to be admitted. No model ever loses running work
+to another while it is within its guarantee.
+
+Who waits for memory *claims* it: nobody who claimed later is admitted beyond a guarantee to what would be left of it.
+So borrowers cannot keep each other out for ever; and nobody waits who could be kept out by guarantees alone, since a
+request that has no room beside those of the others is refused.
 """
 
 from __future__ import annotations
@@ -49,6 +53,8 @@ class _Member(msgspec.Struct):
     scheduler: Scheduler | None = None
     cancel: Callable[[Request], object] | None = None
     health: Health = "healthy"
+    claimant: int = -1
+    """The index of the request that claims pages, or -1."""
     num_reclaimed: int = 0
     """Its requests that were preempted for other models."""
 
@@ -128,18 +134,14 @@ class SharedDevice:
             self._somebody_released(but=model)
 
     def _claim(self, member: _Member) -> None:
-        """What the head of its queue waits for, if it is entitled to all of that."""
-        scheduler, cache = member.scheduler, member.cache
-        claimed = 0
+        """What the head of its queue waits for."""
+        scheduler = member.scheduler
+        num_pages, head = 0, -1
         if scheduler is not None and scheduler.blocked is Blocked.PAGES and scheduler.waiting.num_waiting:
-            wanted = scheduler.num_pages_wanted * cache.page_bytes
-            if cache.num_used_bytes + wanted <= cache.guaranteed_bytes:
-                claimed = wanted
-        if claimed != cache.claimed_bytes:
-            fewer = claimed < cache.claimed_bytes
-            cache.claimed_bytes = claimed
-            if fewer:
-                self._somebody_released(but=cache.name)
+            num_pages, head = scheduler.num_pages_wanted, scheduler.waiting.head().index
+        is_new, member.claimant = head != member.claimant, head
+        if member.cache.make_claim(num_pages, is_new=is_new):
+            self._somebody_released(but=member.cache.name)
 
     def _somebody_released(self, but: str = "") -> None:
         for model, member in self._members.items():
@@ -153,10 +155,10 @@ class SharedDevice:
         """Sees to it that `model` can take `num_pages` now for work of `priority`, and says at what cost.
 
         Free memory first: nobody is asked for what is empty or cached. What is short comes from running work of
-        strictly lower priority of other models that use more than their guarantee: of all ways that are enough, one
-        that loses the fewest computed tokens, over as many models as it takes. Who gives way loses pages; what of them
-        is not short stays cached with its model. `asker`: the index of the request it is for. Raises ConfigError for a
-        number of pages below 1.
+        strictly lower priority (of no higher priority, if `model` stays within its guarantee) of other models that use
+        more than their guarantee: of all ways that are enough, one that loses the fewest computed tokens, over as many
+        models as it takes. Who gives way loses pages; what of them is not short stays cached with its model.
+        `asker`: the index of the request it is for. Raises ConfigError for a number of pages below 1.
         """
         if num_pages < 1:
             raise ConfigError(f"must be at least 1, got {num_pages}", field="num_pages")
@@ -165,7 +167,7 @@ class SharedDevice:
         if num_pages <= cache.num_free:
             return Donation(True)
         short_bytes = num_pages * cache.page_bytes - cache.memory.num_free_bytes
-        refused = Donation(False, num_pages - cache.num_free)
+        below = priority + cache.is_within(num_pages)
         donors: list[tuple[str, Scheduler]] = []
         choices, limits = [], []
         for name, member in self._members.items():
@@ -174,7 +176,7 @@ class SharedDevice:
                 continue
             victims = victims_of(
                 member.scheduler,
-                below_priority=priority,
+                below_priority=below,
                 page_bytes=member.cache.page_bytes,
                 enough_bytes=min(loan, short_bytes),
             )
@@ -184,7 +186,7 @@ class SharedDevice:
                 limits.append(loan)
         counts = cheapest(choices, limits, short_bytes)
         if counts is None:
-            return refused
+            return Donation(False, num_pages - cache.num_free)
         gone: list[tuple[str, int]] = []
         lost_tokens = 0
         for (name, scheduler), count, choice in zip(donors, counts, choices, strict=True):
@@ -204,9 +206,8 @@ class SharedDevice:
         """See Scheduler.make_way."""
         member = self._members[model]
         cache = member.cache
-        if to_admit and cache.num_used_bytes + num_pages * cache.page_bytes > cache.guaranteed_bytes:
-            return False
-        if not self._has_donors(member, request.priority):
+        is_within = cache.is_within(num_pages)
+        if (to_admit and not is_within) or not self._has_donors(member, request.priority + is_within):
             return False
         return self.request_pages(model, num_pages, request.priority, asker=request.index).is_granted
 
@@ -214,17 +215,18 @@ class SharedDevice:
         """Whether others may give way to the head of `model`, which waits for pages that it is entitled to, as soon as
         they have enough. What they have grows while they decode."""
         member = self._members[model]
-        if not member.cache.claimed_bytes:
+        if not member.cache.claimed_bytes or member.scheduler is None:
             return False
-        assert member.scheduler is not None
-        return self._has_donors(member, member.scheduler.waiting.head().priority)
+        if not member.cache.is_within(member.scheduler.num_pages_wanted):
+            return False
+        return self._has_donors(member, member.scheduler.waiting.head().priority + 1)
 
-    def _has_donors(self, member: _Member, priority: int) -> bool:
-        """Whether somebody else uses more than its guarantee and has running work of less than `priority`."""
+    def _has_donors(self, member: _Member, below_priority: int) -> bool:
+        """Whether somebody else uses more than its guarantee and has running work `below_priority`."""
         return any(
             other.scheduler is not None
             and other.scheduler.running.num_running
-            and other.scheduler.running.victim().priority < priority
+            and other.scheduler.running.victim().priority < below_priority
             and other.cache.num_used_bytes > other.cache.guaranteed_bytes
             for other in self._members.values()
             if other is not member
@@ -262,7 +264,8 @@ class SharedDevice:
         member.health = health
         if member.scheduler is not None:
             member.scheduler.is_draining = health != "healthy"
-        member.cache.claimed_bytes = 0
+        member.cache.make_claim(0, is_new=True)
+        member.claimant = -1
         requests: list[Request] = []
         if health == "dead":
             requests = self._cancel_all(member)

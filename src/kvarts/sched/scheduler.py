@@ -138,10 +138,16 @@ class Scheduler:
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
         num_tokens = request.num_prompt_tokens + request.num_output_tokens - 1
         num_pages = -(-num_tokens // self._page_size)
-        if num_pages > config.num_pages:
+        num_most = self.cache.num_most
+        if num_pages > num_most:
+            room = (
+                "the pool has"
+                if num_most == config.num_pages
+                else "beside what is guaranteed to other models there are"
+            )
             return (
                 f"needs {num_pages} pages of {config.page_size} tokens for {request.num_prompt_tokens} prompt and "
-                f"{request.num_output_tokens} output tokens; the pool has {config.num_pages}"
+                f"{request.num_output_tokens} output tokens; {room} {num_most}"
             )
         if config.profile == "mocker":
             request.priority = 0

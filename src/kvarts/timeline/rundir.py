@@ -15,7 +15,7 @@ import msgspec
 
 from kvarts.errors import InputError, MissingFileError
 
-__all__ = ["DISTRIBUTIONS", "EVENTS", "REPORT", "REQUESTS", "TIMELINE", "RunDir", "per_replica"]
+__all__ = ["DISTRIBUTIONS", "EVENTS", "REPORT", "REQUESTS", "TIMELINE", "RunDir", "named", "per_replica"]
 
 REPORT = "report.json"
 REQUESTS = "requests.jsonl"
@@ -31,9 +31,21 @@ def per_replica(path: Path, replicas: int) -> Iterator[Path]:
     if replicas == 1:
         yield path
         return
-    suffix = "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])
+    suffix = _form_suffix(path)
     for replica in range(replicas):
         yield path.with_name(f"{path.name.removesuffix(suffix)}-r{replica}{suffix}")
+
+
+def named(path: Path | None, name: str) -> Path | None:
+    """The path with a model's name before the suffixes that name the form."""
+    if path is None:
+        return None
+    suffix = _form_suffix(path)
+    return path.with_name(f"{path.name.removesuffix(suffix)}-{name}{suffix}")
+
+
+def _form_suffix(path: Path) -> str:
+    return "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])
 
 
 class RunDir:
