@@ -62,11 +62,8 @@ class NaiveDevice:
         ]
 
     def preempt_for(self, asker: NaiveTenant, request: NaiveRequest, num_pages: int) -> bool:
-        """Who stays within its guarantee goes before who has borrowed, where both are as important."""
         short = num_pages * asker.page_bytes - self.free
         below = request.priority
-        if asker.used_bytes + num_pages * asker.page_bytes <= asker.guaranteed:
-            below += 1
         donors = self.donors(asker, below)
         best: tuple[tuple[int, int], list[list[NaiveRequest]]] | None = None
         for counts in product(*(range(len(donor.victims(below)) + 1) for donor in donors)):
@@ -269,7 +266,7 @@ class NaiveTenant(NaiveEngine):
         if not self.is_stalled():
             return True
         entitled = self.used_bytes + self.claimed <= self.guaranteed
-        return self.claimed > 0 and entitled and bool(self.device.donors(self, self.waiting[0].priority + 1))
+        return self.claimed > 0 and entitled and bool(self.device.donors(self, self.waiting[0].priority))
 
     def turn(self, now_ns: int, budget: int, arrive: Callable[[int], None]) -> int:
         self.max_num_batched_tokens = budget

@@ -142,7 +142,7 @@ class SharedCache(PageCache):
         return (self.memory.num_bytes - others) // self.page_bytes
 
     def make_claim(self, num_pages: int, *, is_new: bool) -> bool:
-        """Claims `num_pages`, or with 0 nothing; `is_new`: not for the one who claimed last. Whether others may gain."""
+        """Claims `num_pages`, or with 0 nothing; `is_new`: not for who claimed last. Whether others may gain by it."""
         num_bytes = num_pages * self.page_bytes
         is_less = num_bytes < self.claimed_bytes or (is_new and self.claimed_bytes > 0)
         if num_bytes and (is_new or not self.claimed_bytes):

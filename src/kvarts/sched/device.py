@@ -1,16 +1,15 @@
 """One device and the models that share it: compute by token budgets, memory by guarantees and loans, and health.
 
-There is one scale of priorities, for requests of all models: larger is more important; and of equals, who stays within
-the guarantee of its model goes before who runs on borrowed memory.
+There is one scale of priorities, for requests of all models: larger is more important.
 
-Free memory, empty or cached, may be taken by whoever has something to run. What is short comes from running work that
-is strictly less important, on that scale, of models that use more than their guarantee. Beyond the guarantee of its own
-model, only a running request may take it that way, not one that waits to be admitted. No model ever loses running work
-to another while it is within its guarantee.
+Free memory, empty or cached, may be taken by whoever has something to run. What is short comes from running work of
+strictly lower priority, of models that use more than their guarantee. A model that stays within its own guarantee takes
+it for whomever it runs or admits; beyond it, only for what runs already. No model ever loses running work to another
+while it is within its guarantee, and among equals nobody does: that would cost more in work done again than it gains.
 
 Who waits for memory *claims* it: nobody who claimed later is admitted beyond a guarantee to what would be left of it.
-So borrowers cannot keep each other out for ever; and nobody waits who could be kept out by guarantees alone, since a
-request that has no room beside those of the others is refused.
+So between equals a loan comes back as the borrower's requests end, and borrowers cannot keep each other out for ever;
+nor can guarantees alone, since a request that has no room beside those of the others is refused.
 """
 
 from __future__ import annotations
@@ -155,10 +154,10 @@ class SharedDevice:
         """Sees to it that `model` can take `num_pages` now for work of `priority`, and says at what cost.
 
         Free memory first: nobody is asked for what is empty or cached. What is short comes from running work of
-        strictly lower priority (of no higher priority, if `model` stays within its guarantee) of other models that use
-        more than their guarantee: of all ways that are enough, one that loses the fewest computed tokens, over as many
-        models as it takes. Who gives way loses pages; what of them is not short stays cached with its model.
-        `asker`: the index of the request it is for. Raises ConfigError for a number of pages below 1.
+        strictly lower priority of other models that use more than their guarantee: of all ways that are enough, one
+        that loses the fewest computed tokens, over as many models as it takes. Who gives way loses pages; what of them
+        is not short stays cached with its model. `asker`: the index of the request it is for. Raises ConfigError for a
+        number of pages below 1.
         """
         if num_pages < 1:
             raise ConfigError(f"must be at least 1, got {num_pages}", field="num_pages")
@@ -167,7 +166,6 @@ class SharedDevice:
         if num_pages <= cache.num_free:
             return Donation(True)
         short_bytes = num_pages * cache.page_bytes - cache.memory.num_free_bytes
-        below = priority + cache.is_within(num_pages)
         donors: list[tuple[str, Scheduler]] = []
         choices, limits = [], []
         for name, member in self._members.items():
@@ -176,7 +174,7 @@ class SharedDevice:
                 continue
             victims = victims_of(
                 member.scheduler,
-                below_priority=below,
+                below_priority=priority,
                 page_bytes=member.cache.page_bytes,
                 enough_bytes=min(loan, short_bytes),
             )
@@ -207,7 +205,7 @@ class SharedDevice:
         member = self._members[model]
         cache = member.cache
         is_within = cache.is_within(num_pages)
-        if (to_admit and not is_within) or not self._has_donors(member, request.priority + is_within):
+        if (to_admit and not is_within) or not self._has_donors(member, request.priority):
             return False
         return self.request_pages(model, num_pages, request.priority, asker=request.index).is_granted
 
@@ -219,7 +217,7 @@ class SharedDevice:
             return False
         if not member.cache.is_within(member.scheduler.num_pages_wanted):
             return False
-        return self._has_donors(member, member.scheduler.waiting.head().priority + 1)
+        return self._has_donors(member, member.scheduler.waiting.head().priority)
 
     def _has_donors(self, member: _Member, below_priority: int) -> bool:
         """Whether somebody else uses more than its guarantee and has running work `below_priority`."""
