@@ -268,18 +268,21 @@ class NaiveTenant(NaiveEngine):
         entitled = self.used_bytes + self.claimed <= self.guaranteed
         return self.claimed > 0 and entitled and bool(self.device.donors(self, self.waiting[0].priority))
 
+    def num_ended(self) -> int:
+        return sum(not request.rejected for request in self.finished)
+
     def turn(self, now_ns: int, budget: int, arrive: Callable[[int], None]) -> int:
         self.max_num_batched_tokens = budget
         made = {request.seq: request.made for request in [*self.running, *self.waiting]}
         everybody = [*self.running, *self.waiting]
         released = self.num_released
-        num_finished = len(self.finished)
+        num_finished = self.num_ended()
         end_ns = self.step(now_ns)
         if end_ns < 0:
             end_ns = now_ns
         arrive(end_ns - 1)
         self.decoding |= {r.seq for r in everybody if r in self.running and r.made > made[r.seq]}
-        if len(self.finished) > num_finished:
+        if self.num_ended() > num_finished:
             self.why = None
         claimed, claimant = 0, None
         if self.why == "pages":
