@@ -77,12 +77,11 @@ class DeviceMemory:
         needed = num_pages * page_bytes
         while (missing := needed - self.num_empty_bytes) > 0:
             ready = self.num_empty_bytes // page_bytes * page_bytes
-            beyond = asker.num_beyond_bytes + ready
-            over = [
-                cache
-                for cache in self.caches.values()
-                if cache.tree.num_cached and (beyond if cache is asker else cache.num_beyond_bytes) > 0
-            ]
+            beyond = asker.pool.num_taken * page_bytes + ready - asker.guaranteed_bytes
+            over = []
+            for cache in self.caches.values():
+                if cache.tree.num_cached and (beyond if cache is asker else cache.num_beyond_bytes) > 0:
+                    over.append(cache)
             if over:
                 oldest, num_evicted = _oldest(over)
                 if oldest is not asker:
@@ -96,7 +95,8 @@ class DeviceMemory:
                 others = [cache for cache in self.caches.values() if cache.tree.num_cached]
                 assert others, f"L1: {needed} bytes were free, and are not"
                 oldest, num_evicted = _oldest(others)
-            oldest.shed(min(num_evicted, -(-missing // oldest.page_bytes)))
+            num_missing = -(-missing // oldest.page_bytes)
+            oldest.shed(num_missing if num_missing < num_evicted else num_evicted)
 
     # Laws -------------------------------------------------------------------------------------------------
 

@@ -251,7 +251,7 @@ class Lane:
             return
         tenant.saved = 0
         scheduler.token_budget = min(budget, tenant.engine.config.max_num_batched_tokens)
-        self._device.begin_turn(tenant.name)
+        tenant.cache.refresh()
         num_released = tenant.cache.num_released
         end_ns = tenant.engine.start(self._now_ns)
         is_step = not tenant.engine.is_pausing
@@ -334,11 +334,11 @@ class Lane:
         """Does as many turns as are certain to be alike: all that run decode, and nobody arrives or finishes before the
         last. False if not even one is.
         """
-        if self._granted is not None or any(tenant.scheduler.wants_tokens for tenant in self._tenants):
+        if self._granted is not None:
             return False
         tenants, place = self._tenants, self._place
         active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.scheduler.is_stalled]
-        if not self._only_decode(active) or any(self._device.may_make_way(tenant.name) for tenant in tenants):
+        if not self._only_decode(active) or any([self._device.may_make_way(tenant.name) for tenant in tenants]):
             return False
         num_active = len(active)
         num_turns = NEVER_NS
@@ -367,23 +367,32 @@ class Lane:
         """
         now_ns = self._now_ns
         num_strides = len(strides)
-        for turn in range(num_turns):
-            stride = strides[turn % num_strides]
+        # Free memory shrinks by what is taken, and each model that has memory of its own has its own.
+        free = [stride.cache.memory.num_free_bytes for stride in strides]
+        is_apart = self._device.is_static
+        turn = 0
+        while turn < num_turns and now_ns < until_ns:
+            which = turn % num_strides
+            stride = strides[which]
+            cache = stride.cache
             place = turn // num_strides
             num_due = stride.due[place]
-            cache = stride.cache
-            num_free = cache.memory.num_free_bytes // cache.page_bytes
-            if now_ns >= until_ns or num_due > num_free:
-                break
+            num_free = free[which] // cache.page_bytes
+            if num_due:
+                if num_due > num_free:
+                    break
+                cache.take(num_due)
+                num_bytes = num_due * cache.page_bytes
+                if is_apart:
+                    free[which] -= num_bytes
+                else:
+                    free = [free[which] - num_bytes] * num_strides
             stride.starts_ns.append(now_ns)
             stride.withheld.append(stride.num_unused - num_free)
-            if num_due:
-                cache.take(num_due)
-                stride.num_unused -= num_due
+            stride.num_unused -= num_due
             stride.cached.append(cache.tree.num_cached)
             now_ns += stride.durations_ns[place]
-        else:
-            turn = num_turns
+            turn += 1
         self._last_round_ns = max(1, (now_ns - self._now_ns) * num_strides // max(1, turn))
         self._now_ns = now_ns
         return turn

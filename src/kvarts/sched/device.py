@@ -122,12 +122,11 @@ class SharedDevice:
 
     # Turns ------------------------------------------------------------------------------------------------
 
-    def begin_turn(self, model: str) -> None:
-        """Before `model` plans anything, and after others did."""
-        self._member(model).cache.refresh()
-
     def end_turn(self, model: str, *, has_released: bool) -> None:
-        """After a step of `model`. `has_released`: something went out of use, for which others may have waited."""
+        """After a step of `model`, before which its cache was refreshed.
+
+        `has_released`: something went out of use, for which others may have waited.
+        """
         self._claim(self._members[model])
         if has_released:
             self._somebody_released(but=model)
