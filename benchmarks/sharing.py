@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -47,14 +46,15 @@ def config_of(kv_memory: str, speedup: float, variant: dict[str, Any]) -> Sharin
     )
 
 
-def timed(run: Callable[[], Any]) -> float:
-    gc.collect()
+def one_round(traces: dict[str, Trace], config: SharingConfig) -> tuple[float, float]:
     start = perf_counter()
-    run()
-    return perf_counter() - start
+    replay_shared(traces, config).to_json()
+    both = perf_counter() - start
+    return both / alone(traces, config, 1.0), both / alone(traces, config, 0.5)
 
 
-def alone(traces: dict[str, Trace], config: SharingConfig, part: float) -> None:
+def alone(traces: dict[str, Trace], config: SharingConfig, part: float) -> float:
+    start = perf_counter()
     for name, trace in traces.items():
         values = {
             "num_pages": int(config.kv_bytes * part) // config.page_bytes[name],
@@ -63,6 +63,7 @@ def alone(traces: dict[str, Trace], config: SharingConfig, part: float) -> None:
             "speedup": config.configs[name].speedup,
         }
         replay(trace, ReplayConfig(**values)).to_json()
+    return perf_counter() - start
 
 
 def main() -> None:
@@ -75,8 +76,8 @@ def main() -> None:
         pair: ({"first": load_trace(args.data / first), "second": load_trace(args.data / second)}, kv_memory, speedup)
         for pair, (first, second, kv_memory, speedup) in PAIRS.items()
     }
-    print("| | first: TTFT mean, p99 s | ITL mean ms | second: TTFT mean, p99 s | ITL mean ms | preempted inside, across | "
-          "end s | Jain |")  # fmt: skip
+    print("| | first: TTFT mean, p99 s | ITL mean ms | second: TTFT mean, p99 s | ITL mean ms "
+          "| preempted inside, across | end s | Jain |")  # fmt: skip
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for pair, (traces, kv_memory, speedup) in loaded.items():
         for variant, changes in VARIANTS.items():
@@ -97,12 +98,7 @@ def main() -> None:
     print("\n| | beside both alone on the whole device | beside both alone on their part |\n|---|---:|---:|")
     for pair, (traces, kv_memory, speedup) in loaded.items():
         config = config_of(kv_memory, speedup, {})
-        ratios: list[tuple[float, float]] = []
-        for _ in range(args.rounds):
-            both = timed(lambda: replay_shared(traces, config).to_json())
-            ratios.append(
-                (both / timed(lambda: alone(traces, config, 1.0)), both / timed(lambda: alone(traces, config, 0.5)))
-            )
+        ratios = [one_round(traces, config) for _ in range(args.rounds)]
         whole, part = (statistics.median(column) for column in zip(*ratios, strict=True))
         print(f"| {pair} | {whole:.2f} | {part:.2f} |")
 

@@ -51,7 +51,7 @@ class Rig:
 
     def turn(self, model: str, now_ns: int = 0) -> list[Request]:
         scheduler = self.schedulers[model]
-        scheduler.cache.refresh()
+        self.device.memory.caches[model].refresh()
         before = scheduler.cache.num_released
         plan = scheduler.schedule(now_ns)
         finished = scheduler.commit(now_ns + 1) if plan.batch.num_tokens else []
@@ -125,7 +125,7 @@ def test_pages_come_from_less_important_work_and_as_little_as_is_enough() -> Non
     grown(rig, "a", [3, 6], priority=1)
     grown(rig, "b", [2, 9], priority=0)
     grown(rig, "c", [4], priority=2)
-        donation = rig.device.request_pages("c", 4, 2)
+    donation = rig.device.request_pages("c", 4, 2)
     assert donation.is_granted
     assert donation.victims == (("a", 1),), "six pages of a are enough, and cost less than nine of b"
     assert donation.lost_tokens == 24

@@ -78,10 +78,11 @@ class DeviceMemory:
         while (missing := needed - self.num_empty_bytes) > 0:
             ready = self.num_empty_bytes // page_bytes * page_bytes
             beyond = asker.pool.num_taken * page_bytes + ready - asker.guaranteed_bytes
-            over = []
-            for cache in self.caches.values():
-                if cache.tree.num_cached and (beyond if cache is asker else cache.num_beyond_bytes) > 0:
-                    over.append(cache)
+            over = [
+                cache
+                for cache in self.caches.values()
+                if cache.tree.num_cached and (beyond if cache is asker else cache.num_beyond_bytes) > 0
+            ]
             if over:
                 oldest, num_evicted = _oldest(over)
                 if oldest is not asker:

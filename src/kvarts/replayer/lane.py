@@ -338,7 +338,7 @@ class Lane:
             return False
         tenants, place = self._tenants, self._place
         active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.scheduler.is_stalled]
-        if not self._only_decode(active) or any([self._device.may_make_way(tenant.name) for tenant in tenants]):
+        if not self._only_decode(active) or any(self._device.may_make_way(tenant.name) for tenant in tenants):
             return False
         num_active = len(active)
         num_turns = NEVER_NS

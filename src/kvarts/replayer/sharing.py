@@ -219,13 +219,18 @@ def _guarantees(shares: dict[str, ModelShare], kv_bytes: int) -> dict[str, int]:
     for name, share in shares.items():
         guarantee = share.guarantee
         field = f"{name}.guarantee"
-        if isinstance(guarantee, str) and re.fullmatch(r"\s*(0?\.\d+|[01](\.0*)?)\s*", guarantee):
-            guarantee = float(guarantee)
+        if isinstance(guarantee, str) and re.fullmatch(r"\s*\d*\.?\d+\s*", guarantee):
+            guarantee = float(guarantee)  # a size has a unit
         if isinstance(guarantee, str):
-            given[name] = parse_bytes(guarantee)
+            try:
+                given[name] = parse_bytes(guarantee)
+            except ConfigError as error:
+                raise ConfigError(
+                    error.what, field=field, hint="Write 20GiB, or 0.3 for a part of the whole."
+                ) from error
         elif guarantee is not None:
             if not 0.0 <= guarantee <= 1.0:
-                raise ConfigError(f"must be a size, or a part from 0 to 1, got {guarantee}", field=field)
+                raise ConfigError(f"must be a size as 20GiB, or a part from 0 to 1, got {guarantee:g}", field=field)
             given[name] = int(guarantee * kv_bytes)
         if not 0 < share.weight < float("inf"):
             raise ConfigError(f"must be a finite number above 0, got {share.weight}", field=f"{name}.weight")
