@@ -52,6 +52,9 @@ def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     sample = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
     trace = tmp_path / "trace.jsonl"
     trace.write_text(sample.read_text())
+    for name in ("chat", "code"):
+        source = files("kvarts") / "data" / f"azure-{name.replace('chat', 'conv')}-1000.csv"
+        (tmp_path / f"{name}.csv").write_text(source.read_text())
     shutil.copytree(str(files("kvarts") / "data" / "vllm-rtx4090"), tmp_path / "vllm-rtx4090")
     monkeypatch.chdir(tmp_path)
     return trace
@@ -87,10 +90,16 @@ def test_sessions(page: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "output"), blocks("toml"))
-def test_configurations(text: str, output: None, tmp_path: Path) -> None:
+def test_configurations(
+    text: str, output: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     path = tmp_path / "example.toml"
     path.write_text(text)
-    assert load_config(path)
+    if "[models." in text:
+        monkeypatch.setattr(sys, "argv", ["kvarts", "replay", "--config", str(path)])
+        assert main() == 0
+    else:
+        assert load_config(path)
 
 
 @pytest.mark.parametrize(("text", "output"), blocks("json"))

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from kvarts.executor.cost import LinearCost, PolynomialCost
     from kvarts.executor.roofline import RooflineCost
     from kvarts.offload.config import OffloadConfig
-    from kvarts.replayer import ReplayConfig, Report, Trace, TraceRequest, Workload, load_mooncake, replay
+    from kvarts.replayer import ReplayConfig, Report, Trace, TraceRequest, Workload, load_mooncake, load_trace, replay
     from kvarts.replayer.config import Slo
+    from kvarts.replayer.shared import replay_shared
+    from kvarts.replayer.sharedreport import SharedReport
+    from kvarts.replayer.sharing import resolve_sharing
 
 __version__ = "0.1.0"
 
@@ -30,12 +33,16 @@ __all__ = [
     "ReplayConfig",
     "Report",
     "RooflineCost",
+    "SharedReport",
     "Slo",
     "Trace",
     "TraceRequest",
     "Workload",
     "load_mooncake",
+    "load_trace",
     "replay",
+    "replay_shared",
+    "resolve_sharing",
 ]
 
 _HOMES = {
@@ -43,8 +50,20 @@ _HOMES = {
     "kvarts.executor.cost": ("LinearCost", "PolynomialCost"),
     "kvarts.executor.roofline": ("RooflineCost",),
     "kvarts.offload.config": ("OffloadConfig",),
-    "kvarts.replayer": ("Report", "ReplayConfig", "Trace", "TraceRequest", "Workload", "load_mooncake", "replay"),
+    "kvarts.replayer": (
+        "Report",
+        "ReplayConfig",
+        "Trace",
+        "TraceRequest",
+        "Workload",
+        "load_mooncake",
+        "load_trace",
+        "replay",
+    ),
     "kvarts.replayer.config": ("Slo",),
+    "kvarts.replayer.shared": ("replay_shared",),
+    "kvarts.replayer.sharedreport": ("SharedReport",),
+    "kvarts.replayer.sharing": ("resolve_sharing",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

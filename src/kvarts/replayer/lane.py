@@ -316,15 +316,16 @@ class Lane:
 
     def _divide(self, working: Sequence[Tenant]) -> dict[str, int]:
         budgets = self._device.budgets
-        self._contestants = [tenant for tenant in working if tenant.scheduler.wants_tokens]
-        if len(self._contestants) < 2:
-            self._contestants = []
+        demands: dict[str, int | None] = {}
+        contestants = []
+        for tenant in working:
+            demands[tenant.name] = tenant.scheduler.wheel.num_decoding
+            if tenant.scheduler.wants_tokens:
+                demands[tenant.name] = None
+                contestants.append(tenant)
+        self._contestants = contestants if len(contestants) > 1 else []
         if self._device.is_static:
             return budgets.next_round()
-        demands = {
-            tenant.name: None if tenant.scheduler.wants_tokens else tenant.scheduler.wheel.num_decoding
-            for tenant in working
-        }
         granted = budgets.next_round(demands)
         return {name: granted[name] for name in demands}
 
@@ -336,6 +337,9 @@ class Lane:
         """
         if self._granted is not None:
             return False
+        for tenant in self._tenants:
+            if tenant.scheduler.wants_tokens:  # the most frequent reason, before anything is made
+                return False
         tenants, place = self._tenants, self._place
         active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.scheduler.is_stalled]
         if not self._only_decode(active) or any(self._device.may_make_way(tenant.name) for tenant in tenants):
