@@ -261,19 +261,24 @@ def assert_as_in_naive(
         assert evicted_names(outcome.events[index]) == naive.evicted
         log = outcome.steps[index]
         assert [(p.victim, p.asker, p.num_computed_tokens) for _, p in log.preemptions] == naive.preempted
-        steps = {**log.columns, "released": log.released()}
-        for name in (
-            "start_ns",
-            "duration_ns",
-            "used",
-            "cached",
-            "running",
-            "waiting",
-            "preempted",
-            "tokens",
-            "released",
-        ):
-            assert steps[name].tolist() == [getattr(step, name) for step in naive.steps], name
+        assert_steps_as_in_naive(log, naive)
+
+
+def assert_steps_as_in_naive(log: StepLog, naive: NaiveEngine) -> None:
+    """Every step, by what its row says."""
+    steps = {**log.columns, "released": log.released()}
+    for name in (
+        "start_ns",
+        "duration_ns",
+        "used",
+        "cached",
+        "running",
+        "waiting",
+        "preempted",
+        "tokens",
+        "released",
+    ):
+        assert steps[name].tolist() == [getattr(step, name) for step in naive.steps], name
 
 
 def assert_fast_as_slow(case: Case, **changes: Any) -> None:

@@ -17,7 +17,7 @@ from kvarts.replayer.sharedreport import SharedReport
 from kvarts.replayer.sharing import resolve_sharing
 from naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
 
-from models import Case, Kept, cases, evicted_names
+from models import Case, Kept, assert_steps_as_in_naive, cases, evicted_names
 
 pytestmark = pytest.mark.laws
 
@@ -126,19 +126,7 @@ def test_every_turn_and_every_eviction_is_as_in_the_naive_models(case: Sharing) 
         assert evicted_names(kept[place].events) == tenant.evicted
         preempted = [(p.victim, -1 if p.model else p.asker, p.num_computed_tokens) for _, p in log.preemptions]
         assert preempted == tenant.preempted
-        steps = {**log.columns, "released": log.released()}
-        for name in (
-            "start_ns",
-            "duration_ns",
-            "used",
-            "cached",
-            "running",
-            "waiting",
-            "preempted",
-            "tokens",
-            "released",
-        ):
-            assert steps[name].tolist() == [getattr(step, name) for step in tenant.steps], name
+        assert_steps_as_in_naive(log, tenant)
         columns = of_model._request_log.columns
         for index, request in enumerate(traffic[place]):
             row = {name: int(column[index]) for name, column in columns.items()}
