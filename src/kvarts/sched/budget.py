@@ -69,7 +69,7 @@ class TokenBudgets:
 
     # Models come and go -----------------------------------------------------------------------------------
 
-    def register(self, model: str, weight: float, *, floor: int = 0, ceiling: int | None = None) -> None:
+    def register(self, model: str, weight: float, floor: int = 0, ceiling: int | None = None) -> None:
         """Adds `model`, active; or changes the weight of one that is there, and nothing else.
 
         `floor` and `ceiling` are per mille of the total: what it always gets while it is active, and what it never gets
