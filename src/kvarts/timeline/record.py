@@ -299,7 +299,7 @@ class Timeline:
                 ("free_blocks", pa.int64()),
                 ("victim", pa.string()),
                 ("lost_tokens", pa.int64()),
-                ("model", pa.string()),
+                *([("model", pa.string())] if "withheld_blocks" in self.columns else []),
             ]
         )
         floats = ("t_ms", "used_pct")
