@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sys
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHECKER = doctest.OutputChecker()
+NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]")
 
 
 def blocks(kind: str) -> list[Any]:
@@ -39,7 +41,8 @@ def blocks(kind: str) -> list[Any]:
             after = all_blocks[index + 1] if index + 1 < len(all_blocks) else ("", "")
             if name == kind:
                 output = after[1] if after[0] == "output" else None
-                found.append(pytest.param(text, output, id=f"{page.relative_to(ROOT)}-{index}"))
+                marks = [NEEDS_TORCH] if page.name == "guide-models.md" else []
+                found.append(pytest.param(text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
     return found
 
 
@@ -55,6 +58,7 @@ def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("chat", "code"):
         source = files("kvarts") / "data" / f"azure-{name.replace('chat', 'conv')}-1000.csv"
         (tmp_path / f"{name}.csv").write_text(source.read_text())
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon a time"}\n{"prompt": "once upon a hill"}\n')
     shutil.copytree(str(files("kvarts") / "data" / "vllm-rtx4090"), tmp_path / "vllm-rtx4090")
     monkeypatch.chdir(tmp_path)
     return trace

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError, OutputError
     from kvarts.executor.cost import LinearCost, PolynomialCost
     from kvarts.executor.roofline import RooflineCost
+    from kvarts.executor.torch.sampling import SamplingParams
+    from kvarts.live.engine import Engine
     from kvarts.offload.config import OffloadConfig
     from kvarts.replayer import ReplayConfig, Report, Trace, TraceRequest, Workload, load_mooncake, load_trace, replay
     from kvarts.replayer.config import Slo
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "Engine",
     "InputError",
     "KvartsError",
     "LinearCost",
@@ -33,6 +36,7 @@ __all__ = [
     "ReplayConfig",
     "Report",
     "RooflineCost",
+    "SamplingParams",
     "SharedReport",
     "Slo",
     "Trace",
@@ -49,6 +53,8 @@ _HOMES = {
     "kvarts.errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
     "kvarts.executor.cost": ("LinearCost", "PolynomialCost"),
     "kvarts.executor.roofline": ("RooflineCost",),
+    "kvarts.executor.torch.sampling": ("SamplingParams",),
+    "kvarts.live.engine": ("Engine",),
     "kvarts.offload.config": ("OffloadConfig",),
     "kvarts.replayer": (
         "Report",

@@ -24,7 +24,7 @@ Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
 """
 
 
-COMMANDS = ("calibrate", "compare", "model", "replay", "report", "story", "verify")
+COMMANDS = ("calibrate", "compare", "generate", "model", "profile", "replay", "report", "story", "verify")
 
 
 class Commands(click.Group):

@@ -1,0 +1,62 @@
+"""`kvarts profile`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvarts.cli.printing import print_json
+from kvarts.cli.torching import (
+    engine_options,
+    need_torch,
+    open_engine,
+    read_prompts,
+    sampling_options,
+    sampling_params,
+)
+from kvarts.files import check_writable, whole_file
+
+__all__ = ["profile_command"]
+
+
+@click.command("profile")
+@engine_options
+@click.option("--prompts", "prompts_file", metavar="FILE", required=True, type=click.Path(path_type=Path),
+              help='JSON lines {"prompt": TEXT}.')  # fmt: skip
+@click.option("--kv-timeline", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write how KV pages are used to FILE, step by step, while it runs: .jsonl, .jsonl.gz or .json. "
+              "For `kvarts verify`.")  # fmt: skip
+@click.option("--record", "record_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write what each step was and how long it took, a JSON line a step.")  # fmt: skip
+@sampling_options
+def profile_command(prompts_file: Path, kv_timeline: Path | None, record_file: Path | None, **values: Any) -> None:
+    """Run prompts on a real model, and say how long it took and what became of its KV pages, as JSON."""
+    prompts = read_prompts(prompts_file)
+    if record_file is not None:
+        check_writable(record_file)
+    need_torch()
+    from kvarts.live.profile import Profile
+    from kvarts.live.record import RecordingExecutor
+    from kvarts.timeline import LiveTimeline
+
+    params = sampling_params(values)
+    profile = Profile()
+    with ExitStack() as stack:
+        wrap = None
+        if record_file is not None:
+            record = stack.enter_context(whole_file(record_file))
+
+            def wrap(executor: Any) -> Any:
+                return RecordingExecutor(executor, record)
+
+        engine = open_engine(values, sink=profile, wrap=wrap)
+        if kv_timeline is not None:
+            config = engine.config
+            profile.live = stack.enter_context(
+                LiveTimeline(kv_timeline, total_blocks=config.num_pages, block_size_tokens=config.page_size)
+            )
+        profile.run(engine, prompts, params)
+    print_json(profile.summary)

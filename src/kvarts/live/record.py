@@ -1,0 +1,34 @@
+"""What every step was and how long it took: what a calibration reads, so that a replay predicts this very machine."""
+
+from __future__ import annotations
+
+from typing import IO
+
+import msgspec
+
+from kvarts.executor.base import Executor
+from kvarts.sched.plan import StepPlan, StepResult
+
+__all__ = ["RecordingExecutor"]
+
+
+class RecordingExecutor:
+    """An Executor that writes a JSON line for each step of another to `file`."""
+
+    def __init__(self, executor: Executor, file: IO[bytes]) -> None:
+        self._executor = executor
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See Executor."""
+        result = self._executor.execute(plan)
+        batch = plan.batch
+        line = {
+            "duration_ns": result.duration_ns,
+            "num_decodes": batch.num_decodes,
+            "decode_known_tokens": batch.decode_known_tokens,
+            "chunks": [[chunk.start, chunk.num_tokens, chunk.num_known_tokens] for chunk in batch.chunks],
+        }
+        self._file.write(self._encoder.encode(line) + b"\n")
+        return result
