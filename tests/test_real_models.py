@@ -28,6 +28,7 @@ from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.cost import CallableCost
 from kvarts.executor.sim import SimExecutor
 from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.packing import PackedLinear
 from kvarts.executor.torch.sampling import SamplingParams
 from kvarts.executor.torch.tiny import FAMILIES, write_tiny
 from kvarts.live.engine import Engine
@@ -120,6 +121,40 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
     if num_pages == 256:
         assert sum(completion.cached_tokens for completion in completions) >= 48
     assert engine.kv_live_bytes() == 0
+
+
+def test_in_16_bits_only_what_rounding_decides_may_differ(tiny: Callable[[str], Path]) -> None:
+    """Tokens are equal up to one where the two likeliest were as good as equal."""
+    path = tiny("qwen3")
+    model = load_model(path, dtype="bfloat16")
+    reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.bfloat16).eval()
+    prompts = prompts_with_prefixes()
+    num_equal = num_tokens = 0
+    for prompt, completion in zip(prompts, engine_of(model, budget=16).generate(prompts, GREEDY), strict=True):
+        expected = undisturbed(reference, prompt, GREEDY.max_tokens)
+        said = list(completion.tokens)
+        same = next((place for place, pair in enumerate(zip(said, expected, strict=True)) if len({*pair}) > 1), 24)
+        num_equal, num_tokens = num_equal + same, num_tokens + 24
+        if same < 24:
+            with torch.no_grad():
+                logits = reference(torch.tensor([prompt + expected[:same]])).logits[0, -1].float()
+            best, second = logits.topk(2).values.tolist()
+            assert best - second <= 0.05 * logits.abs().max(), "more than rounding of 8 bits in a few layers"
+    print(f"{num_equal} of {num_tokens} tokens come before the first that differs")
+    assert num_equal >= num_tokens // 2
+
+
+def test_packed_layers_compute_the_same() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 for oneDNN")
+    torch.manual_seed(0)
+    for bias in (True, False):
+        linear = torch.nn.Linear(48, 70, bias=bias, dtype=torch.bfloat16)
+        packed = PackedLinear(linear)
+        for shape in ((48,), (1, 48), (2, 5, 48), (40, 48)):
+            inputs = torch.randn(shape, dtype=torch.bfloat16)
+            with torch.inference_mode():
+                torch.testing.assert_close(packed(inputs), linear(inputs))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

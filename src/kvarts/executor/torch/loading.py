@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.torch.attention import ATTENTION
+from kvarts.executor.torch.packing import pack_linears
 from kvarts.executor.torch.pools import LayerShape
 
 __all__ = ["layer_shapes", "load_model"]
@@ -59,7 +60,9 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
     model.eval()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device)
+    model = model.to(device)
+    pack_linears(model)
+    return model
 
 
 def check_architecture(config: Any, path: str | Path) -> None:
