@@ -79,8 +79,6 @@ class SharedReport:
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
                 until_ns = int(times_ns[end]) if end < len(times_ns) else int(times_ns[-1])
                 since_ns = int(times_ns[begin])
-                if until_ns == since_ns:
-                    continue  # between two things that happened at one time
                 mine = num_bytes[begin:end]
                 mean = float(mine @ lasts_ns[begin:end]) / (until_ns - since_ns)
                 periods.append(
@@ -109,6 +107,9 @@ class SharedReport:
         # What a model used last, it uses until it is told otherwise.
         last = np.maximum.accumulate(np.where(used_bytes >= 0, np.arange(len(times_ns)), -1), axis=1)
         used_bytes = np.where(last >= 0, np.take_along_axis(used_bytes, np.maximum(last, 0), axis=1), 0)
+        # Of several things at one time, what holds after the last of them.
+        settled = np.append(np.diff(times_ns) > 0, True)
+        times_ns, used_bytes = times_ns[settled], used_bytes[:, settled]
         parts = np.array([config.guaranteed_bytes[name] for name in names])[:, None]
         excess, unused = np.maximum(used_bytes - parts, 0), np.maximum(parts - used_bytes, 0)
         total_excess, total_unused = excess.sum(axis=0), unused.sum(axis=0)
