@@ -145,7 +145,8 @@ def replay_command(
     standard error.
     """
     given = {name.removeprefix("set_"): value for name, value in settings.items() if value not in (None, ())}
-    if _is_sharing(given, config_file):
+    sharing = _sharing_values(given, config_file)
+    if sharing is not None:
         places = {
             "as_json": as_json,
             "report_file": report_file,
@@ -156,7 +157,7 @@ def replay_command(
             "run_dir": run_dir,
             "loans_file": loans_file,
         }
-        _replay_shared(trace, given, config_file, places)
+        _replay_shared(trace, sharing, given, config_file, places)
         return
     if loans_file is not None:
         given["loans"] = loans_file
@@ -182,26 +183,29 @@ def replay_command(
     outputs.write(report)
 
 
-def _is_sharing(given: dict[str, Any], config_file: Path | None) -> bool:
-    """Whether it is about several models: they have names."""
-    if any(re.match(r"[A-Za-z0-9][A-Za-z0-9_.-]*=", model) for model in given.get("model", ())):
-        return True
-    if config_file is None:
-        return False
+def _sharing_values(given: dict[str, Any], config_file: Path | None) -> dict[str, Any] | None:
+    """What the file says, if this is about several models: they have names, here or there. Else None."""
     from kvarts.files import read_toml
 
-    return "models" in read_toml(config_file, hint="Check the path of the configuration.")
-
-
-def _replay_shared(trace: Path | None, given: dict[str, Any], config_file: Path | None, places: dict[str, Any]) -> None:
-    from kvarts.cli.sharing import SharedRun
-    from kvarts.files import read_toml
-
-    if trace is not None:
-        raise ConfigError("each model has its own", field="trace", hint="Give --trace NAME=FILE for each.")
     values: dict[str, Any] = {}
     if config_file is not None:
         values = read_toml(config_file, hint="Check the path of the configuration.")
+    has_names = any(re.match(r"[A-Za-z0-9][A-Za-z0-9_.-]*=", model) for model in given.get("model", ()))
+    return values if has_names or "models" in values else None
+
+
+def _replay_shared(
+    trace: Path | None,
+    values: dict[str, Any],
+    given: dict[str, Any],
+    config_file: Path | None,
+    places: dict[str, Any],
+) -> None:
+    """`values`: what the file says; what is `given` on the command line wins."""
+    from kvarts.cli.sharing import SharedRun
+
+    if trace is not None:
+        raise ConfigError("each model has its own", field="trace", hint="Give --trace NAME=FILE for each.")
     reading: dict[str, Any] = {
         name: given.pop(name) for name in ("trace_block_size", "skip_bad_lines") if name in given
     }

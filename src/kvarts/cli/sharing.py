@@ -59,14 +59,7 @@ class SharedRun:
                 raise ConfigError(f"{text!r} is not NAME=FILE", field="trace", hint="Name the model it is for.")
             paths[name] = Path(path)
         self.config: SharingConfig = resolve_sharing({**values, "models": models})
-        for name in paths:
-            if name not in models:
-                raise ConfigError(
-                    f"is for {name!r}, which is no model", field="trace", hint=f"There are: {', '.join(models)}."
-                )
-        for name in models:
-            if name not in paths:
-                raise ConfigError("has no trace", field=name, hint=f"Give --trace {name}=FILE.")
+        self.config.check_traces(paths)
         self._paths = {name: paths[name] for name in models}
         self._reading = reading
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.errors import ConfigError
-from kvarts.events import Event
 from kvarts.kv.cache import PageCache
 from kvarts.kv.memory import DeviceMemory
 from kvarts.kv.pool import PageId
@@ -116,10 +115,6 @@ class SharedCache(PageCache):
     def is_within(self, num_pages: int) -> bool:
         """Whether it would use no more than its guarantee with `num_pages` more."""
         return self.num_used_bytes + num_pages * self.page_bytes <= self.guaranteed_bytes
-
-    def tell(self, events: list[Event] | None) -> None:
-        """See PageCache."""
-        self.tree.tell(events)
 
     def refresh(self) -> None:
         """Brings `num_free` up to date."""

@@ -42,11 +42,19 @@ class HealthChange(msgspec.Struct, frozen=True):
 class Tenant:
     """One model on the lane: where its requests come from, what runs them, and what became of them.
 
-    `priority` is added to that of each request.
+    `weight`: see TokenBudgets. `priority` is added to that of each request.
     """
 
     def __init__(
-        self, name: str, engine: Engine, trace: Trace, source: Source, log: RequestLog, *, priority: int = 0
+        self,
+        name: str,
+        engine: Engine,
+        trace: Trace,
+        source: Source,
+        log: RequestLog,
+        *,
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -57,6 +65,7 @@ class Tenant:
         self.trace = trace
         self.source = source
         self.log = log
+        self.weight = weight
         self.priority = priority
         self.rows: dict[int, TraceRequest] = {}
         """Requests that are in the engine, by index."""
@@ -72,8 +81,7 @@ class Tenant:
 class Lane:
     """Runs one replay. `device` knows the models by the names of `tenants`.
 
-    `weights`: of the models. `changes`: of health, in order of time.
-    `on_progress`, where given, is told how many more requests have ended.
+    `changes`: of health. `on_progress`, where given, is told how many more requests have ended.
     """
 
     def __init__(
@@ -81,7 +89,6 @@ class Lane:
         device: SharedDevice,
         tenants: Sequence[Tenant],
         *,
-        weights: dict[str, float],
         step_by_step: bool = False,
         audit: bool = False,
         changes: Sequence[HealthChange] = (),
@@ -89,7 +96,6 @@ class Lane:
     ) -> None:
         self._device = device
         self._tenants = list(tenants)
-        self._weights = weights
         self._leaps = not step_by_step
         self._audit = audit
         self._changes = sorted(changes, key=lambda change: change.time_ns)
@@ -272,9 +278,9 @@ class Lane:
     def _account(self, tenant: Tenant, num_tokens: int) -> None:
         """Tokens of a contested round count for who computed them, and as shares of all who contended for them."""
         tenant.contested_tokens += num_tokens
-        total = sum(self._weights[other.name] for other in self._contestants)
+        total = sum(other.weight for other in self._contestants)
         for other in self._contestants:
-            other.contested_share += num_tokens * self._weights[other.name] / total
+            other.contested_share += num_tokens * other.weight / total
 
     # Budgets ----------------------------------------------------------------------------------------------
 

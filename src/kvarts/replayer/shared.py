@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvarts.engine import Engine, Observer
-from kvarts.errors import ConfigError
 from kvarts.executor.sim import SimExecutor
 from kvarts.replayer.columns import RequestLog
 from kvarts.replayer.lane import Lane, Tenant
@@ -32,12 +31,7 @@ def replay_shared(
     `on_progress`: see `replay`. `observers_of` answers who observes the events of a model; to be observed, a replay
     goes step by step. Raises ConfigError for a model without a trace, and for one more trace.
     """
-    for name in config.shares:
-        if name not in traces:
-            raise ConfigError("has no trace", field=name, hint=f"Give --trace {name}=FILE.")
-    for name in traces:
-        if name not in config.shares:
-            raise ConfigError("is not among the models", field=name, hint=f"There are: {', '.join(config.shares)}.")
+    config.check_traces(traces)
     device = SharedDevice(
         config.kv_bytes, max_num_batched_tokens=config.max_num_batched_tokens, is_static=config.is_static
     )
@@ -61,12 +55,13 @@ def replay_shared(
         device.attach(name, engine.scheduler, engine.cancel)
         source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
         requests = RequestLog(largest_hit_counts=False)
-        tenants.append(Tenant(name, engine, traces[name], source, requests, priority=share.priority))
+        tenants.append(
+            Tenant(name, engine, traces[name], source, requests, weight=share.weight, priority=share.priority)
+        )
     first = next(iter(config.configs.values()))
     lane = Lane(
         device,
         tenants,
-        weights={name: share.weight for name, share in config.shares.items()},
         step_by_step=first.step_by_step or is_observed,
         audit=first.audit,
         changes=config.changes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +57,16 @@ class SharingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_batched_tokens: int
     is_static: bool = False
     changes: tuple[HealthChange, ...] = ()
+
+    def check_traces(self, names: Iterable[str]) -> None:
+        """Raises ConfigError unless there is a trace for each model, and none besides."""
+        given = set(names)
+        for name in sorted(given - set(self.shares)):
+            there_are = ", ".join(self.shares)
+            raise ConfigError(f"is for {name!r}, which is no model", field="trace", hint=f"There are: {there_are}.")
+        for name in self.shares:
+            if name not in given:
+                raise ConfigError("has no trace", field=name, hint=f"Give --trace {name}=FILE.")
 
 
 class _Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

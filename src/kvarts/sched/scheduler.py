@@ -71,7 +71,7 @@ class Scheduler:
         else:
             assert not (has_tiers or with_page_ids), "shared pages are only counted, and have no tier below"
             self.cache = cache
-            cache.tell(events)
+            cache.tree.tell(events)
         self.offloader: Offloader | None = None
         if has_tiers and offload is not None:
             from kvarts.offload.offloader import Offloader  # only those who have tiers pay for it
