@@ -15,6 +15,7 @@ from kvarts.replayer.columns import REJECTED
 from kvarts.replayer.shared import replay_shared
 from kvarts.replayer.sharedreport import SharedReport
 from kvarts.replayer.sharing import resolve_sharing
+from kvarts.sched.loans import debts
 from naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
 
 from models import Case, Kept, assert_steps_as_in_naive, cases, evicted_names
@@ -156,6 +157,22 @@ def test_fast_forward_equals_turn_by_turn(case: Sharing, is_static: bool) -> Non
         is_static = False  # somebody could not hold a page
     fast, slow = (case.run(step_by_step=slowly, static_split=is_static) for slowly in (False, True))
     assert everything(fast) == everything(slow)
+
+
+@given(sharings())
+def test_loans_over_time_are_what_is_owed_at_each_moment(case: Sharing) -> None:
+    """The columns of the report against the function that a device asks, up to what rounding to bytes may move."""
+    report = case.run()
+    config = report.config
+    times_ns, used = report._used()
+    _, owed = report._debts()
+    for place in range(len(times_ns)):
+        mine = {pair: num_bytes[place] for pair, num_bytes in owed.items() if num_bytes[place]}
+        theirs = debts(
+            config.kv_bytes, config.guaranteed_bytes, dict(zip(config.shares, used[:, place].tolist(), strict=True))
+        )
+        for pair in {*mine, *theirs}:
+            assert abs(mine.get(pair, 0) - theirs.get(pair, 0)) <= 1
 
 
 @given(sharings(), st.booleans())

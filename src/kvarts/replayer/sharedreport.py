@@ -86,30 +86,37 @@ class SharedReport:
                 )
         return sorted(periods, key=lambda period: (period.since_ms, period.lender, period.borrower))
 
-    def _debts(self) -> tuple[npt.NDArray[np.int64], dict[tuple[str, str], npt.NDArray[np.float64]]]:
-        """Moments, and what is owed from each on, as `kvarts.sched.loans.debts` says, by lender and borrower."""
+    def _used(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Moments, at least one, and the bytes that each model uses from each on: shape [models, moments]."""
         config = self.config
         names = list(self._logs)
         moments, marks = [], []
         for place, log in enumerate(self._logs.values()):
-            rests = log.rests
-            for times_ns, used in ((log.starts_ns, log.used()), (rests["time_ns"], rests["used"])):
-                moments.append(times_ns)
-                mark = np.full((len(names), len(times_ns)), -1, np.int64)
-                mark[place] = used * config.page_bytes[names[place]]
-                marks.append(mark)
+            rests, order = log.rests, log.row_order
+            moments.append(np.concatenate((log.starts_ns, rests["time_ns"]))[order])
+            mark = np.full((len(names), len(order)), -1, np.int64)
+            mark[place] = np.concatenate((log.used(), rests["used"]))[order] * config.page_bytes[names[place]]
+            marks.append(mark)
         times_ns = np.concatenate(moments)
         order = np.argsort(times_ns, kind="stable")
         times_ns = times_ns[order]
-        if not len(times_ns) or config.is_static:
-            return np.zeros(1, np.int64), {}
+        if not len(times_ns):
+            return np.zeros(1, np.int64), np.zeros((len(names), 1), np.int64)
         used_bytes = np.concatenate(marks, axis=1)[:, order]
         # What a model used last, it uses until it is told otherwise.
         last = np.maximum.accumulate(np.where(used_bytes >= 0, np.arange(len(times_ns)), -1), axis=1)
         used_bytes = np.where(last >= 0, np.take_along_axis(used_bytes, np.maximum(last, 0), axis=1), 0)
         # Of several things at one time, what holds after the last of them.
         settled = np.append(np.diff(times_ns) > 0, True)
-        times_ns, used_bytes = times_ns[settled], used_bytes[:, settled]
+        return times_ns[settled], used_bytes[:, settled]
+
+    def _debts(self) -> tuple[npt.NDArray[np.int64], dict[tuple[str, str], npt.NDArray[np.float64]]]:
+        """Moments, and what is owed from each on, as `kvarts.sched.loans.debts` says, by lender and borrower."""
+        config = self.config
+        names = list(self._logs)
+        times_ns, used_bytes = self._used()
+        if config.is_static:
+            return times_ns, {}
         parts = np.array([config.guaranteed_bytes[name] for name in names])[:, None]
         excess, unused = np.maximum(used_bytes - parts, 0), np.maximum(parts - used_bytes, 0)
         total_excess, total_unused = excess.sum(axis=0), unused.sum(axis=0)

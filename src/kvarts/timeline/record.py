@@ -130,8 +130,7 @@ class Timeline:
         """The timeline of what `log` holds. `request_ids`: names of requests by index; left out, the index is."""
         total = log.num_pages
         steps, rests = log.columns, log.rests
-        # A row at rest comes right after its step.
-        order = np.argsort(np.concatenate((np.arange(len(log)) * 2, rests["step"] * 2 + 1)), kind="stable")
+        order = log.row_order
 
         def merged(of_steps: Column, of_rests: Column | int) -> Column:
             rest_rows = np.broadcast_to(of_rests, rests["step"].shape)

@@ -195,6 +195,12 @@ class StepLog:
         """Integer columns by name, one row for each time when nobody was left: `step` is the step before it."""
         return dict(zip(self._rest_fields, self._rests.take_columns(), strict=True))
 
+    @cached_property
+    def row_order(self) -> Column:
+        """Puts what is said of each step, and then of each time at rest, into the order of time: a rest right after its
+        step."""
+        return np.argsort(np.concatenate((np.arange(len(self)) * 2, self.rests["step"] * 2 + 1)), kind="stable")
+
     @staticmethod
     def _firsts(spans: dict[str, Column]) -> Column:
         """The number of each span's first step."""
