@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,8 +20,9 @@ pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from flash_standin import flash_module
 from kvarts.calibrate.stepfit import load_steps
 from kvarts.cli.main import main
 from kvarts.config import EngineConfig
@@ -27,10 +31,14 @@ from kvarts.engine import Engine as Core
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.cost import CallableCost
 from kvarts.executor.sim import SimExecutor
-from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.attention import ATTENTION
+from kvarts.executor.torch.flash import FlashReader
+from kvarts.executor.torch.flex import FlexReader
+from kvarts.executor.torch.loading import check_architecture, load_model
 from kvarts.executor.torch.packing import PackedLinear
+from kvarts.executor.torch.reader import READERS
 from kvarts.executor.torch.sampling import SamplingParams
-from kvarts.executor.torch.tiny import FAMILIES, write_tiny
+from kvarts.executor.torch.tiny import FAMILIES, SIZES, write_tiny
 from kvarts.live.engine import Engine
 from kvarts.offload.config import OffloadConfig
 from kvarts.planner import load_geometry
@@ -121,6 +129,61 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
     if num_pages == 256:
         assert sum(completion.cached_tokens for completion in completions) >= 48
     assert engine.kv_live_bytes() == 0
+
+
+@pytest.mark.parametrize("attention", ["flash", "flex"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
+def test_whoever_reads_the_pages_says_the_same(
+    models: Callable[[str], tuple[Any, Any]], family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L6 with the readers that are for CUDA: FlashAttention by what it says it computes, FlexAttention uncompiled."""
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    maker: Any = FlashReader if attention == "flash" else partial(FlexReader, is_compiled=False)
+    monkeypatch.setitem(READERS, attention, (maker, lambda pools: None))
+    model, reference = models(family)
+    prompts = prompts_with_prefixes()[1:]
+    engine = engine_of(model, num_pages=40, budget=16, attention=attention)
+    for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+
+
+def test_layers_that_share_kv_keep_it_once() -> None:
+    """Gemma 3n: the last layers read what others before them kept."""
+    sizes = {**SIZES, "num_hidden_layers": 6, "intermediate_size": [128] * 6, "vocab_size": VOCABULARY}
+    config = AutoConfig.for_model(
+        "gemma3n_text",
+        **sizes,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 6,
+        num_kv_shared_layers=2,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        eos_token_id=256,
+        bos_token_id=None,
+        pad_token_id=256,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    model.set_attn_implementation(ATTENTION)
+    check_architecture(config, "model")
+    engine = engine_of(model, num_pages=40, budget=16)
+    prompts = prompts_with_prefixes()
+    for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+    assert engine.kv_bytes() == 40 * PAGE_SIZE * 4 * 2 * 2 * 16 * 4, "4 layers of 6, keys and values of 2 heads of 16"
+
+
+def test_a_model_whose_layers_are_not_all_attention_is_refused(models: Callable[[str], tuple[Any, Any]]) -> None:
+    model = copy.deepcopy(models("llama")[0])
+    model.model.layers[2].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ConfigError, match="llama has 4 layers, and 3 of them are attention"):
+        engine_of(model)
 
 
 def test_in_16_bits_only_what_rounding_decides_may_differ(tiny: Callable[[str], Path]) -> None:

@@ -21,7 +21,9 @@ from kvarts.errors import ConfigError
 from kvarts.events import StepSink
 from kvarts.executor.base import Executor
 from kvarts.executor.torch.executor import TorchExecutor
-from kvarts.executor.torch.loading import layer_shapes, load_model
+from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.pools import page_bytes_of
+from kvarts.executor.torch.probe import layer_shapes
 from kvarts.executor.torch.sampling import SamplingParams
 from kvarts.live.text import Completion, Generation
 from kvarts.offload.config import OffloadConfig
@@ -37,7 +39,8 @@ class Engine:
     """A model, its tokenizer, and the control plane that runs it. See `from_pretrained`.
 
     `sink`, `observers` and `audit`: see kvarts.engine.Engine. `wrap`: puts something between the core and the executor
-    of the model, for a record. `offload`: host memory below the pages.
+    of the model, for a record. `offload`: host memory below the pages. `attention`: who reads pages, see
+    kvarts.executor.torch.reader.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Engine:
         audit: bool = False,
         wrap: Callable[[Executor], Executor] | None = None,
         offload: OffloadConfig | None = None,
+        attention: str = "auto",
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -58,7 +62,7 @@ class Engine:
         tiers = {} if offload is None else offload.tiers(config.page_size)
         if "disk" in tiers or (tiers and model.device.type != "cpu"):
             raise ConfigError("a real model has host memory below a CPU's pages, and no files", field="offload")
-        self._executor = TorchExecutor(model, config, self, num_host_pages=tiers.get("host", 0))
+        self._executor = TorchExecutor(model, config, self, num_host_pages=tiers.get("host", 0), attention=attention)
         executor = self._executor if wrap is None else wrap(self._executor)
         self._core = Core(config, executor, sink=sink, observers=observers, audit=audit, offload=offload)
         self._generations: dict[int, Generation] = {}
@@ -97,7 +101,7 @@ class Engine:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError):
             tokenizer = None  # prompts are token ids then
-        page_bytes = page_bytes_of(model, page_size)
+        page_bytes = page_bytes_of(layer_shapes(model), page_size=page_size, dtype=model.dtype)
         if kv_memory == "auto":
             num_bytes = min(_free_bytes(model.device) // 4, MOST_AUTO_BYTES)
         else:
@@ -272,14 +276,6 @@ class Engine:
 
     def _now_ns(self) -> int:
         return perf_counter_ns() - self._began_ns
-
-
-def page_bytes_of(model: Any, page_size: int) -> int:
-    """Bytes of a page over all layers: 2 x kv_heads x head_dim x bytes of a number x page_size, summed over layers."""
-    number_bytes: int = model.dtype.itemsize
-    return (
-        sum(2 * layer.num_kv_heads * layer.head_dim for layer in layer_shapes(model.config)) * number_bytes * page_size
-    )
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -12,8 +12,9 @@ import torch
 from kvarts.config import EngineConfig
 from kvarts.executor.copier import PageCopier
 from kvarts.executor.torch.attention import STEP
-from kvarts.executor.torch.loading import layer_shapes
 from kvarts.executor.torch.pools import KVPools
+from kvarts.executor.torch.probe import layer_shapes
+from kvarts.executor.torch.reader import choose_reader
 from kvarts.executor.torch.step import ChunkView, StepView
 from kvarts.offload.transfer import TransferReport
 from kvarts.sched.plan import StepPlan, StepResult
@@ -31,22 +32,32 @@ class TokenChooser(Protocol):
 class TorchExecutor:
     """An Executor of a model of transformers, see `load_model`. Owner of its KV pools and page tables.
 
-    `num_host_pages`: pages of host memory below the device, which transfers go to and come from.
+    `num_host_pages`: pages of host memory below the device, which transfers go to and come from. `attention`: who reads
+    the pages, see `choose_reader`.
     """
 
-    def __init__(self, model: Any, config: EngineConfig, chooser: TokenChooser, *, num_host_pages: int = 0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig,
+        chooser: TokenChooser,
+        *,
+        num_host_pages: int = 0,
+        attention: str = "auto",
+    ) -> None:
         self._model = model
         self._chooser = chooser
         self._page_size = config.page_size
         self._device = model.device
         self._max_num_seqs = config.max_num_seqs
         self.pools = KVPools(
-            layer_shapes(model.config),
+            layer_shapes(model),
             num_pages=config.num_pages,
             page_size=config.page_size,
             dtype=model.dtype,
             device=model.device,
         )
+        self._reader = choose_reader(self.pools, attention)
         self._copier: PageCopier | None = None
         if num_host_pages:
             self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages)
@@ -100,7 +111,7 @@ class TorchExecutor:
             tokens.append(chunk.tokens)
             positions.append(where)
             slots.append(page_ids[where // page_size] * page_size + where % page_size)
-            chunks.append(ChunkView(num_tokens, num_tokens + len(where), chunk.start, self._tensor(page_ids)))
+            chunks.append(ChunkView(num_tokens, num_tokens + len(where), chunk.start, page_ids))
             num_tokens += len(where)
             if chunk.is_last:
                 rows.append(chunk.row)
@@ -114,6 +125,7 @@ class TorchExecutor:
                 chunks=chunks,
                 decode_positions=decode_positions,
                 decode_tables=decode_tables,
+                reader=self._reader,
             )
             logits = self._model(
                 input_ids=self._tensor(np.concatenate(tokens).astype(np.int64))[None],

@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.torch.attention import ATTENTION
 from kvarts.executor.torch.packing import pack_linears
-from kvarts.executor.torch.pools import LayerShape
 
-__all__ = ["layer_shapes", "load_model"]
+__all__ = ["load_model"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -66,7 +65,7 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
 
 
 def check_architecture(config: Any, path: str | Path) -> None:
-    """Raises ConfigError for what cannot be run: encoders, state spaces, latent or shared KV."""
+    """Raises ConfigError for what cannot be run: encoders, state spaces, latent KV."""
     kind = getattr(config, "model_type", "?")
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -76,19 +75,10 @@ def check_architecture(config: Any, path: str | Path) -> None:
     if unknown or hasattr(text, "ssm_cfg") or hasattr(text, "state_size"):
         names = ", ".join(sorted(unknown)) or "state_space"
         raise ConfigError(f"{kind} has {names} layers, which keep no KV in pages", path=path, field="layer_types")
-    if getattr(text, "kv_lora_rank", None) or getattr(text, "num_kv_shared_layers", 0):
-        raise ConfigError(f"{kind} keeps latent or shared KV, which is not supported", path=path, field="model_type")
+    if getattr(text, "kv_lora_rank", None):
+        raise ConfigError(f"{kind} keeps latent KV, which is not supported", path=path, field="kv_lora_rank")
     if getattr(text, "num_key_value_heads", getattr(text, "num_attention_heads", None)) is None:
         raise ConfigError(f"{kind} says nothing of attention heads", path=path, field="num_attention_heads")
-
-
-def layer_shapes(config: Any) -> list[LayerShape]:
-    """What each layer of a model keeps."""
-    text = config.get_text_config(decoder=True)
-    num_heads = text.num_attention_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    return [LayerShape(num_kv_heads, head_dim)] * text.num_hidden_layers
 
 
 def _first_line(error: BaseException) -> str:

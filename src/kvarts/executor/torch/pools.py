@@ -9,21 +9,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["KVPools", "LayerShape"]
+__all__ = ["KVPools", "LayerShape", "page_bytes_of"]
 
 
 class LayerShape(msgspec.Struct, frozen=True):
-    """What a layer keeps of a token: `num_kv_heads` keys and as many values, of `head_dim` numbers each."""
+    """What a layer keeps of a token: `num_kv_heads` keys and as many values, of `head_dim` numbers each.
+
+    `owner`: the layer whose keys and values it reads, which may be itself; if it is another, it keeps nothing.
+    """
 
     num_kv_heads: int
     head_dim: int
+    owner: int
+
+
+def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a page over all layers that keep something: page_size x 2 x kv_heads x head_dim x bytes of a number."""
+    kept = (layer for place, layer in enumerate(layers) if layer.owner == place)
+    numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in kept)
+    return page_size * numbers * int(dtype.itemsize)
 
 
 class KVPools:
     """Tensors `keys[layer]` and `values[layer]` of shape [num_pages, page_size, num_kv_heads, head_dim].
 
     `keys_flat` and `values_flat` are the same memory as [num_pages * page_size, num_kv_heads, head_dim]: a token's slot
-    is its page's id times the page size, and its place in the page.
+    is its page's id times the page size, and its place in the page. Layers that share KV have the same tensors.
     """
 
     def __init__(
@@ -36,26 +47,32 @@ class KVPools:
         device: torch.device | str = "cpu",
     ) -> None:
         self.num_pages = num_pages
+        self.page_bytes = page_bytes_of(layers, page_size=page_size, dtype=dtype)
         self.page_size = page_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.owners = [layer.owner for layer in layers]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        for layer in layers:
+        for place, layer in enumerate(layers):
             shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-            self.keys.append(torch.zeros(shape, dtype=dtype, device=device))
-            self.values.append(torch.zeros(shape, dtype=dtype, device=device))
+            for tensors in (self.keys, self.values):
+                own = layer.owner == place
+                tensors.append(torch.zeros(shape, dtype=dtype, device=device) if own else tensors[layer.owner])
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
         self.values_flat = [values.flatten(0, 1) for values in self.values]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Each that is allocated, once."""
+        owners = sorted(set(self.owners))
+        return [tensors[owner] for tensors in (self.keys, self.values) for owner in owners]
+
     def as_arrays(self) -> list[npt.NDArray[np.uint8]]:
         """The same memory as bytes of shape [num_pages, ...], for who copies pages. Tensors are on the CPU."""
-        return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in (*self.keys, *self.values)]
+        return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in self.tensors]
 
     @property
     def num_bytes(self) -> int:
         """Of the tensors that are allocated."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
-
-    @property
-    def page_bytes(self) -> int:
-        """Of one page, over all layers."""
-        return self.num_bytes // self.num_pages
+        return sum(tensor.nbytes for tensor in self.tensors)

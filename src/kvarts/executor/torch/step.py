@@ -1,8 +1,9 @@
-"""One step as a model's attention reads it: where each token's KV goes, and which pages each token looks back on."""
+"""One step as a model's attention meets it: where each token's KV goes, and which pages each token looks back on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -11,12 +12,21 @@ import torch
 
 from kvarts.executor.torch.pools import KVPools
 
-__all__ = ["ChunkView", "DecodeGroup", "StepView"]
+__all__ = ["ChunkView", "Reader", "StepView", "Way"]
 
 Ints = npt.NDArray[np.int64]
 
-GROUP_TOKENS = 4096
-"""Tokens of context that a group of decodes reads together: some MiB a layer, which stay in cache."""
+
+class Way(msgspec.Struct, frozen=True):
+    """How one layer weighs what it looks back on: the last `window` tokens, or all.
+
+    `sinks` [heads]: for each head, how much of its attention goes nowhere.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class ChunkView(msgspec.Struct):
@@ -25,23 +35,25 @@ class ChunkView(msgspec.Struct):
     first: int
     last: int
     start: int
-    page_ids: torch.Tensor
+    page_ids: Ints
 
 
-class DecodeGroup(msgspec.Struct):
-    """Tokens `places` of the batch, one a sequence, about equally far on.
+class Reader(Protocol):
+    """Attention over pages. What depends on the step, and not on the layer, is made once a step."""
 
-    `page_ids`: [sequences, pages]; what is shorter than the longest is filled up with any page. `visible`:
-    [sequences, 1, 1, pages * page_size].
-    """
+    def begin(self, step: StepView) -> None:
+        """What is read from now on is of that step."""
 
-    places: torch.Tensor
-    page_ids: torch.Tensor
-    visible: torch.Tensor
+    def read(self, layer: int, queries: torch.Tensor, way: Way) -> torch.Tensor:
+        """`queries` [tokens, heads, head_dim] of the whole batch; returns as many."""
 
 
 class StepView:
-    """What the attention of one step needs beside queries, keys and values. `pools`: where they are kept."""
+    """What the attention of one step needs beside queries, keys and values.
+
+    `slots` [tokens]: where in the pools each goes. Decodes are the first tokens of the batch, one a sequence:
+    `decode_positions` has shape [decodes], `decode_tables` [decodes, pages]. `reader`: reads the pages.
+    """
 
     def __init__(
         self,
@@ -51,48 +63,26 @@ class StepView:
         chunks: Sequence[ChunkView],
         decode_positions: Ints,
         decode_tables: Ints,
+        reader: Reader,
     ) -> None:
-        """`slots`: for each token of the batch. Decodes are its first tokens: `decode_positions` has shape [decodes],
-        `decode_tables` [decodes, pages]."""
-        self.pools = pools
-        self.slots = slots
+        self.device = slots.device
         self.chunks = chunks
-        self._positions = decode_positions
-        self._tables = decode_tables
-        self._groups: dict[int | None, list[DecodeGroup]] = {}
+        self.decode_positions = decode_positions
+        self.decode_tables = decode_tables
+        self._pools = pools
+        self._slots = slots
+        self._reader = reader
+        reader.begin(self)
 
-    def decode_groups(self, window: int | None) -> list[DecodeGroup]:
-        """The decodes, for layers that look back on the last `window` tokens, or on all."""
-        groups = self._groups.get(window)
-        if groups is None:
-            groups = self._groups[window] = self._make_groups(window)
-        return groups
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, way: Way
+    ) -> torch.Tensor:
+        """Writes `keys` and `values` [tokens, kv_heads, head_dim], unless another layer has; what `queries` read."""
+        if self._pools.owners[layer] == layer:
+            self._pools.keys_flat[layer].index_copy_(0, self._slots, keys)
+            self._pools.values_flat[layer].index_copy_(0, self._slots, values)
+        return self._reader.read(layer, queries, way)
 
-    def _make_groups(self, window: int | None) -> list[DecodeGroup]:
-        positions, page_size = self._positions, self.pools.page_size
-        if not len(positions):
-            return []
-        ends = positions + 1
-        begins = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
-        first_pages = begins // page_size
-        num_pages = -(-ends // page_size) - first_pages
-        order = np.argsort(num_pages, kind="stable")
-        groups: list[DecodeGroup] = []
-        while len(order):
-            # The longest sequences first: as many as fit beside the longest of them.
-            longest = int(num_pages[order[-1]])
-            count = max(1, GROUP_TOKENS // (longest * page_size))
-            chosen, order = order[-count:], order[:-count]
-            columns = np.arange(longest)
-            pages = np.minimum(first_pages[chosen, None] + columns, self._tables.shape[1] - 1)
-            page_ids = np.where(columns < num_pages[chosen, None], self._tables[chosen[:, None], pages], 0)
-            places = first_pages[chosen, None] * page_size + np.arange(longest * page_size)
-            visible = (places >= begins[chosen, None]) & (places < ends[chosen, None])
-            groups.append(
-                DecodeGroup(
-                    torch.from_numpy(chosen.astype(np.int64)),
-                    torch.from_numpy(page_ids),
-                    torch.from_numpy(visible)[:, None, None, :],
-                )
-            )
-        return groups
+    def tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        """The same on the device of the batch."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

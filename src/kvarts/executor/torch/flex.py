@@ -1,0 +1,165 @@
+"""Reading pages with PyTorch's FlexAttention: the pool is one long sequence, of which blocks are masked out. For CUDA.
+
+A block of its mask is a page. Keys and values are read where they lie; a query meets a page of the pool only if its
+sequence has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import gcd
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from kvarts.executor.torch.pools import KVPools
+from kvarts.executor.torch.step import Ints, StepView, Way
+
+__all__ = ["FlexReader", "flex_fits"]
+
+QUERY_BLOCK = 128
+LEAST_BLOCK, MOST_BLOCK = 16, 64
+"""Places that its kernels take at a time."""
+
+
+def flex_fits(pools: KVPools) -> str | None:
+    """Why FlexAttention cannot read such pages; None if it can."""
+    page_size = pools.page_size
+    return f"a page size of {page_size} is no multiple of {LEAST_BLOCK}" if page_size % LEAST_BLOCK else None
+
+
+class _Part(msgspec.Struct):
+    """Tokens [first, last) of the batch, of `num_sequences` that have equally many each, and what they see."""
+
+    first: int
+    last: int
+    num_sequences: int
+    mask: BlockMask
+
+
+class FlexReader:
+    """See Reader. Masks are made once a step, for each window. `is_compiled`: without, it is slow, and needs no GPU."""
+
+    def __init__(self, pools: KVPools, *, is_compiled: bool = True) -> None:
+        self._pools = pools
+        self._flex = _compiled() if is_compiled else flex_attention
+        self._parts: dict[int | None, list[_Part]] = {}
+        self._options = {"BLOCK_N": gcd(pools.page_size, MOST_BLOCK)} if is_compiled else None
+
+    def begin(self, step: StepView) -> None:
+        """See Reader."""
+        self._step = step
+        self._parts.clear()
+
+    def read(self, layer: int, queries: torch.Tensor, way: Way) -> torch.Tensor:
+        """See Reader."""
+        pools = self._pools
+        keys = pools.keys_flat[layer].transpose(0, 1)[None]
+        values = pools.values_flat[layer].transpose(0, 1)[None]
+        parts = self._parts.get(way.window)
+        if parts is None:
+            parts = self._parts[way.window] = self._make_parts(way.window)
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        num_heads, head_dim = queries.shape[1:]
+        for part in parts:
+            # [sequences, heads, tokens of each, head_dim]
+            own = queries[part.first : part.last].view(part.num_sequences, -1, num_heads, head_dim).transpose(1, 2)
+            read = self._flex(
+                own,
+                keys,
+                values,
+                score_mod=None if way.softcap is None else _capped(way.softcap),
+                block_mask=part.mask,
+                scale=way.scaling,
+                enable_gqa=True,
+                kernel_options=self._options,
+                return_aux=None if way.sinks is None else AuxRequest(lse=True),
+            )
+            if way.sinks is not None:
+                read, aux = read
+                # A sink is a place where there is nothing to read: it takes its share of what the others were given.
+                read = read * torch.sigmoid(aux.lse - way.sinks.float()[None, :, None])[..., None].to(read.dtype)
+            out[part.first : part.last] = read.transpose(1, 2).reshape(-1, num_heads, head_dim)
+        return out
+
+    def _make_parts(self, window: int | None) -> list[_Part]:
+        step = self._step
+        parts = []
+        count = len(step.decode_positions)
+        if count:
+            mask = self._make_mask(step.decode_tables, step.decode_positions, 1, window)
+            parts.append(_Part(0, count, count, mask))
+        for chunk in step.chunks:
+            mask = self._make_mask(chunk.page_ids[None], np.array([chunk.start]), chunk.last - chunk.first, window)
+            parts.append(_Part(chunk.first, chunk.last, 1, mask))
+        return parts
+
+    def _make_mask(self, tables: Ints, starts: Ints, num_tokens: int, window: int | None) -> BlockMask:
+        """Of sequences whose pages are `tables` [sequences, pages], from positions `starts` [sequences] on."""
+        step, page_size = self._step, self._pools.page_size
+        firsts = starts[:, None] + np.arange(0, num_tokens, QUERY_BLOCK)
+        lasts = np.minimum(firsts + QUERY_BLOCK, starts[:, None] + num_tokens) - 1
+        begins = np.zeros_like(firsts) if window is None else np.maximum(0, firsts - window + 1) // page_size
+        num_pages = lasts // page_size + 1
+        places = begins[..., None] + np.arange(int((num_pages - begins).max()))
+        seen = places < num_pages[..., None]
+        # What every query of a block sees whole needs no mask.
+        whole = (places + 1) * page_size <= firsts[..., None] + 1
+        if window is not None:
+            whole &= places * page_size > lasts[..., None] - window
+        page_ids = tables[np.arange(len(tables))[:, None, None], np.minimum(places, tables.shape[1] - 1)]
+        # Where in its sequence each page of the pool is.
+        order = np.full((len(tables), self._pools.num_pages), -1, np.int64)
+        rows, columns = np.nonzero(np.arange(tables.shape[1]) < num_pages.max(axis=1)[:, None])
+        order[rows, tables[rows, columns]] = columns
+        return BlockMask.from_kv_blocks(
+            *self._blocks(page_ids, seen & ~whole),
+            *self._blocks(page_ids, whole),
+            BLOCK_SIZE=(QUERY_BLOCK, page_size),
+            mask_mod=_visible(step.tensor(order), step.tensor(starts), page_size, window),
+            seq_lengths=(num_tokens, self._pools.num_pages * page_size),
+            compute_q_blocks=False,
+        )
+
+    def _blocks(self, page_ids: Ints, chosen: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many of `page_ids` [sequences, blocks of queries, pages] are chosen, and these before the others."""
+        front = np.argsort(~chosen, axis=-1, kind="stable")
+        step = self._step
+        # As wide as the pool, which is what the kernels check.
+        indices = torch.zeros((*chosen.shape[:2], self._pools.num_pages), dtype=torch.int32, device=step.device)
+        width = min(chosen.shape[2], self._pools.num_pages)
+        indices[..., :width] = step.tensor(np.take_along_axis(page_ids, front, axis=-1)[..., :width])
+        return step.tensor(chosen.sum(axis=-1, dtype=np.int32))[:, None], indices[:, None]
+
+
+Modifier = Callable[..., torch.Tensor]
+
+
+def _visible(order: torch.Tensor, starts: torch.Tensor, page_size: int, window: int | None) -> Modifier:
+    def whole(sequence: Any, head: Any, query: Any, place: Any) -> torch.Tensor:
+        page = order[sequence, place // page_size]
+        return (page >= 0) & (page * page_size + place % page_size <= starts[sequence] + query)
+
+    def windowed(sequence: Any, head: Any, query: Any, place: Any) -> torch.Tensor:
+        where = order[sequence, place // page_size] * page_size + place % page_size
+        return whole(sequence, head, query, place) & (where > starts[sequence] + query - window)
+
+    return whole if window is None else windowed
+
+
+def _capped(softcap: float) -> Modifier:
+    def capped(score: Any, sequence: Any, head: Any, query: Any, place: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    return compiled

@@ -1,0 +1,69 @@
+"""What each layer of a model keeps, from what it hands to attention: no config says it for all models alike."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvarts.errors import ConfigError
+from kvarts.executor.torch.attention import STEP
+from kvarts.executor.torch.pools import LayerShape
+from kvarts.executor.torch.step import Way
+
+__all__ = ["layer_shapes"]
+
+
+def layer_shapes(model: Any) -> list[LayerShape]:
+    """By layer. Runs the model once, on two tokens, with its attention watched; a model is asked only once.
+
+    Raises ConfigError for a model whose layers are not all attention over everything that came before.
+    """
+    if model in _known:
+        return _known[model]
+    probe = _Probe()
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    device = model.device
+    with torch.inference_mode():
+        model(
+            input_ids=torch.zeros((1, 2), dtype=torch.long, device=device),
+            position_ids=torch.arange(2, device=device)[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor([1], device=device),
+            **{STEP: probe},
+        )
+    kind = model.config.model_type
+    if sorted(probe.shapes) != list(range(count)):
+        raise ConfigError(
+            f"{kind} has {count} layers, and {len(probe.shapes)} of them are attention",
+            field="model_type",
+            hint="Every layer must keep keys and values, or read those of another.",
+        )
+    return _known.setdefault(model, [probe.shapes[layer] for layer in range(count)])
+
+
+_known: WeakKeyDictionary[Any, list[LayerShape]] = WeakKeyDictionary()
+
+
+class _Probe:
+    """Looks at what comes, and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self._seen: list[tuple[int, torch.Tensor]] = []
+        """Layers that keep something, and the keys they brought. Kept, so that no other has their address."""
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, way: Way
+    ) -> torch.Tensor:
+        if keys.shape != values.shape or queries.shape[0] != keys.shape[0] or queries.shape[2] != keys.shape[2]:
+            shapes = ", ".join(str(list(states.shape)) for states in (queries, keys, values))
+            raise ConfigError(
+                f"layer {layer} has queries, keys and values of unlike shapes: {shapes}", field="model_type"
+            )
+        owner = next((other for other, known in self._seen if known.data_ptr() == keys.data_ptr()), layer)
+        if owner == layer:
+            self._seen.append((layer, keys))
+        self.shapes[layer] = LayerShape(keys.shape[1], keys.shape[2], owner)
+        return torch.zeros_like(queries, memory_format=torch.contiguous_format)

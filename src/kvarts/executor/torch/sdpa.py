@@ -1,0 +1,211 @@
+"""Reading pages with PyTorch's scaled dot product attention: gathered, a cache full at a time. For any device.
+
+The heads that share a KV head are the rows of one small matrix. Pages that lie in a row are read where they are.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvarts.executor.torch.pools import KVPools
+from kvarts.executor.torch.step import ChunkView, Ints, StepView, Way
+
+__all__ = ["SdpaReader"]
+
+GROUP_TOKENS = 2048
+"""Tokens of context that a group of decodes reads together: some MiB a layer, which stay in cache."""
+
+
+class _Pages(msgspec.Struct):
+    """Places [first, last) of pages `ids` one after the other; `run`: the first, if they lie in a row."""
+
+    ids: torch.Tensor
+    count: int
+    run: int | None
+    first: int
+    last: int
+
+
+class _Group(msgspec.Struct):
+    """Decodes `rows` of the batch, about equally far on; as many pages are read for each.
+
+    `visible` [sequences, 1, 1, places], None where everything is.
+    """
+
+    rows: torch.Tensor
+    count: int
+    pages: _Pages
+    visible: torch.Tensor | None
+
+
+class _Chunk(msgspec.Struct):
+    """Tokens [first, last) of the batch. `visible` [tokens, places]; None where each sees itself and all before it."""
+
+    first: int
+    last: int
+    pages: _Pages
+    visible: torch.Tensor | None
+
+
+class SdpaReader:
+    """See Reader."""
+
+    def __init__(self, pools: KVPools) -> None:
+        self._pools = pools
+        self._room = [torch.empty(0, dtype=pools.dtype, device=pools.device) for _ in range(2)]
+        self._groups: dict[int | None, list[_Group]] = {}
+        self._chunks: dict[int | None, list[_Chunk]] = {}
+
+    def begin(self, step: StepView) -> None:
+        """See Reader."""
+        self._step = step
+        self._groups.clear()
+        self._chunks.clear()
+
+    def read(self, layer: int, queries: torch.Tensor, way: Way) -> torch.Tensor:
+        """See Reader."""
+        window = way.window
+        if window not in self._groups:
+            self._groups[window] = self._make_groups(window)
+            self._chunks[window] = [self._make_chunk(chunk, window) for chunk in self._step.chunks]
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for group in self._groups[window]:
+            out[group.rows] = self._decode(queries[group.rows], group, layer, way)
+        for chunk in self._chunks[window]:
+            out[chunk.first : chunk.last] = self._prefill(queries[chunk.first : chunk.last], chunk, layer, way)
+        return out
+
+    def _decode(self, queries: torch.Tensor, group: _Group, layer: int, way: Way) -> torch.Tensor:
+        """`queries` [sequences, heads, head_dim]."""
+        num, num_heads, head_dim = queries.shape
+        # [sequences, kv_heads, places, head_dim]
+        keys, values = (
+            states.view(num, -1, *states.shape[1:]).transpose(1, 2) for states in self._fetch(layer, group.pages)
+        )
+        num_kv_heads = keys.shape[1]
+        packed = queries.view(num, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        sinks = None if way.sinks is None else way.sinks.view(1, num_kv_heads, -1, 1)
+        return _attend(packed, keys, values, group.visible, way, sinks).reshape(num, num_heads, head_dim)
+
+    def _prefill(self, queries: torch.Tensor, chunk: _Chunk, layer: int, way: Way) -> torch.Tensor:
+        """`queries` [tokens, heads, head_dim] of one sequence."""
+        num, num_heads, head_dim = queries.shape
+        # [kv_heads, 1, places, head_dim]
+        keys, values = (states.transpose(0, 1)[:, None] for states in self._fetch(layer, chunk.pages))
+        num_kv_heads = keys.shape[0]
+        # [kv_heads, heads of each, tokens, head_dim]: as many batches as there are KV heads, each with its own keys.
+        grouped = queries.transpose(0, 1).view(num_kv_heads, num_heads // num_kv_heads, num, head_dim)
+        sinks = None if way.sinks is None else way.sinks.view(num_kv_heads, -1, 1, 1)
+        attended = _attend(grouped, keys, values, chunk.visible, way, sinks, is_causal=chunk.visible is None)
+        return attended.reshape(num_heads, num, head_dim).transpose(0, 1)
+
+    # Pages ------------------------------------------------------------------------------------------------
+
+    def _fetch(self, layer: int, pages: _Pages) -> list[torch.Tensor]:
+        """Keys and values of a layer, each [places, kv_heads, head_dim]."""
+        found = []
+        for number, pool in enumerate((self._pools.keys[layer], self._pools.values[layer])):
+            if pages.run is not None:
+                read = pool[pages.run : pages.run + pages.count]
+            else:
+                size = pages.count * pool[0].numel()
+                if size > self._room[number].numel():
+                    self._room[number] = torch.empty(size, dtype=pool.dtype, device=pool.device)
+                read = self._room[number][:size].view(pages.count, *pool.shape[1:])
+                torch.index_select(pool, 0, pages.ids, out=read)
+            found.append(read.flatten(0, 1)[pages.first : pages.last])
+        return found
+
+    def _pages(self, page_ids: Ints, first: int, last: int) -> _Pages:
+        flat = page_ids.reshape(-1)
+        in_row = bool((flat == flat[0] + np.arange(len(flat))).all())
+        return _Pages(self._step.tensor(flat), len(flat), int(flat[0]) if in_row else None, first, last)
+
+    # What is seen -----------------------------------------------------------------------------------------
+
+    def _make_groups(self, window: int | None) -> list[_Group]:
+        """Decodes in groups, for layers that look back on the last `window` tokens, or on all."""
+        step, page_size = self._step, self._pools.page_size
+        ends = step.decode_positions + 1
+        begins = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
+        first_pages = begins // page_size
+        num_pages = -(-ends // page_size) - first_pages
+        order = np.argsort(num_pages, kind="stable")
+        groups: list[_Group] = []
+        while len(order):
+            # The longest sequences first: as many as fit beside the longest of them.
+            longest = int(num_pages[order[-1]])
+            count = max(1, GROUP_TOKENS // (longest * page_size))
+            chosen, order = order[-count:], order[:-count]
+            count = len(chosen)
+            columns = np.arange(longest)
+            places = np.minimum(first_pages[chosen, None] + columns, step.decode_tables.shape[1] - 1)
+            page_ids = np.where(columns < num_pages[chosen, None], step.decode_tables[chosen[:, None], places], 0)
+            offset = first_pages[chosen, None] * page_size
+            if count == 1:
+                pages = self._pages(
+                    page_ids, int(begins[chosen[0]] - offset[0, 0]), int(ends[chosen[0]] - offset[0, 0])
+                )
+                visible = None
+            else:
+                pages = self._pages(page_ids, 0, page_ids.size * page_size)
+                where = offset + np.arange(longest * page_size)
+                seen = (where >= begins[chosen, None]) & (where < ends[chosen, None])
+                visible = step.tensor(seen)[:, None, None, :]
+            groups.append(_Group(step.tensor(chosen.astype(np.int64)), count, pages, visible))
+        return groups
+
+    def _make_chunk(self, chunk: ChunkView, window: int | None) -> _Chunk:
+        page_size = self._pools.page_size
+        end = chunk.start + chunk.last - chunk.first
+        begin = 0 if window is None else max(0, chunk.start + 1 - window)
+        first_page = begin // page_size
+        offset = first_page * page_size
+        pages = self._pages(chunk.page_ids[first_page : -(-end // page_size)], begin - offset, end - offset)
+        if chunk.start == 0 and (window is None or window >= end):
+            return _Chunk(chunk.first, chunk.last, pages, None)
+        device = self._step.device
+        positions = torch.arange(chunk.start, end, device=device)[:, None]
+        places = torch.arange(begin, end, device=device)[None, :]
+        visible = places <= positions
+        if window is not None:
+            visible &= places > positions - window
+        return _Chunk(chunk.first, chunk.last, pages, visible)
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor | None,
+    way: Way,
+    sinks: torch.Tensor | None,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """`queries` [..., rows, head_dim], `keys` and `values` [..., places, head_dim], `visible` [..., rows, places].
+
+    `sinks`, of a shape that goes with the scores: for each head, how much of its attention goes nowhere.
+    """
+    if way.softcap is None and sinks is None:
+        shape = (*queries.shape[:2], *keys.shape[2:])
+        return scaled_dot_product_attention(
+            queries, keys.expand(shape), values.expand(shape), attn_mask=visible, is_causal=is_causal, scale=way.scaling
+        )
+    scores = (queries @ keys.transpose(-1, -2)) * way.scaling
+    if way.softcap is not None:
+        scores = torch.tanh(scores / way.softcap) * way.softcap
+    if is_causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    else:
+        # A sink is one more place to look at, where there is nothing to read.
+        nowhere = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, nowhere), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
+    return weights.to(queries.dtype) @ values
