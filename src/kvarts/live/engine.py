@@ -250,7 +250,7 @@ class Engine:
     def choose(self, requests: list[int], logits: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """See TokenChooser."""
         generations = [self._generations[index] for index in requests]
-        tokens = logits.argmax(dim=-1).tolist()
+        tokens = _likeliest(logits)
         ends = []
         for place, generation in enumerate(generations):
             if not generation.params.is_plain:
@@ -276,6 +276,13 @@ class Engine:
 
     def _now_ns(self) -> int:
         return perf_counter_ns() - self._began_ns
+
+
+def _likeliest(logits: torch.Tensor) -> list[int]:
+    """Of each row. On a CPU, NumPy finds them several times as fast as PyTorch does in 16 bits."""
+    tokens = logits.float().numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+    likeliest: list[int] = tokens.tolist()
+    return likeliest
 
 
 def _free_bytes(device: torch.device) -> int:

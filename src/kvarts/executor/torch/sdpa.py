@@ -32,22 +32,21 @@ class _Pages(msgspec.Struct):
 class _Group(msgspec.Struct):
     """Decodes `rows` of the batch, about equally far on; as many pages are read for each.
 
-    `visible` [sequences, 1, 1, places], None where everything is.
+    `bias` [sequences, 1, 1, places]: 0 where one looks, and elsewhere -inf; None where one looks everywhere.
     """
 
-    rows: torch.Tensor
-    count: int
+    rows: torch.Tensor | slice
     pages: _Pages
-    visible: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 class _Chunk(msgspec.Struct):
-    """Tokens [first, last) of the batch. `visible` [tokens, places]; None where each sees itself and all before it."""
+    """Tokens [first, last) of the batch. `bias` [tokens, places]; None where each sees itself and all before it."""
 
     first: int
     last: int
     pages: _Pages
-    visible: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 class SdpaReader:
@@ -88,7 +87,7 @@ class SdpaReader:
         num_kv_heads = keys.shape[1]
         packed = queries.view(num, num_kv_heads, num_heads // num_kv_heads, head_dim)
         sinks = None if way.sinks is None else way.sinks.view(1, num_kv_heads, -1, 1)
-        return _attend(packed, keys, values, group.visible, way, sinks).reshape(num, num_heads, head_dim)
+        return _attend(packed, keys, values, group.bias, way, sinks).reshape(num, num_heads, head_dim)
 
     def _prefill(self, queries: torch.Tensor, chunk: _Chunk, layer: int, way: Way) -> torch.Tensor:
         """`queries` [tokens, heads, head_dim] of one sequence."""
@@ -99,7 +98,7 @@ class SdpaReader:
         # [kv_heads, heads of each, tokens, head_dim]: as many batches as there are KV heads, each with its own keys.
         grouped = queries.transpose(0, 1).view(num_kv_heads, num_heads // num_kv_heads, num, head_dim)
         sinks = None if way.sinks is None else way.sinks.view(num_kv_heads, -1, 1, 1)
-        attended = _attend(grouped, keys, values, chunk.visible, way, sinks, is_causal=chunk.visible is None)
+        attended = _attend(grouped, keys, values, chunk.bias, way, sinks, is_causal=chunk.bias is None)
         return attended.reshape(num_heads, num, head_dim).transpose(0, 1)
 
     # Pages ------------------------------------------------------------------------------------------------
@@ -149,13 +148,15 @@ class SdpaReader:
                 pages = self._pages(
                     page_ids, int(begins[chosen[0]] - offset[0, 0]), int(ends[chosen[0]] - offset[0, 0])
                 )
-                visible = None
+                bias = None
             else:
                 pages = self._pages(page_ids, 0, page_ids.size * page_size)
                 where = offset + np.arange(longest * page_size)
                 seen = (where >= begins[chosen, None]) & (where < ends[chosen, None])
-                visible = step.tensor(seen)[:, None, None, :]
-            groups.append(_Group(step.tensor(chosen.astype(np.int64)), count, pages, visible))
+                bias = self._bias(step.tensor(seen)[:, None, None, :])
+            in_row = int(chosen[-1] - chosen[0]) == count - 1 and bool((np.diff(chosen) == 1).all())
+            rows = slice(int(chosen[0]), int(chosen[-1]) + 1) if in_row else step.tensor(chosen)
+            groups.append(_Group(rows, pages, bias))
         return groups
 
     def _make_chunk(self, chunk: ChunkView, window: int | None) -> _Chunk:
@@ -173,35 +174,41 @@ class SdpaReader:
         visible = places <= positions
         if window is not None:
             visible &= places > positions - window
-        return _Chunk(chunk.first, chunk.last, pages, visible)
+        return _Chunk(chunk.first, chunk.last, pages, self._bias(visible))
+
+    def _bias(self, visible: torch.Tensor) -> torch.Tensor:
+        """Made once for all layers: from what is seen, the kernel would make it in each."""
+        bias = torch.zeros(visible.shape, dtype=self._pools.dtype, device=visible.device)
+        return bias.masked_fill_(~visible, float("-inf"))
 
 
 def _attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
     way: Way,
     sinks: torch.Tensor | None,
     *,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """`queries` [..., rows, head_dim], `keys` and `values` [..., places, head_dim], `visible` [..., rows, places].
+    """`queries` [..., rows, head_dim], `keys` and `values` [..., places, head_dim], `bias` [..., rows, places].
 
     `sinks`, of a shape that goes with the scores: for each head, how much of its attention goes nowhere.
     """
     if way.softcap is None and sinks is None:
         shape = (*queries.shape[:2], *keys.shape[2:])
         return scaled_dot_product_attention(
-            queries, keys.expand(shape), values.expand(shape), attn_mask=visible, is_causal=is_causal, scale=way.scaling
+            queries, keys.expand(shape), values.expand(shape), attn_mask=bias, is_causal=is_causal, scale=way.scaling
         )
     scores = (queries @ keys.transpose(-1, -2)) * way.scaling
     if way.softcap is not None:
         scores = torch.tanh(scores / way.softcap) * way.softcap
     if is_causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    elif bias is not None:
+        scores = scores + bias
     if sinks is None:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     else:
