@@ -1,0 +1,267 @@
+"""One engine under measurement, as a process of its own: see decode_speed.py, which starts it.
+
+    PYTHON benchmarks/decode_workers.py ENGINE DIR
+
+runs in the environment of that engine, with the model in DIR. Reads a Work a line from standard input, and writes what
+it measured as a line to standard output, until the input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any, NamedTuple
+
+NUM_THREADS = 2
+
+
+class Work(NamedTuple):
+    """Sequences that decode at once, tokens of each prompt, and the steps that are measured."""
+
+    num_sequences: int
+    length: int
+    steps: int
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The same in all engines."""
+        random = Random(self.length)
+        return [[random.randrange(150_000) for _ in range(self.length)] for _ in range(self.num_sequences)]
+
+
+Measured = dict[str, Any]
+"""`rate`: tokens a second while all sequences decode. `first`: the first token of each."""
+Engine = Callable[[Work], Measured]
+
+
+def by_difference(run: Callable[[list[list[int]], int], list[list[int]]]) -> Engine:
+    """Of an engine that says only how long all took: with `steps` more tokens, and without."""
+
+    def measure(work: Work) -> Measured:
+        prompts = work.prompts
+        start = perf_counter()
+        run(prompts, 2)
+        middle = perf_counter()
+        tokens = run(prompts, work.steps + 2)
+        end = perf_counter()
+        assert all(len(one) == work.steps + 2 for one in tokens)
+        taken = (end - middle) - (middle - start)
+        return {"rate": work.num_sequences * work.steps / taken, "first": [one[0] for one in tokens]}
+
+    return measure
+
+
+def open_kvarts(directory: Path) -> Engine:
+    import torch
+
+    from kvarts.config import EngineConfig
+    from kvarts.executor.torch.loading import load_model
+    from kvarts.executor.torch.sampling import SamplingParams
+    from kvarts.live.engine import Engine as Live
+
+    torch.set_num_threads(NUM_THREADS)
+    model = load_model(directory)
+    inside = 0.0
+
+    class Timed:
+        def __init__(self, executor: Any) -> None:
+            self.executor = executor
+
+        def execute(self, plan: Any) -> Any:
+            nonlocal inside
+            start = perf_counter()
+            result = self.executor.execute(plan)
+            inside += perf_counter() - start
+            return result
+
+    def measure(work: Work) -> Measured:
+        nonlocal inside
+        pages = work.num_sequences * -(-(work.length + work.steps + 8) // 16)
+        config = EngineConfig(
+            num_pages=pages, page_size=16, max_num_batched_tokens=4096, max_num_seqs=work.num_sequences
+        )
+        engine = Live(model, None, config, wrap=Timed)
+        params = SamplingParams(max_tokens=work.steps + 4, ignore_eos=True)
+        indices = [engine.submit(prompt, params) for prompt in work.prompts]
+        generations = [engine._generations[index] for index in indices]
+        while any(not generation.tokens for generation in generations):
+            engine.step()
+        engine.step()
+        inside = 0.0
+        start = perf_counter()
+        for _ in range(work.steps):
+            engine.step()
+        taken = perf_counter() - start
+        first = [generation.tokens[0] for generation in generations]
+        return {"rate": work.num_sequences * work.steps / taken, "first": first, "outside": 1 - inside / taken}
+
+    return measure
+
+
+def open_generate(directory: Path) -> Engine:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(NUM_THREADS)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+
+    def run(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+        return tokens
+
+    return by_difference(run)
+
+
+def open_continuous(directory: Path) -> Engine:
+    import torch
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    torch.set_num_threads(NUM_THREADS)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", attn_implementation="sdpa").eval()
+
+    def measure(work: Work) -> Measured:
+        most = work.length + work.steps + 2
+        out = model.generate_batch(
+            work.prompts,
+            generation_config=GenerationConfig(max_new_tokens=work.steps + 2, do_sample=False, eos_token_id=-1),
+            # As many pages as it needs: with those it would take by itself it is slower.
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=16,
+                num_blocks=work.num_sequences * (-(-most // 16) + 1) + 8,
+                max_batch_tokens=4096,
+                allow_block_sharing=False,
+            ),
+            warmup=False,
+            record_timestamps=True,
+        )
+        answers = list(out.values())
+        times = [answer.timestamps for answer in answers]
+        # From where all have begun; it says when each token was made.
+        taken = min(one[-1] for one in times) - max(one[1] for one in times)
+        num_steps = len(times[0]) - 2
+        assert num_steps == work.steps
+        return {
+            "rate": work.num_sequences * num_steps / taken,
+            "first": [answer.generated_tokens[0] for answer in answers],
+        }
+
+    return measure
+
+
+def open_llama(directory: Path) -> Engine:
+    import llama_cpp as ll
+
+    from llama_model import write_gguf
+
+    path = directory / "model-bf16.gguf"
+    if not path.exists():
+        write_gguf(directory, path)
+    model = ll.llama_model_load_from_file(str(path).encode(), ll.llama_model_default_params())
+    assert model, "llama.cpp cannot load what was written for it"
+
+    def decode(context: Any, entries: list[tuple[int, int, int, bool]]) -> None:
+        """Of (token, position, sequence, whether it is sampled)."""
+        batch = ll.llama_batch_init(len(entries), 0, 1)
+        batch.n_tokens = len(entries)
+        for place, (token, position, sequence, is_sampled) in enumerate(entries):
+            batch.token[place] = token
+            batch.pos[place] = position
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = sequence
+            batch.logits[place] = is_sampled
+        assert ll.llama_decode(context, batch) == 0
+        ll.llama_batch_free(batch)
+
+    def measure(work: Work) -> Measured:
+        params = ll.llama_context_default_params()
+        params.n_ctx = work.num_sequences * (work.length + work.steps + 16)
+        params.n_batch = params.n_ubatch = 2048
+        params.n_seq_max = work.num_sequences
+        params.n_threads = params.n_threads_batch = NUM_THREADS
+        params.kv_unified = True
+        context = ll.llama_init_from_model(model, params)
+        sampler = ll.llama_sampler_init_greedy()
+        tokens = []
+        for sequence, prompt in enumerate(work.prompts):
+            decode(context, [(token, place, sequence, place == len(prompt) - 1) for place, token in enumerate(prompt)])
+            tokens.append(ll.llama_sampler_sample(sampler, context, -1))
+        first, position = list(tokens), work.length
+
+        def step() -> None:
+            nonlocal position, tokens
+            decode(context, [(token, position, sequence, True) for sequence, token in enumerate(tokens)])
+            tokens = [ll.llama_sampler_sample(sampler, context, place) for place in range(work.num_sequences)]
+            position += 1
+
+        step()
+        start = perf_counter()
+        for _ in range(work.steps):
+            step()
+        taken = perf_counter() - start
+        ll.llama_sampler_free(sampler)
+        ll.llama_free(context)
+        return {"rate": work.num_sequences * work.steps / taken, "first": first}
+
+    return measure
+
+
+def open_vllm(directory: Path) -> Engine:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{NUM_THREADS - 1}")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        max_model_len=4096,
+        max_num_seqs=64,
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=False,
+        enforce_eager=os.environ.get("KVARTS_VLLM_EAGER") == "1",
+    )
+
+    def run(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return by_difference(run)
+
+
+ENGINES: dict[str, Callable[[Path], Engine]] = {
+    "kvarts": open_kvarts,
+    "generate": open_generate,
+    "continuous": open_continuous,
+    "llama": open_llama,
+    "vllm": open_vllm,
+}
+
+
+def main() -> None:
+    # What a library prints goes where narration goes.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    measure = ENGINES[sys.argv[1]](Path(sys.argv[2]))
+    print("ready", file=out, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(measure(Work(**json.loads(line)))), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
