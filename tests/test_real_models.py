@@ -38,8 +38,9 @@ from kvarts.executor.torch.loading import check_architecture, load_model
 from kvarts.executor.torch.packing import PackedLinear
 from kvarts.executor.torch.reader import READERS
 from kvarts.executor.torch.sampling import SamplingParams
-from kvarts.executor.torch.tiny import FAMILIES, SIZES, write_tiny
+from kvarts.executor.torch.tiny import FAMILIES, SIZES, byte_tokenizer, write_tiny
 from kvarts.live.engine import Engine
+from kvarts.live.text import Generation
 from kvarts.offload.config import OffloadConfig
 from kvarts.planner import load_geometry
 from kvarts.request import Request
@@ -377,6 +378,39 @@ def test_streams_run_side_by_side_and_who_stops_listening_cancels(tiny: Callable
     assert engine.kv_live_bytes() == 0
 
 
+def test_a_stream_never_tells_what_a_stop_takes_back(tiny: Callable[[str], Path]) -> None:
+    engine = Engine.from_pretrained(tiny("qwen3"), kv_memory="4MiB", page_size=PAGE_SIZE)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    whole = engine.generate(["abc"], params)[0].text
+    places = [place for place in range(len(whole) - 3) if whole.index(whole[place : place + 3]) == place]
+    for place in places[:: max(1, len(places) // 8)]:
+        stop = whole[place : place + 3]
+        # A stop that begins alike and never comes holds text back, and loses none.
+        stopping = msgspec.structs.replace(params, stop=(stop, whole[2:4] + "never"))
+
+        async def listen(stopping: SamplingParams = stopping) -> str:
+            return "".join([text async for text in engine.stream("abc", stopping)])
+
+        assert asyncio.run(listen()) == whole[:place] == engine.generate(["abc"], stopping)[0].text
+
+
+@given(
+    texts=st.lists(st.text(st.sampled_from("aé你🙂 "), min_size=1), max_size=4),
+    raw=st.lists(st.integers(0, 255), max_size=20),
+)
+def test_text_told_token_by_token_is_that_of_all_tokens(texts: list[str], raw: list[int]) -> None:
+    tokenizer = byte_tokenizer()
+    prompt = Request(0, Content.from_tokens([1], page_size=4, owner=0), 1, 400)
+    generation = Generation(prompt, [1], SamplingParams(), tokenizer, frozenset(), torch.device("cpu"))
+    tokens = [token for text in texts for token in tokenizer(text)["input_ids"]] + raw
+    for count, token in enumerate(tokens, 1):
+        generation.take(token)
+        text = tokenizer.decode(tokens[:count])
+        assert text.startswith(generation.text)
+        if not text.endswith("\ufffd"):
+            assert generation.text == text
+
+
 # Memory and decisions -------------------------------------------------------------------------------------
 
 
@@ -514,16 +548,14 @@ def test_the_commands(
     prompts.write_text('{"prompt": "hello there"}\n\n{"prompt": [1, 2, 3]}\n')
     capsysbinary.readouterr()
     options = ("--model", model, "--max-tokens", 12, "--ignore-eos", "--kv-memory", "4MiB")
-    assert run(monkeypatch, "generate", "--prompts", prompts, *options) == 0
+    assert run(monkeypatch, "generate", "--prompts", prompts, *options, "--logprobs") == 0
     lines = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
-    assert [len(line["tokens"]) for line in lines] == [12, 12]
+    assert [len(line["tokens"]) for line in lines] == [len(line["logprobs"]) for line in lines] == [12, 12]
     assert run(monkeypatch, "generate", "--prompt", "hello there", *options) == 0
     assert capsysbinary.readouterr().out.decode() == lines[0]["text"] + "\n"
-    timeline, record = tmp_path / "timeline.jsonl", tmp_path / "steps.jsonl"
-    profiled = run(
-        monkeypatch, "profile", "--prompts", prompts, *options, "--kv-timeline", timeline, "--record", record
-    )
-    assert profiled == 0
+    timeline, record, trace = (tmp_path / name for name in ("timeline.jsonl", "steps.jsonl", "trace.jsonl"))
+    files = ("--kv-timeline", timeline, "--record", record, "--write-trace", trace)
+    assert run(monkeypatch, "profile", "--prompts", prompts, *options, *files) == 0
     report = msgspec.json.decode(capsysbinary.readouterr().out)
     assert (report["num_completed"], report["num_output_tokens"]) == (2, 24)
     assert report["ttft_ms"]["mean"] > 0
@@ -531,6 +563,16 @@ def test_the_commands(
     steps = [msgspec.json.decode(line) for line in record.read_bytes().splitlines()]
     assert len(steps) == report["num_steps"] == len(load_steps(record)), "what a calibration reads"
     assert steps[0]["chunks"] == [[0, 11, 11], [0, 3, 3]]
+    # What was run, and what its steps took, is what a replay needs.
+    cost = tmp_path / "cost.toml"
+    device = ("--device", "cpu:cores=2,bandwidth=20GB/s")
+    assert run(monkeypatch, "calibrate", record, "--model", model, *device, "--out", cost) == 0
+    capsysbinary.readouterr()
+    replayed = ("--trace-block-size", 1, "--cost", cost, "--pages", report["config"]["pages"], "--json")
+    assert run(monkeypatch, "replay", trace, *replayed) == 0
+    again = msgspec.json.decode(capsysbinary.readouterr().out)
+    for field in ("num_completed", "num_output_tokens", "num_steps", "num_cached_tokens", "prefix_hit_ratio"):
+        assert again[field] == report[field], field
     assert run(monkeypatch, "generate", *options) == 2
     prompts.write_text('{"prompt": 7}\n')
     assert run(monkeypatch, "generate", "--prompts", prompts, *options) == 4

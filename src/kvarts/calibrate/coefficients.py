@@ -64,8 +64,9 @@ def uncertainty_of(residuals: Values, jacobian: Values) -> dict[str, float]:
     with others: where every step reads all weights once, nobody can tell their time from that of the step itself.
     """
     spare = max(1, len(residuals) - jacobian.shape[1])
-    covariance = np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)
-    errors = np.sqrt((residuals**2).sum() / spare * np.diag(covariance))
+    # The diagonal of (J^T J)^+ as sums of squares, which rounding cannot make negative.
+    variances = np.square(np.linalg.pinv(jacobian, rcond=1e-6)).sum(axis=1)
+    errors = np.sqrt((residuals**2).sum() / spare * variances)
     _, strengths, directions = np.linalg.svd(jacobian, full_matrices=True)
     strengths = np.append(strengths, np.zeros(jacobian.shape[1] - len(strengths)))
     for direction in np.abs(directions[strengths <= UNFELT * max(strengths.max(), UNFELT)]):

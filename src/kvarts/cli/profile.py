@@ -17,7 +17,7 @@ from kvarts.cli.torching import (
     sampling_options,
     sampling_params,
 )
-from kvarts.files import check_writable, whole_file
+from kvarts.files import check_writable, whole_file, write_whole
 
 __all__ = ["profile_command"]
 
@@ -30,13 +30,20 @@ __all__ = ["profile_command"]
               help="Write how KV pages are used to FILE, step by step, while it runs: .jsonl, .jsonl.gz or .json. "
               "For `kvarts verify`.")  # fmt: skip
 @click.option("--record", "record_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write what each step was and how long it took, a JSON line a step.")  # fmt: skip
+              help="Write what each step was and how long it took, a JSON line a step: for `kvarts "
+              "calibrate`.")  # fmt: skip
+@click.option("--write-trace", "trace_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write what was run to FILE, token by token: for `kvarts replay FILE --trace-block-size "
+              "1`.")  # fmt: skip
 @sampling_options
-def profile_command(prompts_file: Path, kv_timeline: Path | None, record_file: Path | None, **values: Any) -> None:
+def profile_command(
+    prompts_file: Path, kv_timeline: Path | None, record_file: Path | None, trace_file: Path | None, **values: Any
+) -> None:
     """Run prompts on a real model, and say how long it took and what became of its KV pages, as JSON."""
     prompts = read_prompts(prompts_file)
-    if record_file is not None:
-        check_writable(record_file)
+    for file in (record_file, trace_file):
+        if file is not None:
+            check_writable(file)
     need_torch()
     from kvarts.live.profile import Profile
     from kvarts.live.record import RecordingExecutor
@@ -59,4 +66,6 @@ def profile_command(prompts_file: Path, kv_timeline: Path | None, record_file: P
                 LiveTimeline(kv_timeline, total_blocks=config.num_pages, block_size_tokens=config.page_size)
             )
         profile.run(engine, prompts, params)
+    if trace_file is not None:
+        write_whole(trace_file, profile.trace)
     print_json(profile.summary)

@@ -67,6 +67,7 @@ def engine_options(command: Command) -> Command:
 
 def sampling_options(command: Command) -> Command:
     """Options of `sampling_params`."""
+    command = click.option("--logprobs", is_flag=True, help="Tell the log-probability of each token.")(command)
     command = click.option("--ignore-eos", is_flag=True, help="The model's own end is a token like any other.")(command)
     command = click.option("--stop", multiple=True, metavar="TEXT", help="End where this is said. May be repeated.")(
         command
@@ -82,7 +83,8 @@ def sampling_params(values: dict[str, Any]) -> Any:
 
     given = {name: values.pop(name) for name, _, _ in SAMPLING}
     params = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(stop=tuple(values.pop("stop")), ignore_eos=values.pop("ignore_eos"), **params)
+    params |= {name: values.pop(name) for name in ("ignore_eos", "logprobs")}
+    return SamplingParams(stop=tuple(values.pop("stop")), **params)
 
 
 def open_engine(values: dict[str, Any], **kwargs: Any) -> Engine:

@@ -202,9 +202,9 @@ class Engine:
         told = 0
         try:
             while True:
-                if len(generation.text) > told:
-                    text, told = generation.text[told:], len(generation.text)
-                    yield text
+                if len(text := generation.told) > told:
+                    yield text[told:]
+                    told = len(text)
                 if generation.finish_reason is not None:
                     return
                 num_tokens = len(generation.tokens)

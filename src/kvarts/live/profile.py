@@ -18,6 +18,7 @@ from kvarts.timeline.spans import StepLog
 if TYPE_CHECKING:
     from kvarts.executor.torch.sampling import SamplingParams
     from kvarts.live.engine import Engine
+    from kvarts.request import Request
 
 __all__ = ["Profile"]
 
@@ -29,6 +30,7 @@ class Profile:
         self.live: StepSink | None = None
         self._log = StepLog(1)
         self._report: Report | None = None
+        self._trace: list[dict[str, Any]] = []
 
     def record_step(self, done: StepDone) -> None:
         """See StepSink."""
@@ -68,6 +70,7 @@ class Profile:
                 )
                 rows.append(row)
                 log.end(request, row, 0)
+                self._trace.append(_trace_row(request, completion.tokens))
         rows.sort(key=lambda row: row.row)
         self._report = Report(
             Trace(rows, name="prompts"),
@@ -84,8 +87,28 @@ class Profile:
         )
 
     @property
+    def trace(self) -> bytes:
+        """What was run, in the order of requests, as `kvarts replay FILE --trace-block-size 1` reads it."""
+        rows = sorted(self._trace, key=lambda row: int(row["request_id"]))
+        return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+
+    @property
     def summary(self) -> dict[str, Any]:
         """As `Report.summary`; `cost` says that steps were measured."""
         assert self._report is not None
         summary = dict(self._report.summary)
         return {**summary, "config": {**summary["config"], "cost": "measured"}}
+
+
+def _trace_row(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
+    """A row of a Mooncake trace whose blocks are single tokens: a hash id is a token. All were there from the start."""
+    prompt = request.content.tokens(0, request.num_prompt_tokens)
+    return {
+        "request_id": str(request.index),
+        "timestamp": 0,
+        "input_length": len(prompt),
+        "output_length": len(tokens),
+        "hash_ids": [int(token) for token in prompt],
+        "output_token_ids": list(tokens),
+        "priority": request.priority,
+    }

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import torch
+from tokenizers.decoders import DecodeStream
 
 from kvarts.executor.torch.sampling import Sampler, SamplingParams
 from kvarts.request import Request
@@ -50,6 +51,8 @@ class Generation:
         self.text = ""
         self._known = list(prompt)
         self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._stream = DecodeStream(skip_special_tokens=True)
         self._stop_ids = stop_ids
         self._sampler = None if params.is_plain else Sampler(params, request.index, device)
         self._logprobs: list[float] = []
@@ -69,7 +72,7 @@ class Generation:
         if token in self._stop_ids:
             self.finish_reason = "stop"
         elif self._tokenizer is not None:
-            self._tell()
+            self._tell(token)
         return self.finish_reason is not None
 
     def finish(self, reason: str) -> None:
@@ -90,13 +93,31 @@ class Generation:
             self.request.cached_tokens,
         )
 
-    def _tell(self) -> None:
-        """Brings `text` up to date; a character whose bytes are not all there waits for them."""
-        text: str = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+    @property
+    def told(self) -> str:
+        """The part of `text` that no stop can take back any more."""
+        if self.finish_reason is not None:
+            return self.text
+        held = 0
         for stop in self.params.stop:
-            place = text.find(stop)
-            if place >= 0:
-                text = text[:place]
-                self.finish_reason = "stop"
-        if self.finish_reason is not None or not text.endswith(UNFINISHED):
-            self.text = text
+            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:length]):
+                    held = length
+                    break
+        return self.text[: len(self.text) - held]
+
+    def _tell(self, token: int) -> None:
+        """Brings `text` up to date; a character whose bytes are not all there waits for them."""
+        if self._backend is not None:
+            text = self.text + (self._stream.step(self._backend, token) or "")
+        else:
+            text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+            if text.endswith(UNFINISHED):
+                return
+        # What was there before has been looked through.
+        begin = max(0, len(self.text) - max(map(len, self.params.stop), default=0))
+        places = [place for stop in self.params.stop if (place := text.find(stop, begin)) >= 0]
+        if places:
+            text = text[: min(places)]
+            self.finish_reason = "stop"
+        self.text = text
