@@ -21,6 +21,7 @@ from flash_standin import flash_module
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.flash import FlashReader
 from kvarts.executor.torch.flex import FlexReader
+from kvarts.executor.torch.inplace import InPlaceReader
 from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.executor.torch.reader import READERS, choose_reader
 from kvarts.executor.torch.sdpa import GROUP_TOKENS, SdpaReader
@@ -37,6 +38,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MAKERS: dict[str, Any] = {
     "sdpa": SdpaReader,
+    "numba": InPlaceReader,
     "flash": FlashReader,
     "flex": partial(FlexReader, is_compiled=False),
 }
@@ -186,7 +188,9 @@ def pools(page_size: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.bfl
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_who_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(choose_reader(pools())) is SdpaReader
+    assert type(choose_reader(pools())) is InPlaceReader
+    assert type(choose_reader(pools(dtype=torch.float16))) is SdpaReader
+    assert type(choose_reader(pools(), "sdpa")) is SdpaReader
     assert type(choose_reader(pools(256), "flash")) is FlashReader
     assert type(choose_reader(pools(), "flex")) is FlexReader
     for bad, name, message in (
@@ -194,6 +198,7 @@ def test_who_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         (pools(256, 512), "flash", "heads of 512"),
         (pools(256, dtype=torch.float32), "flash", "not of 16 bits"),
         (pools(8), "flex", "8 is no multiple of 16"),
+        (pools(dtype=torch.float16), "numba", "neither float32 nor bfloat16"),
         (pools(), "fast", "'fast' is not known"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -213,4 +218,4 @@ def test_who_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     there = pools(256)
     there.device = torch.device("cuda")
     assert type(choose_reader(there)) is FlexReader
-    assert list(READERS) == ["flash", "flex", "sdpa"]
+    assert list(READERS) == ["flash", "flex", "numba", "sdpa"]

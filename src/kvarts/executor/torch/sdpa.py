@@ -67,15 +67,21 @@ class SdpaReader:
     def read(self, layer: int, queries: torch.Tensor, way: Way) -> torch.Tensor:
         """See Reader."""
         window = way.window
-        if window not in self._groups:
-            self._groups[window] = self._make_groups(window)
-            self._chunks[window] = [self._make_chunk(chunk, window) for chunk in self._step.chunks]
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        for group in self._groups[window]:
-            out[group.rows] = self._decode(queries[group.rows], group, layer, way)
+        if len(self._step.decode_positions):
+            self._read_decodes(layer, queries, way, out)
+        if window not in self._chunks:
+            self._chunks[window] = [self._make_chunk(chunk, window) for chunk in self._step.chunks]
         for chunk in self._chunks[window]:
             out[chunk.first : chunk.last] = self._prefill(queries[chunk.first : chunk.last], chunk, layer, way)
         return out
+
+    def _read_decodes(self, layer: int, queries: torch.Tensor, way: Way, out: torch.Tensor) -> None:
+        """Writes what the decodes read, the first of `queries`, to `out`."""
+        if way.window not in self._groups:
+            self._groups[way.window] = self._make_groups(way.window)
+        for group in self._groups[way.window]:
+            out[group.rows] = self._decode(queries[group.rows], group, layer, way)
 
     def _decode(self, queries: torch.Tensor, group: _Group, layer: int, way: Way) -> torch.Tensor:
         """`queries` [sequences, heads, head_dim]."""
