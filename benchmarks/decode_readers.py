@@ -1,0 +1,71 @@
+"""A step of decodes on a CPU, by who reads the pages: random weights in the shape of Qwen3-0.6B, bfloat16.
+
+    python benchmarks/decode_readers.py
+
+Needs kvarts[torch]. Milliseconds a step, medians of rounds, in each of which all readers have their turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+
+from decode_speed import write_model
+
+READERS = ("sdpa", "numba")
+
+
+def step_ms(model: Any, reader: str, count: int, length: int, num_steps: int) -> float:
+    from kvarts.config import EngineConfig
+    from kvarts.executor.torch.sampling import SamplingParams
+    from kvarts.live.engine import Engine
+
+    pages = count * -(-(length + num_steps + 8) // 16)
+    config = EngineConfig(num_pages=pages, page_size=16, max_num_batched_tokens=4096, max_num_seqs=count)
+    engine = Engine(model, None, config, attention=reader)
+    params = SamplingParams(max_tokens=num_steps + 4, ignore_eos=True)
+    random = Random(0)
+    for _ in range(count):
+        engine.submit([random.randrange(150_000) for _ in range(length)], params)
+    while any(not generation.tokens for generation in engine._generations.values()):
+        engine.step()
+    engine.step()
+    taken = []
+    for _ in range(num_steps):
+        start = perf_counter()
+        engine.step()
+        taken.append(perf_counter() - start)
+    return statistics.median(taken) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--model-dir", type=Path, help="Where the model is kept from run to run. [a temporary one]")
+    args = parser.parse_args()
+    from kvarts.executor.torch.loading import load_model
+
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = args.model_dir or Path(temporary)
+        if not (directory / "config.json").exists():
+            write_model(directory)
+        model = load_model(directory)
+        print("| prompt | sequences | sdpa ms | numba ms | times |")
+        print("|---:|---:|---:|---:|---:|")
+        for length, count in ((128, 1), (128, 8), (128, 32), (512, 1), (512, 8)):
+            rounds = [
+                [step_ms(model, reader, count, length, args.steps) for reader in READERS] for _ in range(args.rounds)
+            ]
+            sdpa, numba = (statistics.median(column) for column in zip(*rounds, strict=True))
+            times = statistics.median(one / other for one, other in rounds)
+            print(f"| {length} | {count} | {sdpa:.0f} | {numba:.0f} | {times:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
