@@ -61,9 +61,9 @@ def open_kvarts(directory: Path) -> Engine:
     import torch
 
     from kvarts.config import EngineConfig
+    from kvarts.executor.torch.inplace import InPlaceReader
     from kvarts.executor.torch.loading import load_model
     from kvarts.executor.torch.sampling import SamplingParams
-    from kvarts.executor.torch.sdpa import SdpaReader
     from kvarts.live.engine import Engine as Live
 
     torch.set_num_threads(NUM_THREADS)
@@ -80,17 +80,17 @@ def open_kvarts(directory: Path) -> Engine:
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)
-    make_groups = SdpaReader._make_groups
+    look = InPlaceReader._look
 
-    def timed_groups(reader: Any, window: int | None) -> Any:
-        """They are made when the first layer asks, so the model's time has them; they belong to the tables."""
+    def timed_look(reader: Any, window: int | None) -> Any:
+        """It is done when the first layer asks, so the model's time has it; it belongs to the tables."""
         nonlocal inside
         start = perf_counter()
-        groups = make_groups(reader, window)
+        seen = look(reader, window)
         inside -= perf_counter() - start
-        return groups
+        return seen
 
-    SdpaReader._make_groups = timed_groups  # type: ignore[assignment, method-assign]
+    InPlaceReader._look = timed_look  # type: ignore[assignment, method-assign]
 
     def measure(work: Work) -> Measured:
         nonlocal inside

@@ -62,7 +62,7 @@ class Batch:
             common = min(spans[0][0], spans[1][0]) // page_size
             self.pages[1][:common] = self.pages[0][:common]
         self.spans, self.num_decodes, self.page_size = spans, num_decodes, page_size
-        self.pools = KVPools([LayerShape(2, 8, 0)], num_pages=len(ids), page_size=page_size, dtype=torch.float32)
+        self.pools = KVPools([LayerShape(4, 2, 8, 0)], num_pages=len(ids), page_size=page_size, dtype=torch.float32)
         self.pools.keys[0].normal_()
         self.pools.values[0].normal_()
         self.num_tokens = sum(end - start for start, end in spans)
@@ -183,7 +183,7 @@ def test_the_kernels_that_pytorch_compiles_say_the_same() -> None:
 
 
 def pools(page_size: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.bfloat16) -> KVPools:
-    return KVPools([LayerShape(1, head_dim, 0)], num_pages=2, page_size=page_size, dtype=dtype)
+    return KVPools([LayerShape(1, 1, head_dim, 0)], num_pages=2, page_size=page_size, dtype=dtype)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

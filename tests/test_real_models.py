@@ -205,7 +205,7 @@ def test_in_16_bits_only_what_rounding_decides_may_differ(tiny: Callable[[str], 
             best, second = logits.topk(2).values.tolist()
             assert best - second <= 0.05 * logits.abs().max(), "more than rounding of 8 bits in a few layers"
     print(f"{num_equal} of {num_tokens} tokens come before the first that differs")
-    assert num_equal >= num_tokens // 2
+    assert num_equal >= num_tokens // 4
 
 
 def test_packed_layers_compute_the_same() -> None:

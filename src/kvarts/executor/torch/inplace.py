@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvarts.executor.torch.pools import KVPools
+from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.executor.torch.sdpa import SdpaReader
 from kvarts.executor.torch.step import Ints, StepView, Way
 
@@ -39,7 +39,7 @@ class _Seen(msgspec.Struct):
 
 
 class InPlaceReader(SdpaReader):
-    """See Reader."""
+    """See Reader. Its kernels are compiled, or found on disk, when it is made: no step has to wait for them."""
 
     def __init__(self, pools: KVPools) -> None:
         import numba
@@ -49,6 +49,8 @@ class InPlaceReader(SdpaReader):
         self._flat = {id(pool): _flat(pool) for pool in pools.tensors}
         self._seen: dict[int | None, _Seen] = {}
         self._num_threads = 1
+        for layer in {(shape.num_heads, shape.num_kv_heads, shape.head_dim): shape for shape in pools.layers}.values():
+            self._compile(layer)
 
     def begin(self, step: StepView) -> None:
         """See Reader."""
@@ -58,30 +60,28 @@ class InPlaceReader(SdpaReader):
         self._numba.set_num_threads(self._num_threads)
 
     def _read_decodes(self, layer: int, queries: torch.Tensor, way: Way, out: torch.Tensor) -> None:
-        from kvarts.executor.torch.kernel import NOWHERE, decode_kernel
-
-        pools = self._pools
-        keys, values = pools.keys[layer], pools.values[layer]
-        num_kv_heads, head_dim = keys.shape[2:]
-        num_heads = queries.shape[1]
         seen = self._seen.get(way.window)
         if seen is None:
             seen = self._seen[way.window] = self._look(way.window)
         count = len(seen.begins)
-        own = queries[:count][seen.order].float().contiguous().flatten().numpy()
+        out[:count] = self._call(layer, queries[:count][seen.order], way, seen)[seen.back]
+
+    def _call(self, layer: int, queries: torch.Tensor, way: Way, seen: _Seen) -> torch.Tensor:
+        """`queries` [sequences, heads, head_dim], in the order of `seen`; as many, in 32 bits."""
+        from kvarts.executor.torch.kernel import NOWHERE, decode_kernel
+
+        pools, shape = self._pools, self._pools.layers[layer]
+        own = queries.float().contiguous().flatten().numpy()
         read = np.empty_like(own)
-        sinks = np.full(num_heads, NOWHERE, np.float32)
+        sinks = np.full(shape.num_heads, NOWHERE, np.float32)
         if way.sinks is not None:
             sinks[:] = way.sinks.float().numpy()
-        kernel = decode_kernel(
-            head_dim, num_heads // num_kv_heads, pools.page_size, is_bfloat16=pools.dtype == torch.bfloat16
-        )
-        kernel(
+        decode_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, pools.page_size)(
             own,
-            self._flat[id(keys)],
-            self._flat[id(values)],
-            num_kv_heads,
-            self._num_parts(count, num_kv_heads),
+            self._flat[id(pools.keys[layer])],
+            self._flat[id(pools.values[layer])],
+            shape.num_kv_heads,
+            self._num_parts(len(seen.begins), shape.num_kv_heads),
             seen.tables,
             seen.begins,
             seen.ends,
@@ -90,7 +90,14 @@ class InPlaceReader(SdpaReader):
             sinks,
             read,
         )
-        out[:count] = torch.from_numpy(read).view(count, num_heads, head_dim)[seen.back]
+        return torch.from_numpy(read).view(queries.shape)
+
+    def _compile(self, layer: LayerShape) -> None:
+        """By a call for no sequence at all."""
+        nothing = torch.empty(0, layer.num_heads, layer.head_dim)
+        none = np.empty(0, np.int64)
+        seen = _Seen(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), none[:, None], none, none)
+        self._call(self._pools.layers.index(layer), nothing, Way(1.0), seen)
 
     def _look(self, window: int | None) -> _Seen:
         step = self._step
@@ -105,7 +112,7 @@ class InPlaceReader(SdpaReader):
 
     def _num_parts(self, count: int, num_kv_heads: int) -> int:
         """In how many parts the heads of a sequence are worked on, so that no thread is idle."""
-        wanted = min(num_kv_heads, -(-2 * self._num_threads // count))
+        wanted = min(num_kv_heads, -(-2 * self._num_threads // max(1, count)))
         return next(parts for parts in range(wanted, num_kv_heads + 1) if num_kv_heads % parts == 0)
 
 

@@ -29,22 +29,18 @@ real = np.float32
 
 
 @intrinsic
-def widened(typing_context: Any, bits: Any) -> Any:
-    """The number in 32 bits whose upper half is a bfloat16: these bits, and none after."""
+def widen(typing_context: Any, number: Any) -> Any:
+    """In 32 bits: a float32 as it is, and of a bfloat16, which comes as its bits, the number whose upper half it is."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         from llvmlite import ir
 
+        if number == types.float32:
+            return arguments[0]
         word = builder.zext(arguments[0], ir.IntType(32))
         return builder.bitcast(builder.shl(word, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
 
-    return types.float32(types.uint16), generate
-
-
-@njit(inline="always")
-def as_it_is(number: Any) -> Any:
-    """A number that has 32 bits already."""
-    return number
+    return types.float32(number), generate
 
 
 @njit(fastmath=True, inline="always", error_model="numpy")
@@ -65,7 +61,7 @@ def softmax(scores: Any, first: Any, count: Any, softcap: Any, sink: Any) -> Non
 
 
 @cache
-def decode_kernel(head_dim: int, heads_each: int, page_size: int, *, is_bfloat16: bool) -> Callable[..., None]:
+def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..., None]:
     """For heads of `head_dim` numbers, `heads_each` to a KV head: sizes that are known make loops of a known length.
 
     Arguments: `queries` and `out`, flat float32 of [sequences, kv_heads, heads_each, head_dim]; `keys` and `values`,
@@ -73,7 +69,7 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int, *, is_bfloat16
     and in how many `parts` they are worked on; `tables` [sequences, pages]; the places [begin, end) that each sequence
     sees; `scaling`; `softcap`, 0 for none; `sinks` [heads], NOWHERE for none.
     """
-    widen = widened if is_bfloat16 else as_it_is
+    # Nothing but numbers: what is compiled is kept on disk, by their values.
     dim, each, size = index(head_dim), index(heads_each), index(page_size)
     one, two, three, block = index(1), index(2), index(3), index(BLOCK)
 

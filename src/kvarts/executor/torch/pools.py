@@ -15,9 +15,11 @@ __all__ = ["KVPools", "LayerShape", "page_bytes_of"]
 class LayerShape(msgspec.Struct, frozen=True):
     """What a layer keeps of a token: `num_kv_heads` keys and as many values, of `head_dim` numbers each.
 
-    `owner`: the layer whose keys and values it reads, which may be itself; if it is another, it keeps nothing.
+    `num_heads` read them. `owner`: the layer whose keys and values it reads, which may be itself; if it is another, it
+    keeps nothing.
     """
 
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     owner: int
@@ -46,6 +48,7 @@ class KVPools:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
+        self.layers = tuple(layers)
         self.num_pages = num_pages
         self.page_bytes = page_bytes_of(layers, page_size=page_size, dtype=dtype)
         self.page_size = page_size

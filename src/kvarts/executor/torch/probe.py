@@ -65,5 +65,5 @@ class _Probe:
         owner = next((other for other, known in self._seen if known.data_ptr() == keys.data_ptr()), layer)
         if owner == layer:
             self._seen.append((layer, keys))
-        self.shapes[layer] = LayerShape(keys.shape[1], keys.shape[2], owner)
+        self.shapes[layer] = LayerShape(queries.shape[1], keys.shape[1], keys.shape[2], owner)
         return torch.zeros_like(queries, memory_format=torch.contiguous_format)
