@@ -58,7 +58,10 @@ def engine_options(command: Command) -> Command:
         ("--max-seqs", {"metavar": "N", "type": at_least_one, "default": 64, "help": "Requests that may run at once."}),
         ("--dtype", {"metavar": "DTYPE", "default": "auto", "help": "auto, float32, bfloat16 or float16."}),
         ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
-        ("--attention", {"metavar": "NAME", "default": "auto", "help": "Who reads pages: auto, flash, flex or sdpa."}),
+        (
+            "--attention",
+            {"metavar": "NAME", "default": "auto", "help": "Who reads pages: auto, flash, flex, numba or sdpa."},
+        ),
     ]
     for name, settings in reversed(options):
         command = click.option(name, show_default="default" in settings, **settings)(command)
