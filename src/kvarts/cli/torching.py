@@ -60,7 +60,7 @@ def engine_options(command: Command) -> Command:
         ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
         (
             "--attention",
-            {"metavar": "NAME", "default": "auto", "help": "Who reads pages: auto, flash, flex, numba or sdpa."},
+            {"metavar": "NAME", "default": "auto", "help": "Reads pages: auto, flash, flex, numba or sdpa."},
         ),
     ]
     for name, settings in reversed(options):
