@@ -11,32 +11,19 @@ import argparse
 import statistics
 import tempfile
 from pathlib import Path
-from random import Random
 from time import perf_counter
 from typing import Any
 
 from decode_speed import write_model
+from decode_workers import Work, decoding
 
 READERS = ("sdpa", "numba")
 
 
-def step_ms(model: Any, reader: str, count: int, length: int, num_steps: int) -> float:
-    from kvarts.config import EngineConfig
-    from kvarts.executor.torch.sampling import SamplingParams
-    from kvarts.live.engine import Engine
-
-    pages = count * -(-(length + num_steps + 8) // 16)
-    config = EngineConfig(num_pages=pages, page_size=16, max_num_batched_tokens=4096, max_num_seqs=count)
-    engine = Engine(model, None, config, attention=reader)
-    params = SamplingParams(max_tokens=num_steps + 4, ignore_eos=True)
-    random = Random(0)
-    for _ in range(count):
-        engine.submit([random.randrange(150_000) for _ in range(length)], params)
-    while any(not generation.tokens for generation in engine._generations.values()):
-        engine.step()
-    engine.step()
+def step_ms(model: Any, reader: str, work: Work) -> float:
+    engine, _ = decoding(model, work, attention=reader)
     taken = []
-    for _ in range(num_steps):
+    for _ in range(work.steps):
         start = perf_counter()
         engine.step()
         taken.append(perf_counter() - start)
@@ -59,9 +46,8 @@ def main() -> None:
         print("| prompt | sequences | sdpa ms | numba ms | times |")
         print("|---:|---:|---:|---:|---:|")
         for length, count in ((128, 1), (128, 8), (128, 32), (512, 1), (512, 8)):
-            rounds = [
-                [step_ms(model, reader, count, length, args.steps) for reader in READERS] for _ in range(args.rounds)
-            ]
+            work = Work(count, length, args.steps)
+            rounds = [[step_ms(model, reader, work) for reader in READERS] for _ in range(args.rounds)]
             sdpa, numba = (statistics.median(column) for column in zip(*rounds, strict=True))
             times = statistics.median(one / other for one, other in rounds)
             print(f"| {length} | {count} | {sdpa:.0f} | {numba:.0f} | {times:.2f} |", flush=True)

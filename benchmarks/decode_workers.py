@@ -57,14 +57,28 @@ def by_difference(run: Callable[[list[list[int]], int], list[list[int]]]) -> Eng
     return measure
 
 
+def decoding(model: Any, work: Work, **settings: Any) -> tuple[Any, list[Any]]:
+    """An engine of kvarts in which all sequences decode, for `work.steps` more steps, and what they said so far."""
+    from kvarts.config import EngineConfig
+    from kvarts.executor.torch.sampling import SamplingParams
+    from kvarts.live.engine import Engine as Live
+
+    pages = work.num_sequences * -(-(work.length + work.steps + 8) // 16)
+    config = EngineConfig(num_pages=pages, page_size=16, max_num_batched_tokens=4096, max_num_seqs=work.num_sequences)
+    engine = Live(model, None, config, **settings)
+    params = SamplingParams(max_tokens=work.steps + 4, ignore_eos=True)
+    generations = [engine._generations[engine.submit(prompt, params)] for prompt in work.prompts]
+    while any(not generation.tokens for generation in generations):
+        engine.step()
+    engine.step()
+    return engine, generations
+
+
 def open_kvarts(directory: Path) -> Engine:
     import torch
 
-    from kvarts.config import EngineConfig
     from kvarts.executor.torch.inplace import InPlaceReader
     from kvarts.executor.torch.loading import load_model
-    from kvarts.executor.torch.sampling import SamplingParams
-    from kvarts.live.engine import Engine as Live
 
     torch.set_num_threads(NUM_THREADS)
     model = load_model(directory)
@@ -94,17 +108,7 @@ def open_kvarts(directory: Path) -> Engine:
 
     def measure(work: Work) -> Measured:
         nonlocal inside
-        pages = work.num_sequences * -(-(work.length + work.steps + 8) // 16)
-        config = EngineConfig(
-            num_pages=pages, page_size=16, max_num_batched_tokens=4096, max_num_seqs=work.num_sequences
-        )
-        engine = Live(model, None, config)
-        params = SamplingParams(max_tokens=work.steps + 4, ignore_eos=True)
-        indices = [engine.submit(prompt, params) for prompt in work.prompts]
-        generations = [engine._generations[index] for index in indices]
-        while any(not generation.tokens for generation in generations):
-            engine.step()
-        engine.step()
+        engine, generations = decoding(model, work)
         inside = 0.0
         start = perf_counter()
         for _ in range(work.steps):

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvarts.cli.main import main
 
 pytest.register_assert_rewrite("models")
 
@@ -24,3 +27,14 @@ def conversation_trace() -> Path:
     if not path.exists():
         pytest.skip(f"needs {path}; set KVARTS_DATA to a folder with mooncake/conversation_trace.jsonl")
     return path
+
+
+@pytest.fixture
+def run_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs `kvarts` with these arguments; its exit code."""
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr("sys.argv", ["kvarts", *map(str, arguments)])
+        return main()
+
+    return run

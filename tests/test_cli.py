@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvarts.cli.main import main
-
 GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}\n'
 
 
@@ -28,10 +26,9 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def kvarts(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Run:
+def kvarts(capsysbinary: pytest.CaptureFixture[bytes], run_command: Callable[..., int]) -> Run:
     def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["kvarts", *map(str, arguments)])
-        code = main()
+        code = run_command(*arguments)
         captured = capsysbinary.readouterr()
         return Ran(code, captured.out.decode(), captured.err.decode())
 

@@ -84,7 +84,7 @@ class Batch:
             tables[row, : len(pages)] = pages
         step = StepView(
             self.pools,
-            slots=torch.from_numpy(np.concatenate(slots)),
+            slots=np.concatenate(slots),
             chunks=chunks,
             decode_positions=np.array([start for start, _ in self.spans[: self.num_decodes]], np.int64),
             decode_tables=tables,

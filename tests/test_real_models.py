@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flash_standin import flash_module
 from kvarts.calibrate.stepfit import load_steps
-from kvarts.cli.main import main
 from kvarts.config import EngineConfig
 from kvarts.content import Content, pack_units
 from kvarts.engine import Engine as Core
@@ -531,31 +530,26 @@ def test_a_bad_model_is_named(tiny: Callable[[str], Path], tmp_path: Path) -> No
 # Commands -------------------------------------------------------------------------------------------------
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
-    monkeypatch.setattr("sys.argv", ["kvarts", *map(str, args)])
-    return main()
-
-
 def test_the_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
-    assert run(monkeypatch, "model", "tiny", model, "--family", "gemma3") == 0
+    assert run_command("model", "tiny", model, "--family", "gemma3") == 0
     again = tmp_path / "again"
-    assert run(monkeypatch, "model", "tiny", again, "--family", "gemma3") == 0
+    assert run_command("model", "tiny", again, "--family", "gemma3") == 0
     assert (again / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    assert run(monkeypatch, "model", "tiny", model, "--family", "gpt") == 2
+    assert run_command("model", "tiny", model, "--family", "gpt") == 2
     prompts.write_text('{"prompt": "hello there"}\n\n{"prompt": [1, 2, 3]}\n')
     capsysbinary.readouterr()
     options = ("--model", model, "--max-tokens", 12, "--ignore-eos", "--kv-memory", "4MiB")
-    assert run(monkeypatch, "generate", "--prompts", prompts, *options, "--logprobs") == 0
+    assert run_command("generate", "--prompts", prompts, *options, "--logprobs") == 0
     lines = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
     assert [len(line["tokens"]) for line in lines] == [len(line["logprobs"]) for line in lines] == [12, 12]
-    assert run(monkeypatch, "generate", "--prompt", "hello there", *options) == 0
+    assert run_command("generate", "--prompt", "hello there", *options) == 0
     assert capsysbinary.readouterr().out.decode() == lines[0]["text"] + "\n"
     timeline, record, trace = (tmp_path / name for name in ("timeline.jsonl", "steps.jsonl", "trace.jsonl"))
     files = ("--kv-timeline", timeline, "--record", record, "--write-trace", trace)
-    assert run(monkeypatch, "profile", "--prompts", prompts, *options, *files) == 0
+    assert run_command("profile", "--prompts", prompts, *options, *files) == 0
     report = msgspec.json.decode(capsysbinary.readouterr().out)
     assert (report["num_completed"], report["num_output_tokens"]) == (2, 24)
     assert report["ttft_ms"]["mean"] > 0
@@ -566,13 +560,13 @@ def test_the_commands(
     # What was run, and what its steps took, is what a replay needs.
     cost = tmp_path / "cost.toml"
     device = ("--device", "cpu:cores=2,bandwidth=20GB/s")
-    assert run(monkeypatch, "calibrate", record, "--model", model, *device, "--out", cost) == 0
+    assert run_command("calibrate", record, "--model", model, *device, "--out", cost) == 0
     capsysbinary.readouterr()
     replayed = ("--trace-block-size", 1, "--cost", cost, "--pages", report["config"]["pages"], "--json")
-    assert run(monkeypatch, "replay", trace, *replayed) == 0
+    assert run_command("replay", trace, *replayed) == 0
     again = msgspec.json.decode(capsysbinary.readouterr().out)
     for field in ("num_completed", "num_output_tokens", "num_steps", "num_cached_tokens", "prefix_hit_ratio"):
         assert again[field] == report[field], field
-    assert run(monkeypatch, "generate", *options) == 2
+    assert run_command("generate", *options) == 2
     prompts.write_text('{"prompt": 7}\n')
-    assert run(monkeypatch, "generate", "--prompts", prompts, *options) == 4
+    assert run_command("generate", "--prompts", prompts, *options) == 4

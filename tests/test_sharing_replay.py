@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvarts.cli.main import main
 from kvarts.errors import ConfigError, InputError
 from kvarts.replayer import load_trace
 from kvarts.replayer.azure import load_azure
@@ -23,22 +23,17 @@ TRACES = ["--trace", f"chat={CHAT}", "--trace", f"code={CODE}"]
 DEVICE = ["--device", "h100-80gb", "--kv-memory", "4GiB"]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
-    monkeypatch.setattr("sys.argv", ["kvarts", *map(str, args)])
-    return main()
-
-
 def test_the_command_writes_everything_and_says_the_same_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
     command = ["replay", *MODELS, *TRACES, *DEVICE, "--json", "--audit"]
-    assert run(monkeypatch, *command, "--run-dir", first, "--loans", tmp_path / "loans.jsonl") == 0
+    assert run_command(*command, "--run-dir", first, "--loans", tmp_path / "loans.jsonl") == 0
     printed = capsysbinary.readouterr().out
     # Observed, it goes step by step; unobserved, many turns at once.
-    assert run(monkeypatch, *command, "--timeline", tmp_path / "timeline.json") == 0
+    assert run_command(*command, "--timeline", tmp_path / "timeline.json") == 0
     assert capsysbinary.readouterr().out == printed
-    assert run(monkeypatch, *command, "--run-dir", again) == 0
+    assert run_command(*command, "--run-dir", again) == 0
     for path in sorted(first.rglob("*")):
         if path.is_file():
             assert path.read_bytes() == (again / path.relative_to(first)).read_bytes(), path
@@ -54,7 +49,7 @@ def test_the_command_writes_everything_and_says_the_same_twice(
     for name in ("chat", "code"):
         for path in (first / name / "timeline.json.gz", tmp_path / f"timeline-{name}.json"):
             assert verify_file(path).verdict == "ok"
-        assert run(monkeypatch, "report", first / name, "--html", tmp_path / f"{name}.html") == 0
+        assert run_command("report", first / name, "--html", tmp_path / f"{name}.html") == 0
 
 
 def test_memory_that_others_have_is_withheld_in_a_timeline(tmp_path: Path) -> None:
@@ -84,15 +79,15 @@ def test_memory_that_others_have_is_withheld_in_a_timeline(tmp_path: Path) -> No
         assert verify_file(tmp_path / "tampered.json").verdict == "violated"
 
 
-def test_a_split_lends_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "replay", *MODELS, *TRACES, *DEVICE, "--static-split") == 0
+def test_a_split_lends_nothing(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--static-split") == 0
     printed = capsys.readouterr().out
     assert "split, nothing is lent" in printed
     assert "loans" not in printed
 
 
 def test_a_configuration_file_says_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     config = tmp_path / "share.toml"
     config.write_text(
@@ -100,21 +95,21 @@ def test_a_configuration_file_says_the_same(
         f'[models.chat]\nmodel = "llama-3.1-8b"\nweight = 2\ntrace = "{CHAT}"\n'
         f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{CODE}"\n'
     )
-    assert run(monkeypatch, "replay", "--config", config, "--json") == 0
+    assert run_command("replay", "--config", config, "--json") == 0
     from_file = capsysbinary.readouterr().out
-    assert run(monkeypatch, "replay", *MODELS, *TRACES, *DEVICE, "--json") == 0
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--json") == 0
     assert capsysbinary.readouterr().out == from_file
-    assert run(monkeypatch, "replay", "--config", config, "--model", "chat=:weight=1", "--json") == 0
+    assert run_command("replay", "--config", config, "--model", "chat=:weight=1", "--json") == 0
     models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
     assert models["chat"]["share_owned"] == 0.5
 
 
 def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     places = ["--json", "--requests", tmp_path / "requests.jsonl"]
     health = ["--health", "code=dead@200", "--health", "chat=degraded@30", "--health", "chat=healthy@50"]
-    assert run(monkeypatch, "replay", *MODELS, *TRACES, *DEVICE, *places, *health) == 0
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, *places, *health) == 0
     models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
     assert models["chat"]["num_completed"] == 1000
     assert models["code"]["num_failed"] > 0
@@ -122,7 +117,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
     rows = msgspec.json.Decoder(dict[str, object]).decode_lines((tmp_path / "requests-code.jsonl").read_bytes())
     reasons = {row["status"]: row["reason"] for row in rows}
     assert reasons == {"completed": None, "failed": "its model died at 200 s", "rejected": "its model is dead"}
-    assert run(monkeypatch, "replay", *MODELS, *TRACES, *DEVICE, "--json", "--health", "code=degraded@200") == 0
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--json", "--health", "code=degraded@200") == 0
     models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
     assert models["code"]["num_failed"] > 0 == models["code"]["num_rejected"]
     assert models["chat"]["num_completed"] == 1000
@@ -156,9 +151,9 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
     ],
 )
 def test_what_cannot_be_is_named(
-    args: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    args: list[str], says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "replay", *args) == 2
+    assert run_command("replay", *args) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"kvarts: {says}")
     assert not captured.out

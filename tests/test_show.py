@@ -33,10 +33,9 @@ Kvarts = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def kvarts(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Kvarts:
+def kvarts(capsysbinary: pytest.CaptureFixture[bytes], run_command: Callable[..., int]) -> Kvarts:
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvarts", *map(str, arguments)])
-        code = main()
+        code = run_command(*arguments)
         captured = capsysbinary.readouterr()
         return code, captured.out.decode(), captured.err.decode()
 

@@ -145,19 +145,18 @@ def replay_command(
     standard error.
     """
     given = {name.removeprefix("set_"): value for name, value in settings.items() if value not in (None, ())}
-    sharing = _sharing_values(given, config_file)
-    if sharing is not None:
-        places = {
-            "as_json": as_json,
-            "report_file": report_file,
-            "requests_file": requests_file,
-            "timeline_file": timeline_file,
-            "timeline_every": timeline_every,
-            "events_file": events_file,
-            "run_dir": run_dir,
-            "loans_file": loans_file,
-        }
-        _replay_shared(trace, sharing, given, config_file, places)
+    places: dict[str, Any] = {
+        "as_json": as_json,
+        "report_file": report_file,
+        "requests_file": requests_file,
+        "timeline_file": timeline_file,
+        "timeline_every": timeline_every,
+        "events_file": events_file,
+        "run_dir": run_dir,
+    }
+    read = _read(config_file)
+    if _is_shared(given, read):
+        _replay_shared(trace, read, given, config_file, {**places, "loans_file": loans_file})
         return
     if loans_file is not None:
         given["loans"] = loans_file
@@ -165,33 +164,26 @@ def replay_command(
     from kvarts.replayer import replay
     from kvarts.replayer.config import make_config
 
-    values, traffic = _settings(given, config_file)
+    values, traffic = _settings(given, read, config_file)
     config = make_config(values)
-    outputs = Outputs(
-        config,
-        as_json=as_json,
-        report_file=report_file,
-        requests_file=requests_file,
-        timeline_file=timeline_file,
-        timeline_every=timeline_every,
-        events_file=events_file,
-        run_dir=run_dir,
-    )
+    outputs = Outputs(config, **places)
     loaded = _traffic(trace, traffic, config_file)
     with outputs.journals() as observers_of, _Progress([loaded]) as progress:
         report = replay(loaded, config, on_progress=progress, observers_of=observers_of)
     outputs.write(report)
 
 
-def _sharing_values(given: dict[str, Any], config_file: Path | None) -> dict[str, Any] | None:
-    """What the file says, if this is about several models: they have names, here or there. Else None."""
+def _read(config_file: Path | None) -> dict[str, Any]:
+    """What the file says, if there is one."""
     from kvarts.files import read_toml
 
-    values: dict[str, Any] = {}
-    if config_file is not None:
-        values = read_toml(config_file, hint="Check the path of the configuration.")
+    return {} if config_file is None else read_toml(config_file, hint="Check the path of the configuration.")
+
+
+def _is_shared(given: dict[str, Any], read: dict[str, Any]) -> bool:
+    """Whether this is about several models: they have names, on the command line or in the file."""
     has_names = any(re.match(r"[A-Za-z0-9][A-Za-z0-9_.-]*=", model) for model in given.get("model", ()))
-    return values if has_names or "models" in values else None
+    return has_names or "models" in read
 
 
 def _replay_shared(
@@ -228,10 +220,12 @@ def _merge_slo(values: dict[str, Any], given: dict[str, Any]) -> None:
         values["slo"] = {**values.get("slo", {}), **slo}
 
 
-def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the replay, and of its traffic, from the file and then the command line."""
+def _settings(
+    given: dict[str, Any], read: dict[str, Any], config_file: Path | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the replay, and of its traffic, from what was `read` of the file and then the command line."""
     from kvarts.executor.cost import parse_cost
-    from kvarts.replayer.config import load_config
+    from kvarts.replayer.config import check_config
 
     values: dict[str, Any] = {}
     traffic: dict[str, Any] = {}
@@ -249,7 +243,7 @@ def _settings(given: dict[str, Any], config_file: Path | None) -> tuple[dict[str
             )
         given["model"] = given["model"][0]
     if config_file is not None:
-        values, traffic = load_config(config_file)
+        values, traffic = check_config(read, config_file)
     for name in ("trace_block_size", "skip_bad_lines"):
         if name in given:
             traffic[name] = given.pop(name)

@@ -191,8 +191,9 @@ class Engine:
                 self.cancel(index)
             raise
         done: dict[int, Completion] = {}
-        while len(done) < len(indices):
-            done.update((completion.index, completion) for completion in self.step() if completion.index in indices)
+        own = set(indices)
+        while len(done) < len(own):
+            done.update((completion.index, completion) for completion in self.step() if completion.index in own)
         return [done[index] for index in indices]
 
     async def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[str]:

@@ -30,7 +30,7 @@ class Profile:
         self.live: StepSink | None = None
         self._log = StepLog(1)
         self._report: Report | None = None
-        self._trace: list[dict[str, Any]] = []
+        self._ran: list[tuple[Request, tuple[int, ...]]] = []
 
     def record_step(self, done: StepDone) -> None:
         """See StepSink."""
@@ -70,7 +70,7 @@ class Profile:
                 )
                 rows.append(row)
                 log.end(request, row, 0)
-                self._trace.append(_trace_row(request, completion.tokens))
+                self._ran.append((request, completion.tokens))
         rows.sort(key=lambda row: row.row)
         self._report = Report(
             Trace(rows, name="prompts"),
@@ -89,8 +89,8 @@ class Profile:
     @property
     def trace(self) -> bytes:
         """What was run, in the order of requests, as `kvarts replay FILE --trace-block-size 1` reads it."""
-        rows = sorted(self._trace, key=lambda row: int(row["request_id"]))
-        return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+        ran = sorted(self._ran, key=lambda one: one[0].index)
+        return b"".join(msgspec.json.encode(_trace_row(*one)) + b"\n" for one in ran)
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -59,8 +59,7 @@ class Generation:
 
     def choose(self, logits: torch.Tensor) -> int:
         """A token after what is known, from `logits` [vocabulary]."""
-        if self._sampler is None:
-            return int(logits.argmax())
+        assert self._sampler is not None, "the largest is chosen for all at once"
         token, logprob = self._sampler.choose(logits, torch.tensor(self._known, device=logits.device))
         self._logprobs.append(logprob)
         return token

@@ -16,7 +16,7 @@ from kvarts.replayer.hardware import HARDWARE_FIELDS, resolve_hardware
 from kvarts.replayer.router import RouterName
 from kvarts.replayer.workload import Workload
 
-__all__ = ["ReplayConfig", "Slo", "load_config", "make_config"]
+__all__ = ["ReplayConfig", "Slo", "check_config", "load_config", "make_config"]
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +100,11 @@ def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
     unknown key or a bad value.
     """
     path = Path(path)
-    values = read_toml(path, hint="Check the path of the configuration.")
+    return check_config(read_toml(path, hint="Check the path of the configuration."), path)
+
+
+def check_config(values: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `load_config` makes of the `values` that it has read."""
     traffic = {name: values.pop(name) for name in _File.__struct_fields__ if name in values}
     known = {*ReplayConfig.__struct_encode_fields__, *HARDWARE_FIELDS}
     for name in values:

@@ -184,7 +184,7 @@ class Lane:
             priority=row.priority + tenant.priority,
             request_id=row.request_id or str(row.row),
         )
-        reason: str | None = None
+        reason: str | None
         if self._device.health(tenant.name) == "dead":
             reason = "its model is dead"
         else:

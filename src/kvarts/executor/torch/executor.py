@@ -48,7 +48,6 @@ class TorchExecutor:
         self._model = model
         self._chooser = chooser
         self._page_size = config.page_size
-        self._device = model.device
         self._max_num_seqs = config.max_num_seqs
         self.pools = KVPools(
             layer_shapes(model),
@@ -121,18 +120,18 @@ class TorchExecutor:
         if num_tokens:
             view = StepView(
                 self.pools,
-                slots=self._tensor(np.concatenate(slots)),
+                slots=np.concatenate(slots),
                 chunks=chunks,
                 decode_positions=decode_positions,
                 decode_tables=decode_tables,
                 reader=self._reader,
             )
             logits = self._model(
-                input_ids=self._tensor(np.concatenate(tokens).astype(np.int64))[None],
-                position_ids=self._tensor(np.concatenate(positions))[None],
+                input_ids=view.tensor(np.concatenate(tokens).astype(np.int64))[None],
+                position_ids=view.tensor(np.concatenate(positions))[None],
                 use_cache=False,
                 # No logits are computed where no token is sampled; a step of unfinished chunks computes one.
-                logits_to_keep=self._tensor(np.array(places or [0], np.int64)),
+                logits_to_keep=view.tensor(np.array(places or [0], np.int64)),
                 **{STEP: view},
             ).logits[0]
             if rows:
@@ -147,6 +146,3 @@ class TorchExecutor:
             longer = np.zeros((self._max_num_seqs, max(num_pages, 2 * self._tables.shape[1])), np.int64)
             longer[:, : self._tables.shape[1]] = self._tables
             self._tables = longer
-
-    def _tensor(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)

@@ -19,7 +19,7 @@ MOST_HEAD_DIM = 256
 
 def flash_fits(pools: KVPools) -> str | None:
     """Why FlashAttention cannot read such pages; None if it can."""
-    head_dim = max(keys.shape[-1] for keys in pools.keys)
+    head_dim = max(layer.head_dim for layer in pools.layers)
     try:
         import flash_attn  # noqa: F401
     except ImportError:
@@ -45,11 +45,8 @@ class FlashReader:
     def begin(self, step: StepView) -> None:
         """See Reader."""
         num_decodes = len(step.decode_positions)
-        lengths = [1] * num_decodes + [chunk.last - chunk.first for chunk in step.chunks]
-        ends = [
-            *(step.decode_positions + 1).tolist(),
-            *(chunk.start + chunk.last - chunk.first for chunk in step.chunks),
-        ]
+        lengths = [1] * num_decodes + [chunk.num_tokens for chunk in step.chunks]
+        ends = (step.decode_positions + 1).tolist() + [chunk.end for chunk in step.chunks]
         num_pages = [-(-end // self._pools.page_size) for end in ends]
         tables = np.zeros((len(ends), max(num_pages)), np.int32)
         width = min(tables.shape[1], step.decode_tables.shape[1])
@@ -66,10 +63,8 @@ class FlashReader:
         """See Reader."""
         if way.sinks is None:
             return self._call(layer, queries, way)
-        # A sink is a place where there is nothing to read: it takes its share of what the others were given.
         out, log_sums, _ = self._call(layer, queries, way, return_attn_probs=True)
-        share = torch.sigmoid(log_sums.transpose(0, 1) - way.sinks.float())
-        return out * share[..., None].to(out.dtype)
+        return way.less_sinks(out, log_sums.transpose(0, 1))
 
     def _call(self, layer: int, queries: torch.Tensor, way: Way, **kwargs: Any) -> Any:
         return self._kernel(

@@ -80,11 +80,12 @@ class FlexReader:
                 kernel_options=self._options,
                 return_aux=None if way.sinks is None else AuxRequest(lse=True),
             )
-            if way.sinks is not None:
+            if way.sinks is None:
+                told = read.transpose(1, 2)
+            else:
                 read, aux = read
-                # A sink is a place where there is nothing to read: it takes its share of what the others were given.
-                read = read * torch.sigmoid(aux.lse - way.sinks.float()[None, :, None])[..., None].to(read.dtype)
-            out[part.first : part.last] = read.transpose(1, 2).reshape(-1, num_heads, head_dim)
+                told = way.less_sinks(read.transpose(1, 2), aux.lse.transpose(1, 2))
+            out[part.first : part.last] = told.reshape(-1, num_heads, head_dim)
         return out
 
     def _make_parts(self, window: int | None) -> list[_Part]:
@@ -95,7 +96,7 @@ class FlexReader:
             mask = self._make_mask(step.decode_tables, step.decode_positions, 1, window)
             parts.append(_Part(0, count, count, mask))
         for chunk in step.chunks:
-            mask = self._make_mask(chunk.page_ids[None], np.array([chunk.start]), chunk.last - chunk.first, window)
+            mask = self._make_mask(chunk.page_ids[None], np.array([chunk.start]), chunk.num_tokens, window)
             parts.append(_Part(chunk.first, chunk.last, 1, mask))
         return parts
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvarts.executor.torch.pools import KVPools, LayerShape
+from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.sdpa import SdpaReader
 from kvarts.executor.torch.step import Ints, StepView, Way
 
@@ -44,12 +44,15 @@ class InPlaceReader(SdpaReader):
     def __init__(self, pools: KVPools) -> None:
         import numba
 
+        from kvarts.executor.torch import kernel
+
         super().__init__(pools)
         self._numba = numba
+        self._kernel = kernel
         self._flat = {id(pool): _flat(pool) for pool in pools.tensors}
         self._seen: dict[int | None, _Seen] = {}
         self._num_threads = 1
-        for layer in {(shape.num_heads, shape.num_kv_heads, shape.head_dim): shape for shape in pools.layers}.values():
+        for layer in range(len(pools.layers)):
             self._compile(layer)
 
     def begin(self, step: StepView) -> None:
@@ -68,15 +71,13 @@ class InPlaceReader(SdpaReader):
 
     def _call(self, layer: int, queries: torch.Tensor, way: Way, seen: _Seen) -> torch.Tensor:
         """`queries` [sequences, heads, head_dim], in the order of `seen`; as many, in 32 bits."""
-        from kvarts.executor.torch.kernel import NOWHERE, decode_kernel
-
         pools, shape = self._pools, self._pools.layers[layer]
         own = queries.float().contiguous().flatten().numpy()
         read = np.empty_like(own)
-        sinks = np.full(shape.num_heads, NOWHERE, np.float32)
+        sinks = np.full(shape.num_heads, self._kernel.NOWHERE, np.float32)
         if way.sinks is not None:
             sinks[:] = way.sinks.float().numpy()
-        decode_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, pools.page_size)(
+        self._kernel.decode_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, pools.page_size)(
             own,
             self._flat[id(pools.keys[layer])],
             self._flat[id(pools.values[layer])],
@@ -92,17 +93,17 @@ class InPlaceReader(SdpaReader):
         )
         return torch.from_numpy(read).view(queries.shape)
 
-    def _compile(self, layer: LayerShape) -> None:
-        """By a call for no sequence at all."""
-        nothing = torch.empty(0, layer.num_heads, layer.head_dim)
+    def _compile(self, layer: int) -> None:
+        """By a call for no sequence at all, which is nothing where another layer of this shape was before."""
+        shape = self._pools.layers[layer]
+        nothing = torch.empty(0, shape.num_heads, shape.head_dim)
         none = np.empty(0, np.int64)
         seen = _Seen(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), none[:, None], none, none)
-        self._call(self._pools.layers.index(layer), nothing, Way(1.0), seen)
+        self._call(layer, nothing, Way(1.0), seen)
 
     def _look(self, window: int | None) -> _Seen:
         step = self._step
-        ends = step.decode_positions + 1
-        begins = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
+        begins, ends = step.decode_spans(window)
         # Each thread works on sequences in a row: the longest are dealt out to all of them, one after the other.
         by_length = np.argsort(begins - ends, kind="stable")
         order = np.concatenate([by_length[first :: self._num_threads] for first in range(self._num_threads)])

@@ -54,7 +54,6 @@ class KVPools:
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
-        self.owners = [layer.owner for layer in layers]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for place, layer in enumerate(layers):
@@ -68,7 +67,7 @@ class KVPools:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Each that is allocated, once."""
-        owners = sorted(set(self.owners))
+        owners = sorted({layer.owner for layer in self.layers})
         return [tensors[owner] for tensors in (self.keys, self.values) for owner in owners]
 
     def as_arrays(self) -> list[npt.NDArray[np.uint8]]:

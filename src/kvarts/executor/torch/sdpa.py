@@ -126,16 +126,15 @@ class SdpaReader:
 
     def _pages(self, page_ids: Ints, first: int, last: int) -> _Pages:
         flat = page_ids.reshape(-1)
-        in_row = bool((flat == flat[0] + np.arange(len(flat))).all())
-        return _Pages(self._step.tensor(flat), len(flat), int(flat[0]) if in_row else None, first, last)
+        run = int(flat[0]) if _in_row(flat) else None
+        return _Pages(self._step.tensor(flat), len(flat), run, first, last)
 
     # What is seen -----------------------------------------------------------------------------------------
 
     def _make_groups(self, window: int | None) -> list[_Group]:
         """Decodes in groups, for layers that look back on the last `window` tokens, or on all."""
         step, page_size = self._step, self._pools.page_size
-        ends = step.decode_positions + 1
-        begins = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
+        begins, ends = step.decode_spans(window)
         first_pages = begins // page_size
         num_pages = -(-ends // page_size) - first_pages
         order = np.argsort(num_pages, kind="stable")
@@ -160,14 +159,13 @@ class SdpaReader:
                 where = offset + np.arange(longest * page_size)
                 seen = (where >= begins[chosen, None]) & (where < ends[chosen, None])
                 bias = self._bias(step.tensor(seen)[:, None, None, :])
-            in_row = int(chosen[-1] - chosen[0]) == count - 1 and bool((np.diff(chosen) == 1).all())
-            rows = slice(int(chosen[0]), int(chosen[-1]) + 1) if in_row else step.tensor(chosen)
+            rows = slice(int(chosen[0]), int(chosen[-1]) + 1) if _in_row(chosen) else step.tensor(chosen)
             groups.append(_Group(rows, pages, bias))
         return groups
 
     def _make_chunk(self, chunk: ChunkView, window: int | None) -> _Chunk:
         page_size = self._pools.page_size
-        end = chunk.start + chunk.last - chunk.first
+        end = chunk.end
         begin = 0 if window is None else max(0, chunk.start + 1 - window)
         first_page = begin // page_size
         offset = first_page * page_size
@@ -186,6 +184,11 @@ class SdpaReader:
         """Made once for all layers: from what is seen, the kernel would make it in each."""
         bias = torch.zeros(visible.shape, dtype=self._pools.dtype, device=visible.device)
         return bias.masked_fill_(~visible, float("-inf"))
+
+
+def _in_row(numbers: Ints) -> bool:
+    """Whether each is one more than that before it."""
+    return bool((np.diff(numbers) == 1).all())
 
 
 def _attend(
