@@ -61,7 +61,7 @@ def decoding(model: Any, work: Work, **settings: Any) -> tuple[Any, list[Any]]:
     """An engine of kvarts in which all sequences decode, for `work.steps` more steps, and what they said so far."""
     from kvarts.config import EngineConfig
     from kvarts.executor.torch.sampling import SamplingParams
-    from kvarts.live.engine import Engine as Live
+    from kvarts.llm.llm import Engine as Live
 
     pages = work.num_sequences * -(-(work.length + work.steps + 8) // 16)
     config = EngineConfig(num_pages=pages, page_size=16, max_num_batched_tokens=4096, max_num_seqs=work.num_sequences)

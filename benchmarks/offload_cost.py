@@ -14,9 +14,9 @@ from time import perf_counter
 
 from kvarts.content import Content
 from kvarts.kv.cache import PageCache
+from kvarts.kv.transfer import TransferReport
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.offloader import Offloader
-from kvarts.offload.transfer import TransferReport
 
 NUM_PAGES, PAGE_SIZE, NUM_REQUESTS, ROUNDS = 128, 16, 200, 7
 VLLM_US = {"plan a store": 148, "complete it": 132, "look up": 121, "plan a load": 41, "complete the load": 38}

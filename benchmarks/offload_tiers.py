@@ -14,7 +14,8 @@ from pathlib import Path
 from time import perf_counter
 
 from kvarts.offload.config import OffloadConfig
-from kvarts.replayer import ReplayConfig, replay
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
 
 NUM_PAGES, PAGE_SIZE = 4000, 512
 HOST_PAGES = (4000, 16000, 64000)

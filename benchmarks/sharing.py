@@ -17,10 +17,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from kvarts.replayer import Trace, load_trace, replay
-from kvarts.replayer.config import ReplayConfig
-from kvarts.replayer.shared import replay_shared
-from kvarts.replayer.sharing import SharingConfig, resolve_sharing
+from kvarts.sharing.config import SharingConfig, resolve_sharing
+from kvarts.sharing.replay import replay_shared
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+from kvarts.traffic.formats import load_trace
+from kvarts.traffic.trace import Trace
 
 PAIRS = {
     "Azure chat and code": ("azure2023/conv.csv", "azure2023/code.csv", "12GiB", 1.0),

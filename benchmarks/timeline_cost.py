@@ -22,12 +22,13 @@ import numpy as np
 from kvarts import ReplayConfig, Trace, load_mooncake, replay
 from kvarts.engine import Engine
 from kvarts.events import StepSink
-from kvarts.executor.sim import SimExecutor
-from kvarts.replayer.columns import RequestLog
-from kvarts.replayer.driver import Driver
-from kvarts.replayer.router import RoundRobin
-from kvarts.replayer.source import OpenLoop
-from kvarts.timeline import StepLog, Timeline
+from kvarts.executor.simulated import SimExecutor
+from kvarts.record.timeline import Timeline
+from kvarts.report.requests import RequestLog
+from kvarts.report.steps import StepLog
+from kvarts.sim.driver import Driver
+from kvarts.sim.router import RoundRobin
+from kvarts.traffic.source import OpenLoop
 from processes import Cost, kvarts_command, median_of, run
 
 CONFIG = ReplayConfig(profile="mocker", num_pages=16_384 * 32, page_size=16)

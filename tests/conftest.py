@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from kvarts.cli.main import main
 
-pytest.register_assert_rewrite("models")
+pytest.register_assert_rewrite("builders.models")
 
 settings.register_profile(
     "fast", max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -8,18 +8,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvarts import moved
+
 if TYPE_CHECKING:
     from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError, OutputError
     from kvarts.executor.cost import LinearCost, PolynomialCost
     from kvarts.executor.roofline import RooflineCost
     from kvarts.executor.torch.sampling import SamplingParams
-    from kvarts.live.engine import Engine
+    from kvarts.llm.llm import Engine
     from kvarts.offload.config import OffloadConfig
-    from kvarts.replayer import ReplayConfig, Report, Trace, TraceRequest, Workload, load_mooncake, load_trace, replay
-    from kvarts.replayer.config import Slo
-    from kvarts.replayer.shared import replay_shared
-    from kvarts.replayer.sharedreport import SharedReport
-    from kvarts.replayer.sharing import resolve_sharing
+    from kvarts.report.report import Report
+    from kvarts.sharing.config import resolve_sharing
+    from kvarts.sharing.replay import replay_shared
+    from kvarts.sharing.report import SharedReport
+    from kvarts.sim.config import ReplayConfig, Slo
+    from kvarts.sim.replay import replay
+    from kvarts.traffic.formats import load_trace
+    from kvarts.traffic.mooncake import load_mooncake
+    from kvarts.traffic.trace import Trace, TraceRequest
+    from kvarts.traffic.workload import Workload
 
 __version__ = "0.1.0"
 
@@ -54,22 +61,18 @@ _HOMES = {
     "kvarts.executor.cost": ("LinearCost", "PolynomialCost"),
     "kvarts.executor.roofline": ("RooflineCost",),
     "kvarts.executor.torch.sampling": ("SamplingParams",),
-    "kvarts.live.engine": ("Engine",),
+    "kvarts.llm.llm": ("Engine",),
     "kvarts.offload.config": ("OffloadConfig",),
-    "kvarts.replayer": (
-        "Report",
-        "ReplayConfig",
-        "Trace",
-        "TraceRequest",
-        "Workload",
-        "load_mooncake",
-        "load_trace",
-        "replay",
-    ),
-    "kvarts.replayer.config": ("Slo",),
-    "kvarts.replayer.shared": ("replay_shared",),
-    "kvarts.replayer.sharedreport": ("SharedReport",),
-    "kvarts.replayer.sharing": ("resolve_sharing",),
+    "kvarts.report.report": ("Report",),
+    "kvarts.sharing.config": ("resolve_sharing",),
+    "kvarts.sharing.replay": ("replay_shared",),
+    "kvarts.sharing.report": ("SharedReport",),
+    "kvarts.sim.config": ("ReplayConfig", "Slo"),
+    "kvarts.sim.replay": ("replay",),
+    "kvarts.traffic.formats": ("load_trace",),
+    "kvarts.traffic.mooncake": ("load_mooncake",),
+    "kvarts.traffic.trace": ("Trace", "TraceRequest"),
+    "kvarts.traffic.workload": ("Workload",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -80,3 +83,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(home), name)
     return value
+
+
+moved.install()

@@ -28,15 +28,15 @@ from kvarts.events import (
     Turns,
 )
 from kvarts.executor.base import Executor
-from kvarts.executor.sim import SimExecutor
+from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from kvarts.kv.shared import SharedCache
-    from kvarts.timeline.auditor import Auditor
+    from kvarts.audit.auditor import Auditor
+    from kvarts.sharing.cache import SharedCache
 
 __all__ = ["NEVER_NS", "Engine", "Observer"]
 
@@ -92,7 +92,7 @@ class Engine:
         self._auditor: Auditor | None = None
         self._audit = audit
         if audit and cache is None:
-            from kvarts.timeline.auditor import Auditor
+            from kvarts.audit.auditor import Auditor
 
             tiers = None if self._offloader is None else self._offloader.config
             self._auditor = Auditor(

@@ -23,7 +23,9 @@ from kvarts.calibrate.replayed import Replayed, replayed_of
 from kvarts.calibrate.series import Series
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
-from kvarts.replayer import ReplayConfig, Trace, replay
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace
 
 __all__ = ["MOST_REPLAYS", "Calibration", "calibrate"]
 

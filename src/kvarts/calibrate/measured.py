@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import read_text
-from kvarts.replayer.trace import Trace, TraceRequest
+from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["FIELDS", "Measured", "load_measured"]
 

@@ -11,7 +11,7 @@ from kvarts.calibrate.comparison import METRICS, Comparison, latencies_ms
 from kvarts.calibrate.measured import Measured
 from kvarts.calibrate.replayed import Replayed
 from kvarts.calibrate.series import Series
-from kvarts.timeline.page import fill_page
+from kvarts.report.page import fill_page
 
 __all__ = ["render_page"]
 

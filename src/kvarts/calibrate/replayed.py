@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from kvarts.calibrate.series import Series
 from kvarts.errors import InputError, MissingFileError
-from kvarts.replayer import Report
-from kvarts.timeline.reader import open_recording
-from kvarts.timeline.rundir import RunDir
+from kvarts.report.report import Report
+from kvarts.report.rundir import RunDir
+from kvarts.verify.reader import open_recording
 
 __all__ = ["Replayed", "load_replayed", "replayed_of"]
 

@@ -66,7 +66,7 @@ def calibrate_command(
     """
     from kvarts.calibrate.stepfit import is_step_record
     from kvarts.executor.roofline import RooflineCost
-    from kvarts.replayer.config import make_config
+    from kvarts.sim.config import make_config
 
     if out is not None:
         check_writable(out)
@@ -116,7 +116,7 @@ def _fit_requests(
     seed: int,
 ) -> tuple[str, dict[str, Any], Any]:
     from kvarts.calibrate import calibrate, load_measured, load_series
-    from kvarts.replayer import load_mooncake
+    from kvarts.traffic.mooncake import load_mooncake
 
     measured = load_measured(path, columns=columns, time_unit=time_unit)
     known = None if prompts is None else load_mooncake(prompts, trace_block_size=trace_block_size)

@@ -11,7 +11,7 @@ import msgspec
 from kvarts.cli.printing import print_json
 
 if TYPE_CHECKING:
-    from kvarts.planner import Geometry, MemoryFit
+    from kvarts.hardware import Geometry, MemoryFit
 
 __all__ = ["model_command"]
 
@@ -24,8 +24,8 @@ def model_command() -> None:
 @model_command.command("list")
 def list_command() -> None:
     """List the models and devices that are known by name, with where their figures are from."""
-    from kvarts.planner.device import device_names, load_device
-    from kvarts.planner.geometry import load_geometry, preset_names
+    from kvarts.hardware.device import device_names, load_device
+    from kvarts.hardware.geometry import load_geometry, preset_names
 
     for name in preset_names():
         click.echo(f"{name:<16}{load_geometry(name).source}")
@@ -67,8 +67,8 @@ def show_command(
     MODEL is a name that `kvarts model list` knows, a config.json as Hugging Face models have it, or the directory that
     holds one.
     """
-    from kvarts.planner import fit_memory, load_device, load_geometry
-    from kvarts.planner.fit import local_kv_bytes_per_token
+    from kvarts.hardware import fit_memory, load_device, load_geometry
+    from kvarts.hardware.fit import local_kv_bytes_per_token
 
     geometry = load_geometry(model).stored_as(weight_dtype)
     fit = None

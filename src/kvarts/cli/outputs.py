@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from kvarts.cli.table import render_table
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file, write_whole
-from kvarts.timeline.record import form_of, import_parquet
-from kvarts.timeline.rundir import DISTRIBUTIONS, EVENTS, REPORT, REQUESTS, TIMELINE, per_replica
+from kvarts.record.timeline import form_of, import_parquet
+from kvarts.report.rundir import DISTRIBUTIONS, EVENTS, REPORT, REQUESTS, TIMELINE, per_replica
 
 if TYPE_CHECKING:
     from kvarts.engine import Observer
-    from kvarts.replayer import ReplayConfig, Report
+    from kvarts.report.report import Report
+    from kvarts.sim.config import ReplayConfig
 
 __all__ = ["Outputs", "make_directory", "print_bytes"]
 
@@ -64,7 +65,7 @@ class Outputs:
             yield lambda _: []
             return
         with ExitStack() as stack:
-            from kvarts.timeline.journal import JournalWriter
+            from kvarts.record.journal import JournalWriter
 
             writers: list[list[Observer]] = [[] for _ in range(self._config.replicas)]
             closing = []

@@ -45,9 +45,9 @@ def profile_command(
         if file is not None:
             check_writable(file)
     need_torch()
-    from kvarts.live.profile import Profile
-    from kvarts.live.record import RecordingExecutor
-    from kvarts.timeline import LiveTimeline
+    from kvarts.executor.recorder import RecordingExecutor
+    from kvarts.llm.profile import Profile
+    from kvarts.record.live import LiveTimeline
 
     params = sampling_params(values)
     profile = Profile()

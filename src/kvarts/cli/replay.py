@@ -13,7 +13,7 @@ import click
 from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvarts.replayer import Trace
+    from kvarts.traffic.trace import Trace
 
 __all__ = ["replay_command"]
 
@@ -161,8 +161,8 @@ def replay_command(
     if loans_file is not None:
         given["loans"] = loans_file
     from kvarts.cli.outputs import Outputs
-    from kvarts.replayer import replay
-    from kvarts.replayer.config import make_config
+    from kvarts.sim.config import make_config
+    from kvarts.sim.replay import replay
 
     values, traffic = _settings(given, read, config_file)
     config = make_config(values)
@@ -225,7 +225,7 @@ def _settings(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of the replay, and of its traffic, from what was `read` of the file and then the command line."""
     from kvarts.executor.cost import parse_cost
-    from kvarts.replayer.config import check_config
+    from kvarts.sim.config import check_config
 
     values: dict[str, Any] = {}
     traffic: dict[str, Any] = {}
@@ -271,7 +271,8 @@ def _settings(
 
 def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | None) -> Trace:
     """What is replayed: the trace named on the command line, or what the file describes, or the sample."""
-    from kvarts.replayer import load_mooncake, load_trace
+    from kvarts.traffic.formats import load_trace
+    from kvarts.traffic.mooncake import load_mooncake
 
     workload, named = traffic.pop("workload", None), traffic.pop("trace", None)
     if workload is not None and (trace is not None or named is not None):

@@ -21,8 +21,8 @@ def report_command(run_dir: Path, html_file: Path | None) -> None:
 
     RUN_DIR is what `kvarts replay --run-dir` wrote.
     """
-    from kvarts.timeline.render import render_html, render_text
-    from kvarts.timeline.rundir import RunDir
+    from kvarts.report.render import render_html, render_text
+    from kvarts.report.rundir import RunDir
 
     if html_file is not None:
         check_writable(html_file)

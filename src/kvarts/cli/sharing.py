@@ -11,13 +11,13 @@ from kvarts.cli.outputs import Outputs, make_directory, print_bytes
 from kvarts.cli.sharedtable import render_shared_table
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, write_whole
-from kvarts.replayer.formats import load_trace
-from kvarts.replayer.shared import replay_shared
-from kvarts.replayer.sharing import SharingConfig, parse_share, resolve_sharing
-from kvarts.timeline.rundir import REPORT, named
+from kvarts.report.rundir import REPORT, named
+from kvarts.sharing.config import SharingConfig, parse_share, resolve_sharing
+from kvarts.sharing.replay import replay_shared
+from kvarts.traffic.formats import load_trace
 
 if TYPE_CHECKING:
-    from kvarts.replayer import Trace
+    from kvarts.traffic.trace import Trace
 
 __all__ = ["SharedRun"]
 

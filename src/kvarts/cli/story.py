@@ -22,10 +22,10 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
 
     FILE is a journal that `kvarts replay --events` wrote, or a run directory.
     """
-    from kvarts.timeline.hits import hit_ledger
-    from kvarts.timeline.journal import load_journal
-    from kvarts.timeline.rundir import RunDir
-    from kvarts.timeline.story import story_of_block, story_of_request
+    from kvarts.explain.hits import hit_ledger
+    from kvarts.explain.story import story_of_block, story_of_request
+    from kvarts.record.journal import load_journal
+    from kvarts.report.rundir import RunDir
 
     if sum((request_name is not None, block_name is not None, hits)) != 1:
         raise ConfigError("say what to tell of", hint="Give one of --request ID, --block HASH and --hits.")

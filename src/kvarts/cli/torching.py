@@ -14,7 +14,7 @@ from kvarts.errors import ConfigError, InputError
 from kvarts.files import read_text
 
 if TYPE_CHECKING:
-    from kvarts.live.engine import Engine
+    from kvarts.llm.llm import Engine
 
 __all__ = ["engine_options", "need_torch", "open_engine", "read_prompts", "sampling_options", "sampling_params"]
 
@@ -92,7 +92,7 @@ def sampling_params(values: dict[str, Any]) -> Any:
 
 def open_engine(values: dict[str, Any], **kwargs: Any) -> Engine:
     """The engine that the options describe."""
-    from kvarts.live.engine import Engine
+    from kvarts.llm.llm import Engine
 
     return Engine.from_pretrained(
         values["model"],

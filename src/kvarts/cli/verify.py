@@ -40,7 +40,7 @@ def verify_command(
     Prints a verdict for each FILE: ok, violated, or inconclusive (empty, constant zero, or too short). The exit code is
     5 if any is violated, else that of the first file that cannot be read, else 6 if any is inconclusive, else 0.
     """
-    from kvarts.timeline.verifier import verify_file
+    from kvarts.verify.verifier import verify_file
 
     codes = []
     answers = []

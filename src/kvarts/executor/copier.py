@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.kv.transfer import Direction, Move, Transfer, TransferReport
 from kvarts.offload.pagefiles import PageFiles
-from kvarts.offload.transfer import Direction, Move, Transfer, TransferReport
 
 __all__ = ["PageCopier"]
 

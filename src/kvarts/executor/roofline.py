@@ -19,7 +19,7 @@ from kvarts.executor.manysteps import FEW_STEPS, whole_ns
 from kvarts.sched.plan import Batch, Chunk
 
 if TYPE_CHECKING:
-    from kvarts.planner import Device, Geometry
+    from kvarts.hardware import Device, Geometry
 
 __all__ = ["COEFFICIENTS", "RooflineCost"]
 
@@ -69,14 +69,14 @@ class RooflineCost(
     @cached_property
     def geometry(self) -> Geometry:
         """The model."""
-        from kvarts.planner.geometry import load_geometry  # only those who have one pay for it
+        from kvarts.hardware.geometry import load_geometry  # only those who have one pay for it
 
         return load_geometry(self.llm).stored_as(self.weight_dtype)
 
     @cached_property
     def hardware(self) -> Device:
         """The device."""
-        from kvarts.planner.device import load_device
+        from kvarts.hardware.device import load_device
 
         return load_device(self.device)
 
@@ -123,8 +123,8 @@ class _Parts:
     """The constants of a RooflineCost, in milliseconds, and what is made of them."""
 
     def __init__(self, cost: RooflineCost) -> None:
-        from kvarts.planner.dtypes import dtype_bits
-        from kvarts.planner.fit import local_kv_bytes_per_token
+        from kvarts.hardware.dtypes import dtype_bits
+        from kvarts.hardware.fit import local_kv_bytes_per_token
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
         flops = device.flops_per_s(geometry.weight_dtype) * cost.compute_efficiency / 1e3

@@ -18,13 +18,13 @@ from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.safe import Below, SafeFirstTree
+from kvarts.kv.transfer import Direction, Move, Transfer, TransferReport
 from kvarts.kv.tree import Path
+from kvarts.offload.channel import Lane
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
-from kvarts.offload.lane import Lane
-from kvarts.offload.policy import EagerPolicy, LazyPolicy, StorePolicy, precedes
+from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy, precedes
 from kvarts.offload.tier import MemoryTier, TierLoad, TierStore
-from kvarts.offload.transfer import Direction, Move, Transfer, TransferReport
 
 __all__ = ["Loaded", "Offer", "OffloadCounts", "Offloader"]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvarts.events import Preemption
 from kvarts.kv.pool import PageId
-from kvarts.offload.transfer import Transfer, TransferReport
+from kvarts.kv.transfer import Transfer, TransferReport
 
 __all__ = ["Batch", "Chunk", "DecodeRows", "StepPlan", "StepResult"]
 

@@ -28,14 +28,14 @@ from kvarts.kv.pool import PageId
 from kvarts.kv.tree import Match
 from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
+from kvarts.sched.input_batch import LiveRows
 from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
 from kvarts.sched.policy import RunningSet, WaitingQueue
-from kvarts.sched.rows import LiveRows
 from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
-    from kvarts.kv.shared import SharedCache
     from kvarts.offload.offloader import Loaded, Offer, Offloader
+    from kvarts.sharing.cache import SharedCache
 
 __all__ = ["Scheduler"]
 

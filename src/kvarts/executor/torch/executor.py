@@ -16,7 +16,7 @@ from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import layer_shapes
 from kvarts.executor.torch.reader import choose_reader
 from kvarts.executor.torch.step import ChunkView, StepView
-from kvarts.offload.transfer import TransferReport
+from kvarts.kv.transfer import TransferReport
 from kvarts.sched.plan import StepPlan, StepResult
 
 __all__ = ["TokenChooser", "TorchExecutor"]

@@ -1,0 +1,1 @@
+"""Is it true page by page? A second bookkeeping beside the engine's."""

@@ -1,0 +1,579 @@
+"""Holds an engine against a `PageLedger`: the same events, a second bookkeeping, and whatever differs.
+
+The auditor knows of the engine only what it says happened: who came, who was admitted with how many pages found, which
+tokens were computed, who was preempted, who ended, when a step began and ended. From that it works out, page by page,
+what every request must hold and what must be stored and evicted, and compares: with the page events that the engine
+told, in order; with the pages the engine counts as used and cached; and, where these differ, page by page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Protocol
+from uuid import UUID
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from kvarts.audit.ledger import (
+    Block,
+    BlocksRemoved,
+    BlocksStored,
+    FullBlock,
+    LedgerError,
+    LedgerEvent,
+    PageLedger,
+    PartialBlock,
+)
+from kvarts.audit.tiers import EvictionsTold, TierBooks
+from kvarts.content import Content
+from kvarts.events import (
+    Admitted,
+    Arrived,
+    Cancelled,
+    ChunkComputed,
+    CopiesRemoved,
+    Event,
+    Finished,
+    LoadStarted,
+    PagesRemoved,
+    PagesStored,
+    Preemption,
+    StepEnded,
+    StepStarted,
+    StoreStarted,
+    TransferEnded,
+)
+
+__all__ = ["AuditError", "Auditor", "Finding", "PageAccount"]
+
+MAX_PAGES_NAMED = 20
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something that does not add up, in `step`, with `page` of `request`, where one is to blame."""
+
+    step: int
+    what: str
+    request: int | None = None
+    page: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.page is None else f", page {self.page} of request {self.request}"
+        return f"step {self.step}{place}: {self.what}"
+
+
+class AuditError(AssertionError):
+    """The engine and the ledger disagree. `findings` says where."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("\n".join(map(str, findings)))
+
+
+class PageAccount(Protocol):
+    """What an engine says of its pages now."""
+
+    @property
+    def num_used(self) -> int:
+        """Pages somebody references or a transfer holds."""
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that hold a prefix and are not used."""
+
+    def runs(self) -> Iterable[tuple[Content, int, int, int]]:
+        """Findable pages and their copies: content, first page, page after the last, how often referenced."""
+
+
+class _Known:
+    """What the auditor knows of one request. `blocks` are the pages it holds, the first `num_full` of them full.
+
+    `load`: the pages it waits for, from which on, until it is admitted; None if there are none. `is_cancelled`: it is
+    gone when its load has ended.
+    """
+
+    __slots__ = ("admission", "blocks", "computed", "content", "is_cancelled", "known", "load", "num_full")
+
+    def __init__(self, content: Content, known: int) -> None:
+        self.content = content
+        self.known = known
+        self.computed = 0
+        self.num_full = 0
+        self.admission = -1
+        self.blocks: list[Block] = []
+        self.load: range | None = None
+        self.is_cancelled = False
+
+
+class Auditor:
+    """An Observer of one engine with `num_pages` pages, from its beginning. `findings` grows; nothing is repaired.
+
+    `safe_first`: the engine evicts first what a tier below has as well. `full_prompt_hits`: see OffloadConfig.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, *, safe_first: bool = False, full_prompt_hits: bool = False
+    ) -> None:
+        self.findings: list[Finding] = []
+        self._books = TierBooks(full_prompt_hits=full_prompt_hits)
+        self._copies: dict[bytes, list[FullBlock]] = {}
+        """The resident copies of each page, the one that is found first."""
+        self._digest_of: dict[FullBlock, bytes] = {}
+        self._evictions: EvictionsTold | None = None
+        if safe_first:
+            self._evictions = EvictionsTold(self._books, self._copies, self._digest_of, self._find_digest)
+        choose = next if self._evictions is None else self._evictions.choose
+        self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event, choose=choose)
+        self._page_size = page_size
+        self._requests: dict[int, _Known] = {}
+        self._decoding: dict[int, None] = {}
+        """In admission order."""
+        self._completing: list[int] = []
+        self._takers: list[int] = []
+        """Decodes that still need their page in this step."""
+        self._is_served = True
+        """Whether the decodes of `_step` were asked whether they need one."""
+        self._step = -1
+        self._is_settled = True
+        """Whether the decodes of `_step` have computed their tokens."""
+        self._num_admitted = 0
+        self._num_partials = 0
+        self._loaded: list[int] = []
+        """Whose load has ended since the last step began."""
+        self._kept: Counter[bytes] = Counter()
+        """How many transfers keep each page."""
+        self._where: dict[bytes, tuple[int, int]] = {}
+        """A request and page that each resident digest names."""
+        self._spoken_of: dict[bytes, tuple[int, int]] = {}
+        """And each that was spoken of since the last comparison."""
+        self._digests: WeakKeyDictionary[Content, list[bytes]] = WeakKeyDictionary()
+        self._expected: list[tuple[int, str, bytes]] = []
+        self._told: list[tuple[int, str, bytes]] = []
+
+    # Events -----------------------------------------------------------------------------------------------
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """See kvarts.engine.Observer."""
+        if self._evictions is not None:
+            for event in events:
+                if isinstance(event, CopiesRemoved) or (isinstance(event, PagesRemoved) and event.medium == "device"):
+                    self._evictions.told.extend(self._digests_of(event))
+        for event in events:
+            try:
+                self._follow(event)
+            except LedgerError as error:
+                self._find(str(error))
+        self._compare_events()
+
+    def _follow(self, event: Event) -> None:
+        match event:
+            case PagesStored() if event.medium == "device":
+                self._told_stored(event)
+            case PagesStored():
+                for page in range(event.start_page, event.end_page):
+                    if not self._books.add(event.medium, self._digest(event.content, page)):
+                        self._find(f"was stored in {event.medium} a second time", event.content.owner, page)
+            case PagesRemoved() if event.medium != "device":
+                for page in range(event.start_page, event.end_page):
+                    if not self._books.remove(event.medium, self._digest(event.content, page)):
+                        self._find(f"was removed from {event.medium}, and was not there", event.content.owner, page)
+            case PagesRemoved() | CopiesRemoved():
+                what = "removed" if isinstance(event, PagesRemoved) else "copy removed"
+                self._told += [(self._step, what, digest) for digest in self._digests_of(event)]
+            case StoreStarted():
+                self._keep(event)
+            case TransferEnded():
+                self._end_transfer(event)
+            case Arrived():
+                self._requests[event.request] = _Known(event.content, event.num_prompt_tokens)
+            case StepStarted():
+                self._pass_steps(event.step - 1)
+                self._begin(event.step)
+            case StepEnded():
+                self._pass_steps(event.step)
+                for request in self._completing:
+                    if request in self._requests:
+                        self._requests[request].known += 1
+                        self._decoding[request] = None
+                self._completing = []
+            case Preemption():
+                self._serve()
+                self._preempt(event)
+            case Admitted():
+                self._settle()
+                self._admit(event)
+            case LoadStarted():
+                self._settle()
+                self._load(event)
+            case ChunkComputed():
+                self._serve()
+                self._compute(event)
+            case Finished():
+                self._release(event.request)
+                del self._requests[event.request]
+            case Cancelled():
+                self._cancel(event.request)
+            case _:
+                pass
+
+    # Steps ------------------------------------------------------------------------------------------------
+
+    def _pass_steps(self, last: int) -> None:
+        """All steps up to `last` have been planned; in those not told of, there was nothing but decoding."""
+        self._settle()
+        while self._step < last:
+            self._begin(self._step + 1)
+            self._settle()
+
+    def _begin(self, step: int) -> None:
+        self._step = step
+        self._is_settled = self._is_served = False
+        loaded, self._loaded = self._loaded, []
+        for request in loaded:
+            known = self._requests[request]
+            assert known.load is not None
+            self._fill(known, known.load.stop)
+            if known.is_cancelled:
+                self._release(request)
+                del self._requests[request]
+
+    def _serve(self) -> None:
+        """The decodes take their pages: after what loads brought, and what is stored from now on, before all else."""
+        if self._is_served:
+            return
+        self._is_served = True
+        size = self._page_size
+        requests = self._requests
+        self._takers = [request for request in self._decoding if requests[request].computed % size == 0]
+        self._serve_takers()
+
+    def _serve_takers(self) -> None:
+        takers = self._takers
+        while takers and self.ledger.num_free:
+            self._take(self._requests[takers.pop(0)], 1)
+
+    def _settle(self) -> None:
+        """The decodes of this step compute their token."""
+        if self._is_settled:
+            return
+        self._serve()
+        self._is_settled = True
+        for request in self._takers:
+            self._find(
+                "needs a page, none is free, and nobody was preempted", request, len(self._requests[request].blocks)
+            )
+        self._takers = []
+        filled = []
+        for request in self._decoding:
+            known = self._requests[request]
+            known.computed += 1
+            known.known += 1
+            if known.computed % self._page_size == 0:
+                filled.append(known)
+        # Of two that fill the same page, the one that is further along and was admitted first goes first.
+        filled.sort(key=lambda known: (-known.computed, known.admission))
+        for known in filled:
+            self._fill(known, min(known.computed // self._page_size, known.content.num_known_pages))
+
+    # Requests ---------------------------------------------------------------------------------------------
+
+    def _admit(self, event: Admitted) -> None:
+        known = self._requests[event.request]
+        known.admission = self._num_admitted
+        self._num_admitted += 1
+        if known.load is None:
+            self._hit(known, event.request, event.num_hit_pages)
+            below = self._found_below(known, known.num_full)
+            if below:
+                self._find(f"is in {below[0][0]} and was not loaded", event.request, known.num_full)
+        elif event.num_hit_pages != known.load.stop:
+            self._find(f"was hit {event.num_hit_pages} pages far; it had {known.load.stop}", event.request)
+        known.load = None
+        # Where a load brought the whole prompt, its last token is computed again.
+        known.computed = min(known.num_full * self._page_size, known.known - 1)
+
+    def _hit(self, known: _Known, request: int, num_hit_pages: int) -> None:
+        blocks: list[Block] = []
+        for page in range(num_hit_pages):
+            copies = self._copies.get(self._digest(known.content, page))
+            if not copies:
+                self._find("was hit and is not resident", request, page)
+                break
+            blocks.append(copies[0])
+        limit = (known.known - 1) // self._page_size
+        hit = len(blocks)
+        if hit == num_hit_pages < limit and self._copies.get(self._digest(known.content, hit)):
+            self._find("is resident and was not hit", request, hit)
+        if not self.ledger.use(blocks):
+            self._find("was hit where there is no room for it", request, 0)
+        known.blocks = blocks
+        known.num_full = hit
+
+    def _cancel(self, request: int) -> None:
+        known = self._requests[request]
+        if known.load is not None and (request in self._loaded or known.num_full < known.load.stop):
+            known.is_cancelled = True  # a transfer still writes to its pages, or just did
+            return
+        self._release(request)
+        self._completing = [other for other in self._completing if other != request]
+        del self._requests[request]
+
+    def _compute(self, event: ChunkComputed) -> None:
+        known = self._requests[event.request]
+        if event.start != known.computed or event.num_known_tokens != known.known:
+            self._find(
+                f"computes tokens from {event.start} of {event.num_known_tokens}, and had "
+                f"{known.computed} of {known.known}",
+                event.request,
+                event.start // self._page_size,
+            )
+        self._take(known, -(-event.end // self._page_size) - len(known.blocks))
+        known.computed = event.end
+        self._fill(known, min(event.end // self._page_size, known.content.num_known_pages))
+        if event.end == event.num_known_tokens:
+            self._completing.append(event.request)
+
+    def _preempt(self, event: Preemption) -> None:
+        if event.num_used_pages != self.ledger.num_used:
+            self._find(f"request {event.asker} saw {event.num_used_pages} pages used; they are {self.ledger.num_used}")
+        if event.num_pages_asked <= self.ledger.num_free:
+            self._find(
+                f"request {event.victim} gave way to {event.num_pages_asked} pages for {event.asker} that were free"
+            )
+        self._release(event.victim)
+        known = self._requests[event.victim]
+        if event.num_computed_tokens != known.computed:
+            self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
+        known.computed = 0
+        self._takers = [request for request in self._takers if request != event.victim]
+        self._serve_takers()
+
+    def _release(self, request: int) -> None:
+        known = self._requests[request]
+        self._decoding.pop(request, None)
+        self._fill(known, known.computed // self._page_size)
+        full, partial = known.blocks[: known.num_full], known.blocks[known.num_full :]
+        known.blocks = []
+        known.num_full = 0
+        self.ledger.deref(full)
+        self.ledger.destroy(partial)
+
+    # Transfers --------------------------------------------------------------------------------------------
+
+    def _found_below(self, known: _Known, start: int) -> tuple[tuple[str, int], ...]:
+        last_token = 0 if self._books.full_prompt_hits else 1
+        limit = min((known.known - last_token) // self._page_size, known.content.num_known_pages)
+        return self._books.found([self._digest(known.content, page) for page in range(start, limit)])
+
+    def _load(self, event: LoadStarted) -> None:
+        known = self._requests[event.request]
+        self._hit(known, event.request, event.num_hit_pages)
+        self._take(known, event.num_held_pages - len(known.blocks))
+        below = self._found_below(known, event.num_hit_pages)
+        if below != event.by_tier:
+            self._find(f"{event.by_tier} pages are loaded, and {below} are below", event.request, event.num_hit_pages)
+        start = event.num_hit_pages
+        known.load = range(start, start + sum(count for _, count in event.by_tier))
+
+    def _keep(self, event: StoreStarted) -> None:
+        if event.medium != "host":
+            return  # from host memory, which keeps its own pages
+        kept: list[bytes] = []
+        for content, _, end in event.runs:
+            for page in range(end):
+                digest = self._digest(content, page)
+                copies = self._copies.get(digest)
+                if not copies:
+                    self._find("is to be stored and is not resident", content.owner, page)
+                    continue
+                self.ledger.keep(copies)
+                self._kept[digest] += 1
+                kept.append(digest)
+        self._books.kept[event.transfer] = kept
+
+    def _end_transfer(self, event: TransferEnded) -> None:
+        for digest in self._books.kept.pop(event.transfer, ()):
+            self.ledger.unkeep(self._copies[digest])
+            self._kept[digest] -= 1
+            if not self._kept[digest]:
+                del self._kept[digest]
+        if event.request >= 0:
+            known = self._requests[event.request]
+            assert known.load is not None
+            known.load = range(known.load.start, known.load.start + event.num_good_pages)
+            self._loaded.append(event.request)
+
+    # Pages ------------------------------------------------------------------------------------------------
+
+    def _take(self, known: _Known, count: int) -> None:
+        for _ in range(count):
+            block = PartialBlock(UUID(int=self._num_partials))
+            self._num_partials += 1
+            if not self.ledger.use([block]):
+                self._find("was taken where none is free", known.content.owner, len(known.blocks))
+                return
+            known.blocks.append(block)
+
+    def _fill(self, known: _Known, num_full: int) -> None:
+        """The pages of a request up to `num_full` are full; a page that is resident already becomes one copy more."""
+        for page in range(known.num_full, min(num_full, len(known.blocks))):
+            digest = self._digest(known.content, page)
+            partial = known.blocks[page]
+            assert isinstance(partial, PartialBlock)
+            is_copy = digest in self._copies
+            block = FullBlock(digest + partial.uuid.bytes if is_copy else digest)
+            self._digest_of[block] = digest
+            parent = known.blocks[page - 1] if page else None
+            known.blocks[page] = block
+            self.ledger.promote(
+                partial.uuid, block, parent_hash=parent.block_hash if isinstance(parent, FullBlock) else None
+            )
+            if digest in self._kept:
+                self.ledger.keep([block] * self._kept[digest])
+            if self._evictions is not None and not is_copy:
+                self._evictions.born(digest, self._digest(known.content, page - 1) if page else None)
+            self._copies.setdefault(digest, []).append(block)
+            self._where[digest] = known.content.owner, page
+        known.num_full = max(known.num_full, num_full)
+
+    def _digest(self, content: Content, page: int) -> bytes:
+        """Names a page by its tenant and every token up to its end; a page of unknown tokens by its owner."""
+        digests = self._digests.get(content)
+        if digests is None:
+            digests = self._digests[content] = []
+        size = content.page_size
+        while len(digests) <= page:
+            index = len(digests)
+            before = digests[-1] if digests else repr(content.salt).encode()
+            if index < content.num_known_pages:
+                own = content.tokens(index * size, (index + 1) * size).tobytes()
+            else:
+                own = f"private {content.owner}".encode()
+            digests.append(blake2b(before + own, digest_size=16).digest())
+        digest = digests[page]
+        self._spoken_of[digest] = content.owner, page
+        return digest
+
+    def _digests_of(self, event: PagesRemoved | CopiesRemoved) -> list[bytes]:
+        """The last page first."""
+        return [self._digest(event.content, page) for page in range(event.end_page - 1, event.start_page - 1, -1)]
+
+    def _place(self, digest: bytes) -> tuple[int, int]:
+        """A request and page that `digest` names; it is resident, or was spoken of since the last comparison."""
+        return self._where.get(digest) or self._spoken_of[digest]
+
+    # Comparing --------------------------------------------------------------------------------------------
+
+    def _on_ledger_event(self, event: LedgerEvent) -> None:
+        if isinstance(event, BlocksStored):
+            for block_hash in event.block_hashes:
+                block = FullBlock(block_hash)
+                digest = self._digest_of[block]
+                if digest not in self._copies:
+                    self._expected.append((self._step, "stored", digest))
+        elif isinstance(event, BlocksRemoved):
+            for block_hash in event.block_hashes:
+                block = FullBlock(block_hash)
+                digest = self._digest_of.pop(block)
+                copies = self._copies[digest]
+                copies.remove(block)
+                if not copies:
+                    del self._copies[digest]
+                    if self._evictions is not None:
+                        self._evictions.died(digest)
+                self._expected.append((self._step, "copy removed" if copies else "removed", digest))
+
+    def _told_stored(self, event: PagesStored) -> None:
+        content, start = event.content, event.start_page
+        before = self._digest(content, start - 1) if start else None
+        parent = self._digest(event.parent, start - 1) if event.parent is not None and start else None
+        if before != parent:
+            other = "no page" if parent is None else "page {1} of request {0}".format(*self._place(parent))
+            self._find(f"was stored after {other}, which does not precede it", content.owner, start)
+        for page in range(start, event.end_page):
+            self._told.append((self._step, "stored", self._digest(content, page)))
+
+    def _compare_events(self) -> None:
+        expected, told = self._expected, self._told
+        if expected != told:
+            index = next((i for i, pair in enumerate(zip(expected, told, strict=False)) if pair[0] != pair[1]), None)
+            if index is None:
+                index = min(len(expected), len(told))
+            if index < len(expected) and (index >= len(told) or expected[index] not in told[index:]):
+                step, what, digest = expected[index]
+                self.findings.append(Finding(step, f"was {what} and no event says so", *self._place(digest)))
+            else:
+                step, what, digest = told[index]
+                self.findings.append(
+                    Finding(step, f"was {what}, says an event, and should not have been", *self._place(digest))
+                )
+        for _, what, digest in expected:
+            if what == "removed" and digest not in self._copies:
+                self._where.pop(digest, None)
+        self._expected, self._told = [], []
+        if self._evictions is not None:
+            self._evictions.told.clear()
+
+    def compare(self, account: PageAccount) -> None:
+        """Compares what the engine says of its pages with the ledger. Raises AuditError for all findings so far."""
+        ledger = self.ledger
+        num_used = ledger.num_used
+        num_cached = ledger.num_active + ledger.num_inactive - num_used
+        if account.num_used != num_used or account.num_cached != num_cached:
+            self._find(
+                f"the engine counts {account.num_used} pages used and {account.num_cached} cached, "
+                f"the ledger {num_used} and {num_cached}"
+            )
+            self._compare_pages(account)
+        if self.findings:
+            raise AuditError(self.findings)
+        self._spoken_of.clear()
+
+    def _compare_pages(self, account: PageAccount) -> None:
+        """Names the pages that the engine and the ledger do not hold alike."""
+        theirs: Counter[tuple[bytes, int]] = Counter()
+        for content, start, end, refs in account.runs():
+            for page in range(start, end):
+                theirs[self._digest(content, page), refs] += 1
+        mine: Counter[tuple[bytes, int]] = Counter()
+        for digest, blocks in self._copies.items():
+            for block in blocks:
+                mine[digest, self.ledger.refs(block)] += 1
+        pages = sorted({digest for digest, _ in (theirs - mine) + (mine - theirs)}, key=self._place)
+        for digest in pages[:MAX_PAGES_NAMED]:
+            says = [
+                " and ".join(
+                    f"{refs} times"
+                    for (name, refs), count in sorted(counter.items())
+                    if name == digest
+                    for _ in range(count)
+                )
+                or "not at all"
+                for counter in (theirs, mine)
+            ]
+            request, page = self._place(digest)
+            self._find(f"the engine holds it {says[0]}, the ledger {says[1]}", request, page)
+        if len(pages) > MAX_PAGES_NAMED:
+            self._find(f"and {len(pages) - MAX_PAGES_NAMED} pages more")
+        num_partial = sum(isinstance(block, PartialBlock) for block in self.ledger.active)
+        num_shared = sum(end - start for _, start, end, refs in account.runs() if refs)
+        num_kept = self.ledger.num_used - self.ledger.num_active
+        num_private = account.num_used - num_shared - num_kept
+        if num_private != num_partial:
+            for request, known in self._requests.items():
+                if len(known.blocks) > known.num_full:
+                    self._find(
+                        f"the engine counts {num_private} pages nobody else can find, the ledger "
+                        f"{num_partial}; this is one of them",
+                        request,
+                        len(known.blocks) - 1,
+                    )
+
+    def _find_digest(self, what: str, digest: bytes) -> None:
+        self._find(what, *self._place(digest))
+
+    def _find(self, what: str, request: int | None = None, page: int | None = None) -> None:
+        self.findings.append(Finding(self._step, what, request, page))

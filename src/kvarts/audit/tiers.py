@@ -1,0 +1,123 @@
+"""What the auditor knows of the tiers below the device, and which page has to go where the engine may choose.
+
+Both are kept from what the engine says. That its tiers have what it says they have, their own laws show.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from kvarts.audit.ledger import FullBlock
+
+__all__ = ["EvictionsTold", "TierBooks"]
+
+
+class TierBooks:
+    """Which pages can be found in each tier below, and what each store keeps on the device. Pages go by their digests.
+
+    `full_prompt_hits`: see OffloadConfig.
+    """
+
+    def __init__(self, *, full_prompt_hits: bool) -> None:
+        self.full_prompt_hits = full_prompt_hits
+        self.kept: dict[int, list[bytes]] = {}
+        """By transfer."""
+        self._stored: dict[str, set[bytes]] = {"host": set(), "disk": set()}
+
+    def add(self, medium: str, digest: bytes) -> bool:
+        """The page can be found in a tier from now on; False if it could before."""
+        stored = self._stored[medium]
+        is_new = digest not in stored
+        stored.add(digest)
+        return is_new
+
+    def remove(self, medium: str, digest: bytes) -> bool:
+        """The page can no longer be found in a tier; False if it could not before."""
+        stored = self._stored[medium]
+        is_there = digest in stored
+        stored.discard(digest)
+        return is_there
+
+    def has(self, digest: bytes) -> bool:
+        """Whether any tier has the page."""
+        return any(digest in stored for stored in self._stored.values())
+
+    def found(self, digests: Sequence[bytes]) -> tuple[tuple[str, int], ...]:
+        """How many of `digests` each tier has, one after the other, the fastest first."""
+        position = 0
+        by_tier = []
+        for medium, stored in self._stored.items():
+            start = position
+            while position < len(digests) and digests[position] in stored:
+                position += 1
+            if position > start:
+                by_tier.append((medium, position - start))
+        return tuple(by_tier)
+
+
+class EvictionsTold:
+    """Chooses what the engine says it evicted, and says what is wrong with it.
+
+    An engine that evicts first what a tier below has keeps two lists, whose order depends on when it looked at them.
+    What must hold whatever the order: nothing goes before what follows it, and nothing is lost while there is something
+    that would not be.
+    """
+
+    def __init__(
+        self,
+        books: TierBooks,
+        copies: Mapping[bytes, list[FullBlock]],
+        digest_of: Mapping[FullBlock, bytes],
+        find: Callable[[str, bytes], object],
+    ) -> None:
+        self.told: deque[bytes] = deque()
+        self._books = books
+        self._copies = copies
+        self._digest_of = digest_of
+        self._find = find
+        self._followers: dict[bytes, set[bytes]] = {}
+        self._before: dict[bytes, bytes | None] = {}
+
+    def born(self, digest: bytes, before: bytes | None) -> None:
+        """The page is resident, after `before`."""
+        self._before[digest] = before
+        if before is not None:
+            self._followers.setdefault(before, set()).add(digest)
+
+    def died(self, digest: bytes) -> None:
+        """The last copy of the page has gone."""
+        before = self._before.pop(digest)
+        if before is not None:
+            followers = self._followers[before]
+            followers.discard(digest)
+            if not followers:
+                del self._followers[before]
+
+    def choose(self, candidates: Iterator[FullBlock]) -> FullBlock:
+        """See PageLedger."""
+        blocks = list(candidates)
+        if not self.told:
+            return blocks[0]  # whoever compares the events will see it
+        digest = self.told.popleft()
+        block = next((block for block in blocks if self._digest_of[block] == digest), None)
+        if block is None:
+            self._find("was evicted while it was in use", digest)
+            return blocks[0]
+        if len(self._copies[digest]) == 1 and digest in self._followers:
+            self._find("was evicted before what follows it", digest)
+        if not self._is_safe(digest):
+            for other in map(self._digest_of.__getitem__, blocks):
+                if other not in self._followers and self._books.has(other):
+                    self._find("was lost, and there was a page to evict that a tier below has", digest)
+                    break
+        return block
+
+    def _is_safe(self, digest: bytes) -> bool:
+        pages = [digest]
+        while pages:
+            page = pages.pop()
+            if not self._books.has(page):
+                return False
+            pages += self._followers.get(page, ())
+        return True

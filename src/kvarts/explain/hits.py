@@ -1,0 +1,340 @@
+"""The hit ledger of a run: why each prompt token was, or was not, found.
+
+Every prompt token of every admitted request is one of these:
+
+* `device_hit`: found in pages that others had left;
+* `host_hit`, `disk_hit`: found in a tier below the device, where there are such tiers;
+* `never_seen`: no sequence before it had computed this prefix up to this token;
+* `evicted`: some had, the page could be found once, and is gone;
+* `alignment`: some had, but not a whole page of it could be found: the page was never full, or it is the last page of
+  the prompt, whose last token is always computed;
+* `recomputed`: it had been in this request's own pages, and was computed again after a preemption;
+* `not_computed`: the request ended before it came to it.
+
+Seen is what a chunk, a full page, or the end of a request (or of its run, by preemption) had computed before the
+request was admitted; what a running request has generated into a page that is not full yet is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvarts.columns import Column
+from kvarts.content import Content
+from kvarts.record.journal import (
+    AdmittedLine,
+    CancelledLine,
+    ComputedLine,
+    FinishedLine,
+    Journal,
+    Line,
+    PreemptedLine,
+    RemovedLine,
+    StoredLine,
+)
+
+__all__ = ["BELOW", "KINDS", "HitLedger", "hit_ledger"]
+
+BELOW = ("host_hit", "disk_hit")
+KINDS = ("device_hit", "never_seen", "evicted", "alignment", "recomputed", "not_computed")
+
+
+class HitLedger(msgspec.Struct, frozen=True):
+    """Prompt tokens by kind: of the run, and of each admitted request.
+
+    `evicted_ago_ms`: how long before the admission that missed them the evicted tokens had gone: mean, percentiles and
+    maximum, by tokens; None where there are none.
+    """
+
+    prompt_tokens: int
+    tokens: dict[str, int]
+    evicted_ago_ms: dict[str, float] | None
+    by_request: dict[int, dict[str, int]]
+
+    @property
+    def gone_for(self) -> str:
+        """How long evicted tokens had been gone, for people; empty where none were."""
+        if self.evicted_ago_ms is None:
+            return ""
+        p50, p90 = (self.evicted_ago_ms[name] / 1e3 for name in ("p50", "p90"))
+        return f"gone for {p50:,.1f} s (median), {p90:,.1f} s (p90)"
+
+    def to_text(self) -> str:
+        """A line a kind, with a line end."""
+        lines = [f"{'prompt tokens':<14}{self.prompt_tokens:>16,}"]
+        for kind, tokens in self.tokens.items():
+            line = f"{kind.replace('_', ' '):<14}{tokens:>16,}{tokens / max(1, self.prompt_tokens):>9.1%}"
+            if kind == "evicted" and self.gone_for:
+                line += f"  {self.gone_for}"
+            lines.append(line)
+        return "\n".join(lines) + "\n"
+
+    def to_builtins(self) -> dict[str, Any]:
+        """JSON-able, without the requests."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "evicted_ago_ms": self.evicted_ago_ms,
+        }
+
+
+class _Node:
+    """Tokens [start, end) of `content`, which somebody computed after all before them."""
+
+    __slots__ = ("children", "content", "end", "start")
+
+    def __init__(self, content: Content, start: int, end: int) -> None:
+        self.content = content
+        self.start = start
+        self.end = end
+        self.children: dict[bytes | int, _Node] = {}
+
+
+class _Seen:
+    """Everything that was ever computed, as runs of tokens, and when each page of it was last evicted.
+
+    Contents here have one token a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._roots: dict[str | None, _Node] = {}
+        self._removed_ms: dict[int, Column] = {}
+        """By the owner of the run that a page's last token is in: for each of its pages; NaN for never."""
+
+    def path(self, content: Content, end: int) -> tuple[list[tuple[_Node, int]], int]:
+        """The longest seen prefix of `content` up to `end`: its runs, each with where it ends there, and its length."""
+        found: list[tuple[_Node, int]] = []
+        node = self._roots.get(content.salt)
+        position = 0
+        while node is not None and position < end:
+            child = node.children.get(content.key(position))
+            if child is None:
+                break
+            common = content.common_pages(child.content, position, min(end, child.end))
+            found.append((child, common))
+            position = common
+            if common < child.end:
+                break
+            node = child
+        return found, position
+
+    def add(self, content: Content, end: int) -> None:
+        """Tokens up to `end` were computed."""
+        end = min(end, content.num_known_tokens)
+        found, position = self.path(content, end)
+        if position >= end:
+            return
+        if not found:
+            last = self._roots.setdefault(content.salt, _Node(content, 0, 0))
+        else:
+            last, at = found[-1]
+            if at < last.end:
+                tail = _Node(last.content, at, last.end)
+                tail.children = last.children
+                last.children = {last.content.key(at): tail}
+                last.end = at
+            elif last.content is content and not last.children:
+                last.end = end
+                return
+        last.children[content.key(position)] = _Node(content, position, end)
+
+    def remove(self, content: Content, start_page: int, end_page: int, time_ms: float) -> None:
+        """Pages were evicted."""
+        for removed_ms, first, last in self._slices(content, start_page, end_page):
+            removed_ms[first:last] = time_ms
+
+    def removed_ms(self, content: Content, start_page: int, end_page: int) -> Column:
+        """When pages were last evicted; NaN for those that never were."""
+        out = np.full(end_page - start_page, np.nan)
+        for removed_ms, first, last in self._slices(content, start_page, end_page):
+            out[first - start_page : last - start_page] = removed_ms[first:last]
+        return out
+
+    def _slices(self, content: Content, start_page: int, end_page: int) -> list[tuple[Column, int, int]]:
+        size = self._page_size
+        out = []
+        for node, at in self.path(content, end_page * size)[0]:
+            # A page belongs to the run that its last token is in.
+            first, last = max(start_page, node.start // size), min(end_page, at // size)
+            if first < last:
+                owner = node.content.owner
+                pages = self._removed_ms.get(owner)
+                if pages is None or len(pages) < last:
+                    grown = np.full(max(last, node.content.num_known_tokens // size), np.nan)
+                    if pages is not None:
+                        grown[: len(pages)] = pages
+                    pages = self._removed_ms[owner] = grown
+                out.append((pages, first, last))
+        return out
+
+
+class _Request:
+    """What the ledger knows of one request. Tokens up to `furthest` have been found or computed once."""
+
+    __slots__ = ("again", "at_step", "computed", "content", "furthest", "parts", "prompt", "seen")
+
+    def __init__(self, content: Content, prompt: int) -> None:
+        self.content = content
+        self.prompt = prompt
+        self.furthest = 0
+        self.computed = 0
+        self.at_step = -1
+        """The step after which it decodes, -1 before."""
+        self.seen: list[tuple[int, str]] = []
+        """What misses of the present admission are: up to each token, what."""
+        self.parts: list[tuple[int, int, str]] = []
+        self.again: list[tuple[int, int]] = []
+
+
+def hit_ledger(journal: Journal) -> HitLedger:
+    """The hit ledger of what `journal` tells."""
+    reading = _Reading(journal)
+    for line in journal.lines:
+        reading.read(line)
+    return reading.ledger()
+
+
+class _Reading:
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._page_size = journal.page_size
+        self._seen = _Seen(journal.page_size)
+        self._tokens = {
+            owner: Content(
+                content.units,
+                num_tokens=content.num_known_tokens,
+                page_size=1,
+                unit_tokens=content.unit_tokens,
+                owner=owner,
+                salt=content.salt,
+            )
+            for owner, content in journal.contents.items()
+        }
+        self._requests: dict[int, _Request] = {}
+        self._has_tiers = False
+        self._evicted_ago_ms: list[Column] = []
+        """One value for each page that was missed because it was evicted."""
+
+    def read(self, line: Line) -> None:
+        content = self._tokens.get(line.request)
+        if content is None:
+            return
+        size = self._page_size
+        match line:
+            case AdmittedLine():
+                self._admit(line, content)
+            case ComputedLine():
+                self._compute(line)
+            case PreemptedLine():
+                self._end(line.request, line.step - 1)
+            case FinishedLine() | CancelledLine():
+                self._end(line.request, line.step)
+            case StoredLine():
+                self._seen.add(content, line.end_page * size)
+            case RemovedLine() if not line.is_copy:
+                end_page = min(line.end_page, content.num_known_tokens // size)
+                if line.start_page < end_page:
+                    self._seen.remove(content, line.start_page, end_page, line.t_ms)
+
+    def _admit(self, line: AdmittedLine, content: Content) -> None:
+        size = self._page_size
+        arrival = self._journal.arrivals[line.request]
+        request = self._requests.get(line.request)
+        if request is None:
+            request = self._requests[line.request] = _Request(content, arrival.prompt_tokens)
+        hit = line.hit_pages * size
+        prompt = request.prompt
+        if line.loaded_pages and hit == prompt and not request.furthest:
+            hit -= 1  # the last token of a prompt that was found as a whole is computed again
+        end = hit
+        for tier, count in reversed(line.loaded_pages.items()):
+            start = min(end, (-(-end // size) - count) * size)
+            self._has_tiers = True
+            request.parts += _new_part(start, min(end, prompt), request.furthest, f"{tier}_hit")
+            end = start
+        request.parts += _new_part(0, min(end, prompt), request.furthest, "device_hit")
+        request.furthest = max(request.furthest, hit)
+        request.computed = hit
+        request.at_step = -1
+        # What it has of its own is not seen, but had.
+        seen_end = self._seen.path(content, prompt)[1]
+        findable = min(seen_end, (prompt - 1) // size * size) // size
+        request.seen = []
+        first = line.hit_pages
+        if first < findable:
+            removed_ms = self._seen.removed_ms(content, first, findable)
+            gone = ~np.isnan(removed_ms)
+            # Runs of pages that were evicted, and of pages that never could be found.
+            edges = np.flatnonzero(np.diff(gone)) + 1
+            for end in [*edges.tolist(), len(gone)]:
+                request.seen.append(((first + end) * size, "evicted" if gone[end - 1] else "alignment"))
+            new = np.arange(first, findable) * size >= request.furthest
+            ago = (line.t_ms - removed_ms)[gone & new]
+            if len(ago):
+                self._evicted_ago_ms.append(ago)
+        request.seen += [(seen_end, "alignment"), (prompt, "never_seen")]
+
+    def _compute(self, line: ComputedLine) -> None:
+        request = self._requests[line.request]
+        prompt, furthest = request.prompt, request.furthest
+        if line.start < min(line.end, furthest, prompt):
+            request.again.append((line.start, min(line.end, furthest, prompt)))
+        start = max(line.start, furthest)
+        for until, kind in request.seen:
+            end = min(until, line.end, prompt)
+            if start < end:
+                request.parts.append((start, end, kind))
+                start = end
+        request.furthest = max(furthest, line.end)
+        request.computed = line.end
+        request.at_step = line.step if line.end == line.known else -1
+        self._seen.add(request.content, line.end)
+
+    def _end(self, index: int, last_step: int) -> None:
+        request = self._requests.get(index)
+        if request is None:
+            return
+        if request.at_step >= 0:
+            request.computed += max(0, last_step - request.at_step)
+        request.furthest = max(request.furthest, request.computed)
+        self._seen.add(request.content, request.computed)
+        request.at_step = -1
+
+    def ledger(self) -> HitLedger:
+        by_request = {index: self._account(request) for index, request in sorted(self._requests.items())}
+        kinds = (KINDS[0], *BELOW, *KINDS[1:]) if self._has_tiers else KINDS
+        tokens = {kind: sum(account.get(kind, 0) for account in by_request.values()) for kind in kinds}
+        ago = None
+        if self._evicted_ago_ms:
+            ordered = np.sort(np.concatenate(self._evicted_ago_ms))
+            last = len(ordered) - 1
+            ago = {"mean": float(ordered.mean())}
+            ago.update({f"p{p}": float(ordered[round(p / 100 * last)]) for p in (50, 90, 99)})
+            ago["max"] = float(ordered[-1])
+        return HitLedger(sum(tokens.values()), tokens, ago, by_request)
+
+    @staticmethod
+    def _account(request: _Request) -> dict[str, int]:
+        account = dict.fromkeys(KINDS, 0)
+        again: list[tuple[int, int]] = []
+        for start, end in sorted(request.again):
+            if again and start <= again[-1][1]:
+                again[-1] = again[-1][0], max(end, again[-1][1])
+            else:
+                again.append((start, end))
+        account["recomputed"] = sum(end - start for start, end in again)
+        for start, end, kind in request.parts:
+            account[kind] = account.get(kind, 0) + end - start
+            account[kind] -= sum(max(0, min(end, b) - max(start, a)) for a, b in again)
+        account["not_computed"] = request.prompt - sum(account.values())
+        return account
+
+
+def _new_part(start: int, end: int, furthest: int, kind: str) -> list[tuple[int, int, str]]:
+    """Tokens [start, end), as far as the request never had them before."""
+    start = max(start, furthest)
+    return [(start, end, kind)] if start < end else []

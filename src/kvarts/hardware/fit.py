@@ -1,0 +1,106 @@
+"""How many pages of KV fit a device beside a model."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.hardware.device import Device
+from kvarts.hardware.dtypes import dtype_bits
+from kvarts.hardware.geometry import Geometry
+
+__all__ = ["MemoryFit", "fit_memory", "local_kv_bytes_per_token"]
+
+CONTEXT_BYTES = 512 << 20
+"""What the driver, the libraries and the allocator take on a device."""
+
+
+class MemoryFit(msgspec.Struct, frozen=True):
+    """Memory of one device, in bytes: pages = (fraction of memory - weights - activations - context) / page."""
+
+    num_pages: int
+    page_bytes: int
+    memory_bytes: int
+    memory_fraction: float
+    weight_bytes: int
+    activation_bytes: int
+    context_bytes: int
+    kv_bytes: int
+
+    @property
+    def equation(self) -> str:
+        """As it was computed, in GiB."""
+        gib = [
+            f"{value / 2**30:.2f}"
+            for value in (self.memory_bytes, self.weight_bytes, self.activation_bytes, self.context_bytes)
+        ]
+        return (
+            f"({self.memory_fraction:g} x {gib[0]} memory - {gib[1]} weights - {gib[2]} activations - "
+            f"{gib[3]} context) GiB / {self.page_bytes:,} bytes = {self.num_pages:,} pages"
+        )
+
+
+def local_kv_bytes_per_token(geometry: Geometry, tensor_parallel: int = 1, kv_dtype: str | None = None) -> int:
+    """Bytes of KV a token takes on one of `tensor_parallel` devices, all layers keeping it.
+
+    KV heads are split as far as there are any; what is latent is kept whole on each.
+    """
+    total = geometry.kv_bytes_per_token(kv_dtype)
+    if geometry.latent is not None:
+        return total
+    heads = -(-geometry.num_kv_heads // tensor_parallel)
+    return total * heads // geometry.num_kv_heads
+
+
+def fit_memory(
+    geometry: Geometry,
+    device: Device,
+    *,
+    page_size: int = 16,
+    tensor_parallel: int = 1,
+    memory_fraction: float = 0.9,
+    kv_dtype: str | None = None,
+    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
+) -> MemoryFit:
+    """Pages of `page_size` tokens that fit. Raises ConfigError where the weights alone do not.
+
+    Activations: for each token of a step the residual stream twice, queries and the widest feed-forward layer with its
+    gate; for each sequence its logits in 32 bits, twice. An estimate: an engine measures what it needs.
+    """
+    if tensor_parallel < 1:
+        raise ConfigError(f"must be at least 1, got {tensor_parallel}", field="tensor_parallel")
+    if not 0.0 < memory_fraction <= 1.0:
+        raise ConfigError(f"must be above 0 and at most 1, got {memory_fraction}", field="memory_fraction")
+    if page_size < 1:
+        raise ConfigError(f"must be at least 1, got {page_size}", field="page_size")
+    number_bytes = float(dtype_bits(geometry.dtype, field="dtype")) / 8
+    width = geometry.intermediate_size
+    if geometry.experts is not None:
+        width = max(
+            width if geometry.num_dense_layers else 0,
+            geometry.experts.per_token * geometry.experts.intermediate_size + geometry.experts.shared_size,
+        )
+    split = (geometry.num_heads * geometry.head_dim + 3 * width) / tensor_parallel
+    activation_bytes = round(max_num_batched_tokens * (2 * geometry.hidden_size + split) * number_bytes)
+    activation_bytes += 2 * 4 * max_num_seqs * geometry.vocab_size // tensor_parallel
+    weight_bytes = -(-geometry.weight_bytes // tensor_parallel)
+    page_bytes = page_size * local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype)
+    kv_bytes = int(memory_fraction * device.memory_bytes) - weight_bytes - activation_bytes - CONTEXT_BYTES
+    fit = MemoryFit(
+        max(0, kv_bytes // page_bytes),
+        page_bytes,
+        device.memory_bytes,
+        memory_fraction,
+        weight_bytes,
+        activation_bytes,
+        CONTEXT_BYTES,
+        max(0, kv_bytes),
+    )
+    if not fit.num_pages:
+        raise ConfigError(
+            f"{geometry.name} does not fit {device.name}: {fit.equation}",
+            field="device",
+            hint="Use a larger device, more of them (tensor_parallel), or a smaller model.",
+        )
+    return fit

@@ -1,0 +1,1 @@
+"""Real models on the wall clock."""

@@ -1,0 +1,114 @@
+"""A run of prompts on a real model, with a report as that of a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvarts.content import pack_units
+from kvarts.events import AtRest, LeapDone, StepDone, StepSink
+from kvarts.report.report import Report
+from kvarts.report.requests import RequestLog
+from kvarts.report.steps import StepLog
+from kvarts.sim.config import ReplayConfig
+from kvarts.traffic.trace import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from kvarts.executor.torch.sampling import SamplingParams
+    from kvarts.llm.llm import Engine
+    from kvarts.request import Request
+
+__all__ = ["Profile"]
+
+
+class Profile:
+    """The StepSink of an engine, and what became of its requests. `live`: another sink that is told everything."""
+
+    def __init__(self) -> None:
+        self.live: StepSink | None = None
+        self._log = StepLog(1)
+        self._report: Report | None = None
+        self._ran: list[tuple[Request, tuple[int, ...]]] = []
+
+    def record_step(self, done: StepDone) -> None:
+        """See StepSink."""
+        self._log.record_step(done)
+        if self.live is not None:
+            self.live.record_step(done)
+
+    def record_leap(self, done: LeapDone) -> None:
+        """See StepSink."""
+        raise AssertionError("real steps come one by one")
+
+    def record_rest(self, rest: AtRest) -> None:
+        """See StepSink."""
+        self._log.record_rest(rest)
+        if self.live is not None:
+            self.live.record_rest(rest)
+
+    def run(self, engine: Engine, prompts: Sequence[Any], params: SamplingParams) -> None:
+        """Runs all of `prompts`, from an engine of which this is the sink; then there is a report."""
+        config = engine.config
+        self._log = StepLog(config.num_pages)
+        requests = {index: engine.request(index) for index in (engine.submit(prompt, params) for prompt in prompts)}
+        log = RequestLog(largest_hit_counts=False)
+        rows = []
+        while engine.has_work:
+            for completion in engine.step():
+                request = requests[completion.index]
+                # It may have ended before it made as many tokens as it was allowed.
+                request = msgspec.structs.replace(request, num_output_tokens=len(completion.tokens))
+                content = request.content
+                row = TraceRequest(
+                    request.index,
+                    request.arrival_ns,
+                    pack_units(content.tokens(0, request.num_prompt_tokens)),
+                    request.num_prompt_tokens,
+                    request.num_output_tokens,
+                )
+                rows.append(row)
+                log.end(request, row, 0)
+                self._ran.append((request, completion.tokens))
+        rows.sort(key=lambda row: row.row)
+        self._report = Report(
+            Trace(rows, name="prompts"),
+            ReplayConfig(
+                num_pages=config.num_pages,
+                page_size=config.page_size,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+            ),
+            log,
+            [self._log],
+            stalls_ns=engine.stalls_ns,
+            num_evicted_pages=engine.num_evicted_pages,
+        )
+
+    @property
+    def trace(self) -> bytes:
+        """What was run, in the order of requests, as `kvarts replay FILE --trace-block-size 1` reads it."""
+        ran = sorted(self._ran, key=lambda one: one[0].index)
+        return b"".join(msgspec.json.encode(_trace_row(*one)) + b"\n" for one in ran)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """As `Report.summary`; `cost` says that steps were measured."""
+        assert self._report is not None
+        summary = dict(self._report.summary)
+        return {**summary, "config": {**summary["config"], "cost": "measured"}}
+
+
+def _trace_row(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
+    """A row of a Mooncake trace whose blocks are single tokens: a hash id is a token. All were there from the start."""
+    prompt = request.content.tokens(0, request.num_prompt_tokens)
+    return {
+        "request_id": str(request.index),
+        "timestamp": 0,
+        "input_length": len(prompt),
+        "output_length": len(tokens),
+        "hash_ids": [int(token) for token in prompt],
+        "output_token_ids": list(tokens),
+        "priority": request.priority,
+    }

@@ -1,0 +1,168 @@
+"""Modules that have moved, by their names of 0.1: they can be imported from where they were for one release.
+
+Each import of an old name warns and says what it is called now.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["MOVED", "MOVED_NAMES", "install"]
+
+MOVED = {
+    "kvarts.executor.sim": "kvarts.executor.simulated",
+    "kvarts.kv.memory": "kvarts.sharing.memory",
+    "kvarts.kv.shared": "kvarts.sharing.cache",
+    "kvarts.live.engine": "kvarts.llm.llm",
+    "kvarts.live.profile": "kvarts.llm.profile",
+    "kvarts.live.record": "kvarts.executor.recorder",
+    "kvarts.live.text": "kvarts.llm.text",
+    "kvarts.offload.lane": "kvarts.offload.channel",
+    "kvarts.offload.policy": "kvarts.offload.store_policy",
+    "kvarts.offload.transfer": "kvarts.kv.transfer",
+    "kvarts.planner": "kvarts.hardware",
+    "kvarts.planner.device": "kvarts.hardware.device",
+    "kvarts.planner.dtypes": "kvarts.hardware.dtypes",
+    "kvarts.planner.fit": "kvarts.hardware.fit",
+    "kvarts.planner.geometry": "kvarts.hardware.geometry",
+    "kvarts.replayer.azure": "kvarts.traffic.azure",
+    "kvarts.replayer.columns": "kvarts.report.requests",
+    "kvarts.replayer.config": "kvarts.sim.config",
+    "kvarts.replayer.driver": "kvarts.sim.driver",
+    "kvarts.replayer.formats": "kvarts.traffic.formats",
+    "kvarts.replayer.hardware": "kvarts.sim.hardware",
+    "kvarts.replayer.lane": "kvarts.sharing.turns",
+    "kvarts.replayer.mooncake": "kvarts.traffic.mooncake",
+    "kvarts.replayer.report": "kvarts.report.report",
+    "kvarts.replayer.router": "kvarts.sim.router",
+    "kvarts.replayer.shared": "kvarts.sharing.replay",
+    "kvarts.replayer.sharedreport": "kvarts.sharing.report",
+    "kvarts.replayer.sharing": "kvarts.sharing.config",
+    "kvarts.replayer.source": "kvarts.traffic.source",
+    "kvarts.replayer.trace": "kvarts.traffic.trace",
+    "kvarts.replayer.workingset": "kvarts.traffic.working_set",
+    "kvarts.replayer.workload": "kvarts.traffic.workload",
+    "kvarts.sched.budget": "kvarts.sharing.budget",
+    "kvarts.sched.device": "kvarts.sharing.device",
+    "kvarts.sched.donors": "kvarts.sharing.donors",
+    "kvarts.sched.loans": "kvarts.sharing.loans",
+    "kvarts.sched.rows": "kvarts.sched.input_batch",
+    "kvarts.timeline.auditbelow": "kvarts.audit.tiers",
+    "kvarts.timeline.auditor": "kvarts.audit.auditor",
+    "kvarts.timeline.chunk": "kvarts.verify.chunk",
+    "kvarts.timeline.hits": "kvarts.explain.hits",
+    "kvarts.timeline.journal": "kvarts.record.journal",
+    "kvarts.timeline.ledger": "kvarts.audit.ledger",
+    "kvarts.timeline.live": "kvarts.record.live",
+    "kvarts.timeline.page": "kvarts.report.page",
+    "kvarts.timeline.reader": "kvarts.verify.reader",
+    "kvarts.timeline.record": "kvarts.record.timeline",
+    "kvarts.timeline.render": "kvarts.report.render",
+    "kvarts.timeline.rows": "kvarts.columns",
+    "kvarts.timeline.rules": "kvarts.verify.rules",
+    "kvarts.timeline.rundir": "kvarts.report.rundir",
+    "kvarts.timeline.spans": "kvarts.report.steps",
+    "kvarts.timeline.story": "kvarts.explain.story",
+    "kvarts.timeline.turnlog": "kvarts.sharing.steps",
+    "kvarts.timeline.verifier": "kvarts.verify.verifier",
+}
+"""Old names of modules, and what they are called now."""
+
+MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "kvarts.live": {},
+    "kvarts.replayer": {
+        "kvarts.report.report": ("Report",),
+        "kvarts.sim.config": ("ReplayConfig",),
+        "kvarts.sim.replay": ("replay",),
+        "kvarts.traffic.formats": ("load_trace",),
+        "kvarts.traffic.mooncake": ("load_mooncake",),
+        "kvarts.traffic.trace": ("Trace", "TraceRequest"),
+        "kvarts.traffic.workload": ("Workload",),
+    },
+    "kvarts.timeline": {
+        "kvarts.audit.auditor": ("AuditError", "Auditor", "Finding"),
+        "kvarts.audit.ledger": (
+            "BlockInUseError",
+            "FullBlock",
+            "LedgerError",
+            "NotUniqueError",
+            "PageLedger",
+            "PartialBlock",
+            "UnknownBlockError",
+        ),
+        "kvarts.explain.hits": ("HitLedger", "hit_ledger"),
+        "kvarts.explain.story": ("story_of_block", "story_of_request"),
+        "kvarts.record.journal": ("Journal", "JournalWriter", "load_journal"),
+        "kvarts.record.live": ("LiveTimeline",),
+        "kvarts.record.timeline": ("Timeline",),
+        "kvarts.report.steps": ("StepLog",),
+        "kvarts.verify.verifier": ("Verdict", "verify", "verify_file"),
+    },
+}
+"""Packages whose names have moved to several modules: by new module, the names it has now."""
+
+
+def warn_moved(old: str, new: str) -> None:
+    """Warn that `old` is called `new` now, on behalf of the code that imports it."""
+    warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=3)
+
+
+class _MovedLoader(Loader):
+    """Loads an old name as the module that it is called now."""
+
+    def __init__(self) -> None:
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module by its new name, or a package that knows where its names have gone."""
+        new = MOVED.get(spec.name)
+        if new is None:
+            return _MovedPackage(spec.name)
+        warn_moved(spec.name, new)
+        module = import_module(new)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back: it was executed under its new name."""
+        if self._spec is not None:
+            module.__spec__ = self._spec
+
+
+class _MovedPackage(ModuleType):
+    """A package of which only the name is left: its names are looked up where they are now."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        for new, names in MOVED_NAMES.get(self.__name__, {}).items():
+            if name in names:
+                warn_moved(f"{self.__name__}.{name}", f"{new}.{name}")
+                return getattr(import_module(new), name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+class _MovedFinder(MetaPathFinder):
+    """Finds old names of modules."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for an old name, or None for any other."""
+        if fullname in MOVED or fullname in MOVED_NAMES:
+            return ModuleSpec(fullname, _MovedLoader(), is_package=fullname in MOVED_NAMES)
+        return None
+
+
+def install() -> None:
+    """Let old names be imported from now on."""
+    if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedFinder())

@@ -1,0 +1,1 @@
+"""What an engine did: timelines and journals."""

@@ -1,0 +1,192 @@
+"""A timeline written while the engine runs: a run that is killed leaves every complete step.
+
+As .jsonl (and .jsonl.gz) a step is a line, flushed. As .json the file is complete after every step: the step and the
+end of the file are written in one go, and the next step is written over that end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from kvarts.errors import ConfigError, OutputError
+from kvarts.events import AtRest, LeapDone, StepDone
+from kvarts.files import check_writable
+from kvarts.record.timeline import NS_PER_MS, Row, ask_of, form_of, head_of
+
+__all__ = ["LiveTimeline"]
+
+
+class LiveTimeline:
+    """A StepSink that appends to a file. `close` it, or use it in a `with`, to write the totals of a .jsonl.
+
+    `name_of`: the outside name of a request's index; left out, the index. `tiers`: blocks of each tier below the
+    device, by its name. Raises ConfigError for a suffix that cannot be written live, OutputError for a file that cannot
+    be written.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        total_blocks: int,
+        block_size_tokens: int,
+        name_of: Callable[[int], str] = str,
+        tiers: Mapping[str, int] | None = None,
+    ) -> None:
+        path = Path(path)
+        form, is_packed = form_of(path)
+        if form == "parquet" or (form == "json" and is_packed):
+            raise ConfigError("cannot be written step by step", path=path, hint="Use .jsonl, .jsonl.gz or .json.")
+        check_writable(path)
+        self._path = path
+        self._name_of = name_of
+        self._total = total_blocks
+        self._used = self._released = 0
+        self._peak = 0.0
+        self._num_preempted = 0
+        self._num_rows = 0
+        self._packer = zlib.compressobj(6, zlib.DEFLATED, 31) if is_packed else None
+        self._encoder = msgspec.json.Encoder()
+        self._is_json = form == "json"
+        head = head_of(block_size_tokens=block_size_tokens, total_blocks=total_blocks, tiers=tiers)
+        try:
+            self._file: IO[bytes] = path.open("wb", buffering=0)
+            start = self._encoder.encode(head)
+            if self._is_json:
+                start = start[:-1] + b',"timeline":['
+                self._end_at = len(start)
+                self._file.write(start + self._json_end())
+            else:
+                self._append(start + b"\n")
+        except OSError as error:
+            raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
+
+    def record_step(self, done: StepDone) -> None:
+        """See StepSink."""
+        asked = [ask_of(preemption, name_of=self._name_of) for preemption in done.preemptions]
+        row = self._row(
+            done.step,
+            done.start_ns,
+            done.num_used,
+            done.num_cached,
+            done.num_released,
+            done.num_running,
+            done.num_waiting,
+            done.tiers,
+            done.num_withheld,
+        )
+        if asked:
+            row = msgspec.structs.replace(row, preempted_seqs=len(asked), asked=asked)
+        self._num_preempted += len(asked)
+        self._write([row])
+
+    def record_leap(self, done: LeapDone) -> None:
+        """See StepSink."""
+        rows = []
+        num_used, start_ns, turns = done.num_used, done.start_ns, done.turns
+        for index, (duration_ns, num_taken) in enumerate(zip(done.durations_ns, done.pages_taken, strict=True)):
+            num_used += num_taken
+            num_cached = min(done.num_cached, self._total - num_used)
+            num_withheld = 0
+            if turns is not None:
+                start_ns, num_cached, num_withheld = turns.starts_ns[index], turns.cached[index], turns.withheld[index]
+            rows.append(
+                self._row(
+                    done.step + index,
+                    start_ns,
+                    num_used,
+                    num_cached,
+                    done.num_released,
+                    done.num_running,
+                    done.num_waiting,
+                    done.tiers,
+                    num_withheld,
+                )
+            )
+            start_ns += duration_ns
+        self._write(rows)
+
+    def record_rest(self, rest: AtRest) -> None:
+        """See StepSink."""
+        counts = rest.num_used, rest.num_cached, rest.num_released
+        self._write([self._row(rest.step, rest.time_ns, *counts, 0, 0, rest.tiers)])
+
+    def close(self) -> None:
+        """Writes what is known in the end, and closes the file."""
+        try:
+            if not self._is_json:
+                self._append(self._encoder.encode(self._totals()) + b"\n")
+                if self._packer is not None:
+                    self._file.write(self._packer.flush(zlib.Z_FINISH))
+            self._file.close()
+        except OSError as error:
+            raise OutputError(f"cannot be written: {error.strerror}", path=self._path) from error
+
+    def __enter__(self) -> LiveTimeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _row(
+        self,
+        step: int,
+        time_ns: int,
+        num_used: int,
+        num_cached: int,
+        num_released: int,
+        num_running: int,
+        num_waiting: int,
+        tiers: tuple[int, ...],
+        num_withheld: int = 0,
+    ) -> Row:
+        freed = num_released - self._released
+        allocated = num_used - self._used + freed
+        self._used, self._released = num_used, num_released
+        used_pct = num_used / self._total
+        self._peak = max(self._peak, used_pct)
+        row = Row(
+            step,
+            time_ns / NS_PER_MS,
+            num_used,
+            self._total - num_used,
+            used_pct,
+            num_running,
+            0,
+            num_cached,
+            allocated,
+            freed,
+            num_waiting,
+            *tiers,  # type: ignore[arg-type]  # pairs of counts, in the order of the fields
+        )
+        return msgspec.structs.replace(row, withheld_blocks=num_withheld) if num_withheld else row
+
+    def _write(self, rows: list[Row]) -> None:
+        try:
+            if not self._is_json:
+                self._append(self._encoder.encode_lines(rows))
+                return
+            text = b",\n".join(map(self._encoder.encode, rows))
+            text = (b",\n" if self._num_rows else b"\n") + text
+            self._num_rows += len(rows)
+            self._file.seek(self._end_at)
+            self._file.write(text + self._json_end())
+            self._end_at += len(text)
+        except OSError as error:
+            raise OutputError(f"cannot be written: {error.strerror}", path=self._path) from error
+
+    def _append(self, text: bytes) -> None:
+        if self._packer is not None:
+            text = self._packer.compress(text) + self._packer.flush(zlib.Z_SYNC_FLUSH)
+        self._file.write(text)
+
+    def _totals(self) -> dict[str, float]:
+        return {"peak_used_pct": self._peak, "preemption_count": self._num_preempted}
+
+    def _json_end(self) -> bytes:
+        return b"\n]," + self._encoder.encode(self._totals())[1:] + b"\n"

@@ -1,0 +1,341 @@
+"""A timeline: how the KV pages of one engine were used, a row a step, and a row whenever nobody was left.
+
+Rows are what the public KV-timeline form says, and a few fields more. A row is a snapshot at the step's mark, the first
+moment in which the most pages were in use; `allocated` and `freed` count the pages that came into and went out of use
+since the row before it. A row at rest carries the number of the step it follows.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from kvarts.columns import Column
+from kvarts.errors import ConfigError
+from kvarts.events import Preemption
+from kvarts.files import check_writable, whole_file
+from kvarts.report.steps import StepLog
+
+__all__ = ["FORMS", "TIMELINE_VERSION", "Ask", "Row", "Timeline", "form_of"]
+
+TIMELINE_VERSION = 1
+NS_PER_MS = 1e6
+SLAB_ROWS = 1 << 15
+"""Rows encoded at once: bounds the memory that writing takes."""
+
+FORMS = ("json", "jsonl", "parquet")
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Why a preempting step preempted: `request` asked for more blocks than were free, and `victim` gave way.
+
+    `model`: the request is one of another model on the same device, and came before this step.
+    """
+
+    request: str
+    blocks: int
+    free_blocks: int
+    victim: str
+    lost_tokens: int
+    model: str | None = None
+
+
+class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One row, by the names of the file."""
+
+    step: int
+    t_ms: float
+    used_blocks: int
+    free_blocks: int
+    used_pct: float
+    active_seqs: int
+    preempted_seqs: int
+    cached_blocks: int
+    allocated: int
+    freed: int
+    waiting: int
+    host_used_blocks: int | None = None
+    host_cached_blocks: int | None = None
+    disk_used_blocks: int | None = None
+    disk_cached_blocks: int | None = None
+    withheld_blocks: int | None = None
+    asked: list[Ask] | None = None
+
+
+def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> Ask:
+    """What a preemption says in a row. `name_of`: the outside name of a request's index."""
+    return Ask(
+        request=str(preemption.asker) if preemption.model else name_of(preemption.asker),
+        blocks=preemption.num_pages_asked,
+        free_blocks=preemption.num_pages_asked - preemption.num_pages_short,
+        victim=name_of(preemption.victim),
+        lost_tokens=preemption.num_computed_tokens,
+        model=preemption.model or None,
+    )
+
+
+def head_of(
+    *, block_size_tokens: int, total_blocks: int, every: int = 1, tiers: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """What is said of the whole, the totals excepted. `tiers`: blocks of each tier below the device, by its name."""
+    head = {
+        "version": TIMELINE_VERSION,
+        "block_size_tokens": block_size_tokens,
+        "total_blocks": total_blocks,
+        "every": every,
+        "initial_used_blocks": 0,
+    }
+    return {**head, **{f"{name}_total_blocks": total for name, total in (tiers or {}).items()}}
+
+
+def columns_of(present: Collection[str]) -> tuple[str, ...]:
+    """The columns of a timeline, in order; of those that not every timeline has, the ones that are `present`."""
+    return tuple(
+        name
+        for name in Row.__struct_fields__[:-1]
+        if name in present or not name.startswith(("host", "disk", "withheld"))
+    )
+
+
+class Timeline:
+    """Rows in columns by the names of Row, and what they are about. `asked` is by row, for rows that preempted.
+
+    `every`: the rows are thinned, see `thinned`. `tiers`: blocks of each tier below the device, by its name.
+    """
+
+    def __init__(
+        self,
+        columns: dict[str, Column],
+        asked: dict[int, list[Ask]],
+        *,
+        block_size_tokens: int,
+        total_blocks: int,
+        every: int = 1,
+        tiers: Mapping[str, int] | None = None,
+    ) -> None:
+        self.tiers = dict(tiers or {})
+        self.columns = columns
+        self.asked = asked
+        self.block_size_tokens = block_size_tokens
+        self.total_blocks = total_blocks
+        self.every = every
+
+    @classmethod
+    def of(cls, log: StepLog, *, page_size: int, request_ids: Sequence[str] | None = None) -> Timeline:
+        """The timeline of what `log` holds. `request_ids`: names of requests by index; left out, the index is."""
+        total = log.num_pages
+        steps, rests = log.columns, log.rests
+        order = log.row_order
+
+        def merged(of_steps: Column, of_rests: Column | int) -> Column:
+            rest_rows = np.broadcast_to(of_rests, rests["step"].shape)
+            return np.concatenate((of_steps, rest_rows))[order].astype(np.int64)
+
+        used = merged(steps["used"], rests["used"])
+        freed = np.diff(merged(log.released(), rests["released"]), prepend=0)
+        columns: dict[str, Column] = {
+            "step": merged(np.arange(len(log)), rests["step"]),
+            "t_ms": merged(steps["start_ns"], rests["time_ns"]) / NS_PER_MS,
+            "used_blocks": used,
+            "free_blocks": total - used,
+            "used_pct": used / total,
+            "active_seqs": merged(steps["running"], 0),
+            "preempted_seqs": merged(steps["preempted"], 0),
+            "cached_blocks": merged(steps["cached"], rests["cached"]),
+            "allocated": np.diff(used, prepend=0) + freed,
+            "freed": freed,
+            "waiting": merged(steps["waiting"], 0),
+        }
+        for field in log.tier_fields:
+            columns[f"{field}_blocks"] = merged(steps[field], rests[field])
+        withheld = log.withheld()
+        if withheld is not None:
+            columns["withheld_blocks"] = merged(withheld, 0)
+        row_of_step = np.flatnonzero(order < len(log))
+        name_of = str if request_ids is None else request_ids.__getitem__
+        asked: dict[int, list[Ask]] = {}
+        for step, preemption in log.preemptions:
+            ask = ask_of(preemption, name_of=name_of)
+            asked.setdefault(int(row_of_step[step]), []).append(ask)
+        return cls(columns, asked, block_size_tokens=page_size, total_blocks=total, tiers=log.tiers)
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    @property
+    def peak_used_pct(self) -> float:
+        """The largest `used_pct`; 0 of nothing."""
+        return float(self.columns["used_pct"].max(initial=0.0))
+
+    @property
+    def preemption_count(self) -> int:
+        """The sum of `preempted_seqs`."""
+        return int(self.columns["preempted_seqs"].sum())
+
+    def thinned(self, every: int) -> Timeline:
+        """Every `every`-th row; with them the first and the last row, the first and the last step, the peak, and every
+        row that preempted. A row's `allocated` and `freed` are the sums since the row kept before it.
+
+        Raises ConfigError if `every` is below 1.
+        """
+        if every < 1:
+            raise ConfigError(f"must be at least 1, got {every}", field="every")
+        num_rows = len(self)
+        if every == 1 or not num_rows:
+            return self
+        keep = np.zeros(num_rows, np.bool_)
+        keep[::every] = True
+        keep[self.columns["preempted_seqs"] > 0] = True
+        keep[np.argmax(self.columns["used_blocks"])] = True
+        last_step = int(np.flatnonzero(self.columns["active_seqs"])[-1]) if self.columns["active_seqs"].any() else -1
+        keep[[0, last_step, -1]] = True
+        kept = np.flatnonzero(keep)
+        columns = {name: column[kept] for name, column in self.columns.items()}
+        begins = np.concatenate(([0], kept[:-1] + 1))
+        for name in ("allocated", "freed"):
+            columns[name] = np.add.reduceat(self.columns[name], begins)
+        place = {int(row): index for index, row in enumerate(kept)}
+        return Timeline(
+            columns,
+            {place[row]: asks for row, asks in self.asked.items()},
+            block_size_tokens=self.block_size_tokens,
+            total_blocks=self.total_blocks,
+            every=self.every * every,
+            tiers=self.tiers,
+        )
+
+    def rows(self, start: int = 0, end: int | None = None) -> list[Row]:
+        """Rows [start, end)."""
+        end = len(self) if end is None else min(end, len(self))
+        # Values go by place; a field that is skipped is filled with its default.
+        names = columns_of(self.columns)
+        last = Row.__struct_fields__.index(names[-1]) + 1
+        columns = [
+            self.columns[name][start:end].tolist() if name in names else [None] * (end - start)
+            for name in Row.__struct_fields__[:last]
+        ]
+        rows = [Row(*values) for values in zip(*columns, strict=True)]
+        for row, asks in self.asked.items():
+            if start <= row < end:
+                rows[row - start] = msgspec.structs.replace(rows[row - start], asked=asks)
+        return rows
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What is said of the whole, the totals excepted."""
+        return head_of(
+            block_size_tokens=self.block_size_tokens,
+            total_blocks=self.total_blocks,
+            every=self.every,
+            tiers=self.tiers,
+        )
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """What is known in the end."""
+        return {"peak_used_pct": self.peak_used_pct, "preemption_count": self.preemption_count}
+
+    # Writing ----------------------------------------------------------------------------------------------
+
+    def to_json(self) -> bytes:
+        """The public KV-timeline form."""
+        buffer = io.BytesIO()
+        self._write_json(buffer)
+        return buffer.getvalue()
+
+    def write(self, path: Path | str, *, every: int = 1) -> None:
+        """Writes .json, .jsonl or .parquet, and any of them with .gz on top; thinned, if `every` is above 1.
+
+        The same timeline gives the same bytes. Raises ConfigError for another suffix, OutputError for what cannot be
+        written; then `path` is as it was.
+        """
+        path = Path(path)
+        form, is_packed = form_of(path)
+        check_writable(path)
+        timeline = self.thinned(every)
+        with whole_file(path) as file:
+            if is_packed:
+                import gzip
+
+                with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
+                    timeline._write_form(form, packed)  # type: ignore[arg-type]
+            else:
+                timeline._write_form(form, file)
+
+    def _write_form(self, form: str, file: IO[bytes]) -> None:
+        {"json": self._write_json, "jsonl": self._write_jsonl, "parquet": self._write_parquet}[form](file)
+
+    def _slabs(self) -> Iterator[list[Row]]:
+        for start in range(0, len(self), SLAB_ROWS):
+            yield self.rows(start, start + SLAB_ROWS)
+
+    def _write_json(self, file: IO[bytes]) -> None:
+        file.write(msgspec.json.encode({**self.head, **self.totals})[:-1] + b',"timeline":[')
+        between = b"\n"
+        for slab in self._slabs():
+            file.write(between + msgspec.json.encode(slab)[1:-1].replace(b'},{"step"', b'},\n{"step"'))
+            between = b",\n"
+        file.write(b"\n]}\n")
+
+    def _write_jsonl(self, file: IO[bytes]) -> None:
+        encoder = msgspec.json.Encoder()
+        file.write(encoder.encode(self.head) + b"\n")
+        for slab in self._slabs():
+            file.write(encoder.encode_lines(slab))
+        file.write(encoder.encode(self.totals) + b"\n")
+
+    def _write_parquet(self, file: IO[bytes]) -> None:
+        pa, pq = import_parquet()
+        ask = pa.struct(
+            [
+                ("request", pa.string()),
+                ("blocks", pa.int64()),
+                ("free_blocks", pa.int64()),
+                ("victim", pa.string()),
+                ("lost_tokens", pa.int64()),
+                *([("model", pa.string())] if "withheld_blocks" in self.columns else []),
+            ]
+        )
+        floats = ("t_ms", "used_pct")
+        names = columns_of(self.columns)
+        fields = [(name, pa.float64() if name in floats else pa.int64()) for name in names]
+        metadata = {name: str(value) for name, value in {**self.head, **self.totals}.items()}
+        schema = pa.schema([*fields, ("asked", pa.list_(ask))], metadata=metadata)
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for start in range(0, max(1, len(self)), SLAB_ROWS):
+                end = min(len(self), start + SLAB_ROWS)
+                asked: list[Any] = [None] * (end - start)
+                for row, asks in self.asked.items():
+                    if start <= row < end:
+                        asked[row - start] = [msgspec.structs.asdict(ask) for ask in asks]
+                arrays = [pa.array(self.columns[name][start:end]) for name in names]
+                writer.write_table(pa.table([*arrays, pa.array(asked, pa.list_(ask))], schema=schema))
+
+
+def form_of(path: Path) -> tuple[str, bool]:
+    """The form that the suffix of `path` names, and whether it is packed with gzip. Raises ConfigError."""
+    suffixes = path.suffixes
+    is_packed = bool(suffixes) and suffixes[-1] == ".gz"
+    if is_packed:
+        suffixes = suffixes[:-1]
+    form = suffixes[-1][1:] if suffixes else ""
+    if form not in FORMS:
+        raise ConfigError(
+            "a timeline is named by its form", path=path, hint="End it in .json, .jsonl or .parquet; .gz may follow."
+        )
+    return form, is_packed
+
+
+def import_parquet() -> tuple[Any, Any]:
+    """Pyarrow and pyarrow.parquet. Raises ConfigError where they are not installed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise ConfigError("Parquet needs pyarrow", hint="pip install 'kvarts[parquet]', or write .jsonl.gz.") from None
+    return pa, pq

@@ -1,0 +1,212 @@
+"""Shows a run: a page of HTML that needs nothing else, and a few lines for a terminal.
+
+The page holds every step: columns packed in base64, drawn by uPlot (MIT licence, in `assets/`), which thins them to the
+pixels there are. Everything the run says enters the page as data, never as markup.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from kvarts.columns import Column
+from kvarts.errors import InputError
+from kvarts.explain.hits import BELOW, KINDS, hit_ledger
+from kvarts.explain.story import longest_waits, story_of_request
+from kvarts.record.journal import Journal, load_journal
+from kvarts.report.page import fill_page
+from kvarts.report.rundir import RunDir
+from kvarts.verify.reader import open_recording
+
+__all__ = ["render_html", "render_text", "sparkline"]
+
+NUM_WAITS = 10
+MAX_STORY_LINES = 400
+MAX_POINTS = 1000
+SPARKS = "▁▂▃▄▅▆▇█"
+NO_JOURNAL = "Not recorded: the run has no journal of events."
+COLOURS = dict(zip(KINDS, ("green", "grey", "red", "orange", "violet", "line"), strict=True))
+COLOURS.update(dict.fromkeys(BELOW, "green"))
+LABELS = {
+    "device_hit": "hit on the device",
+    "host_hit": "hit in host memory",
+    "disk_hit": "hit in files",
+    "never_seen": "never seen before",
+    "evicted": "seen, but evicted",
+    "alignment": "lost to page alignment",
+    "recomputed": "recomputed after preemption",
+    "not_computed": "never computed: the request ended before",
+}
+
+
+def render_html(run: RunDir) -> bytes:
+    """The whole page. Raises InputError for files of the run that cannot be read."""
+    assets = files("kvarts.report") / "assets"
+    template = (assets / "report.html").read_text(encoding="utf-8")
+    script = (assets / "report.js").read_text(encoding="utf-8")
+    return fill_page(template, {"report.js": script}, _page_data(run))
+
+
+def render_text(run: RunDir, *, width: int = 60) -> str:
+    """A sparkline of KV use for each replica and a short table, with a line end."""
+    lines = [f"{run.report.get('trace', run.path.name)}"]
+    timelines = run.timelines()
+    for number, path in timelines:
+        columns = _columns(path)
+        name = f"KV use r{number}" if len(timelines) > 1 else "KV use"
+        lines.append(f"{name:<14}{sparkline(columns['t_ms'], columns['used_pct'], width)}")
+    lines += [f"{name:<14}{value}" for name, value in _facts(run)]
+    return "\n".join(lines) + "\n"
+
+
+def sparkline(times: Column, shares: Column, width: int) -> str:
+    """The largest of `shares`, in [0, 1], in each of `width` equal stretches of time.
+
+    Where nothing was recorded, it is as before.
+    """
+    if not len(times):
+        return ""
+    span = float(times[-1] - times[0]) or 1.0
+    at = np.minimum(((times - times[0]) / span * width).astype(np.int64), width - 1)
+    highest = np.full(width, -1.0)
+    np.maximum.at(highest, at, shares)
+    line = ""
+    level = 0
+    for value in highest.tolist():
+        if value >= 0:
+            level = min(round(value * (len(SPARKS) - 1)), len(SPARKS) - 1)
+        line += SPARKS[level]
+    return line
+
+
+def _page_data(run: RunDir) -> dict[str, Any]:
+    report = run.report
+    journals = [load_journal(path) for _, path in run.journals()]
+    config = report.get("config") or {}
+    pool = (config.get("pages") or 0) * (config.get("replicas") or 1)
+    working_set = report.get("working_set_pages")
+    return {
+        "title": str(report.get("trace", run.path.name)),
+        "subtitle": f"{_count(report.get('num_requests'))} requests in {_count(report.get('num_steps'))} steps",
+        "source": "Made by kvarts; charts by uPlot (MIT licence).",
+        "facts": _facts(run),
+        "replicas": [_replica(number, _columns(path)) for number, path in run.timelines()],
+        "distributions": _distributions(run),
+        "hits": _hits(journals) if journals else None,
+        "working_set": {"pages": working_set, "pool": pool} if working_set and pool else None,
+        "waits": _waits(journals) if journals else None,
+        "no_journal": NO_JOURNAL,
+    }
+
+
+def _columns(path: Any) -> dict[str, Any]:
+    """Columns of a timeline, and under `total_blocks` and `block_size_tokens` what it says of the whole."""
+    recording = open_recording(path)
+    chunks = list(recording.chunks())
+    names = chunks[0].columns if chunks else ()
+    columns: dict[str, Any] = {name: np.concatenate([chunk.columns[name] for chunk in chunks]) for name in names}
+    for name in ("total_blocks", "block_size_tokens"):
+        value = recording.top.get(name)
+        if not isinstance(value, int):
+            raise InputError(f"does not say its {name}", path=path)
+        columns[name] = value
+    if not chunks:
+        columns.update({name: np.zeros(0) for name in ("t_ms", "used_pct")})
+    return columns
+
+
+def _replica(number: int, columns: dict[str, Any]) -> dict[str, Any]:
+    names = {"used": "used_blocks", "cached": "cached_blocks", "running": "active_seqs", "waiting": "waiting"}
+    nothing = np.zeros(0, np.int64)
+    out: dict[str, Any] = {
+        "number": number,
+        "total_blocks": columns["total_blocks"],
+        "block_size_tokens": columns["block_size_tokens"],
+        "t_s": _packed(columns["t_ms"] / 1e3, "f8"),
+        "preempting": _packed(np.flatnonzero(columns.get("preempted_seqs", nothing)), "i4"),
+    }
+    for name, field in names.items():
+        # What a timeline does not say is -1 there, and nothing here.
+        out[name] = _packed(np.maximum(columns.get(field, nothing), 0), "i4")
+    return out
+
+
+def _packed(values: Column, dtype: str) -> dict[str, str]:
+    return {"type": dtype, "base64": b64encode(np.ascontiguousarray(values, f"<{dtype}").tobytes()).decode()}
+
+
+def _distributions(run: RunDir) -> list[dict[str, Any]]:
+    started = [row for row in run.requests() if row.get("first_token_ms") is not None]
+    ttft = [row["first_token_ms"] - row["arrival_ms"] for row in started]
+    ordered = np.sort(np.array(ttft, np.float64))
+    at = np.unique(np.linspace(0, len(ordered) - 1, min(MAX_POINTS, len(ordered))).round().astype(np.int64))
+    out = [{"name": "TTFT", **_points(ordered[at], (at + 1) / max(1, len(ordered)))}]
+    histogram = run.distributions().get("itl_ms") or {"upper_ms": [], "counts": []}
+    counts = np.cumsum(np.array(histogram["counts"], np.float64))
+    total = counts[-1] if len(counts) else 1.0
+    out.append({"name": "ITL", **_points(np.array(histogram["upper_ms"], np.float64), counts / total)})
+    return out
+
+
+def _points(ms: Column, share: Column) -> dict[str, list[float]]:
+    """For a logarithmic axis, which has no 0."""
+    return {"ms": np.maximum(ms, 1e-3).tolist(), "share": share.tolist()}
+
+
+def _hits(journals: list[Journal]) -> dict[str, Any]:
+    ledgers = [hit_ledger(journal) for journal in journals]
+    parts = []
+    for kind in ledgers[0].tokens:
+        tokens = sum(ledger.tokens.get(kind, 0) for ledger in ledgers)
+        gone_for = [ledger.gone_for for ledger in ledgers if ledger.gone_for]
+        more = gone_for[0] if kind == "evicted" and len(gone_for) == 1 else ""
+        if tokens or kind not in ("recomputed", "not_computed"):
+            parts.append([LABELS[kind], tokens, COLOURS[kind], more])
+    return {"prompt_tokens": sum(ledger.prompt_tokens for ledger in ledgers), "parts": parts}
+
+
+def _waits(journals: list[Journal]) -> list[dict[str, Any]]:
+    waits = [(ms, name, journal) for journal in journals for name, ms in longest_waits(journal, NUM_WAITS)]
+    waits.sort(key=lambda wait: -wait[0])
+    out = []
+    for ms, name, journal in waits[:NUM_WAITS]:
+        lines = story_of_request(journal, name)
+        if len(lines) > MAX_STORY_LINES:
+            lines = [*lines[:MAX_STORY_LINES], f"and {len(lines) - MAX_STORY_LINES:,} lines more: kvarts story"]
+        out.append({"name": f"request {name}", "waited": f"{ms / 1e3:,.3f} s", "lines": lines})
+    return out
+
+
+def _facts(run: RunDir) -> list[tuple[str, str]]:
+    report = run.report
+    facts = [
+        ("requests", f"{_count(report.get('num_completed'))} completed, {_count(report.get('num_rejected'))} rejected"),
+    ]
+    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
+        values = report.get(name)
+        if isinstance(values, dict) and values.get("p50") is not None:
+            both = f"p50 {values['p50']:,.1f} ms, p99 {values['p99']:,.1f} ms"
+            facts.append((name.removesuffix("_ms").upper(), both))
+    facts += [
+        (
+            "KV blocks",
+            f"peak {_percent(report.get('peak_used_pct'))} used, mean {_percent(report.get('mean_used_pct'))}",
+        ),
+        ("prefix hits", f"{_percent(report.get('prefix_hit_ratio'))} of prompt tokens"),
+        ("preempted", f"{_count(report.get('num_preemptions'))} times"),
+    ]
+    limited_by = report.get("limited_by")
+    if isinstance(limited_by, dict):
+        facts.append(("limited by", str(limited_by.get("cause", "-")).replace("_", " ")))
+    return facts
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "-"
+
+
+def _percent(value: Any) -> str:
+    return f"{value * 100:.1f} %" if isinstance(value, int | float) else "-"

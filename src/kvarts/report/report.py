@@ -1,0 +1,386 @@
+"""What a replay says: latencies, hit rates, memory, and what limited the run.
+
+Everything is computed from integer columns when it is asked for. A percentile of n sorted values is the element
+round(p (n - 1)), halves to even: an observed value, never one between two. Times are in milliseconds from arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import fsum, isnan
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.columns import Column
+from kvarts.events import Blocked
+from kvarts.record.timeline import Timeline
+from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
+from kvarts.report.steps import StepLog
+from kvarts.sim.config import ReplayConfig
+from kvarts.traffic.trace import Trace
+from kvarts.traffic.working_set import working_set_pages
+
+if TYPE_CHECKING:
+    from kvarts.offload.offloader import Offloader
+
+__all__ = ["REPORT_VERSION", "Report"]
+
+REPORT_VERSION = 1
+NS_PER_MS = 1e6
+PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
+LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
+LANES = ("d2h", "h2d", "disk_write", "disk_read")
+STATUS_NAMES = ("completed", "rejected", "failed")
+
+Distribution = dict[str, float | None]
+
+
+class Report:
+    """The outcome of a replay.
+
+    `requests` and `steps` are columns that `pandas.DataFrame` and `polars.DataFrame` take as they are; `summary` is
+    what `--json` prints.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        requests: RequestLog,
+        steps: Sequence[StepLog],
+        *,
+        stalls_ns: Sequence[int],
+        num_evicted_pages: int,
+        offloaders: Sequence[Offloader] = (),
+    ) -> None:
+        self.config = config
+        self.trace_name = trace.name
+        self._trace = trace
+        self._request_log = requests
+        self._step_logs = steps
+        self._stalls_ns = stalls_ns
+        self._num_evicted_pages = num_evicted_pages
+        self._offloaders = offloaders
+        self._tiers = list(steps[0].tiers)
+
+    # Columns ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def requests(self) -> dict[str, Sequence[Any] | Column]:
+        """One row a request, in arrival order. Times are in ms from the start; NaN where they never came."""
+        raw = self._request_log.columns
+        return {
+            "request_id": self._request_log.request_ids(),
+            "arrival_ms": _ms(raw["arrival_ns"]),
+            "input_tokens": raw["input_tokens"],
+            "output_tokens": raw["output_tokens"],
+            "first_admitted_ms": _ms(raw["first_admitted_ns"]),
+            "first_token_ms": _ms(raw["first_token_ns"]),
+            "last_token_ms": _ms(raw["last_token_ns"]),
+            "cached_tokens": raw["cached_tokens"],
+            **{f"{name}_tokens": raw[f"{name}_tokens"] for name in self._tiers},
+            "admissions": raw["admissions"],
+            "preemptions": raw["preemptions"],
+            "recomputed_tokens": raw["recomputed_tokens"],
+            "replica": raw["replica"],
+            "status": [STATUS_NAMES[status] for status in raw["status"].tolist()],
+            "reason": self._request_log.reasons(),
+        }
+
+    @cached_property
+    def steps(self) -> dict[str, Column]:
+        """One row a step, by replica, then time.
+
+        `used_pages` and `cached_pages` are at the step's high-water mark. `blocked` says why the
+        head of the queue was not admitted: 0 nobody waits, 1 token budget, 2 pages, 3 sequence cap.
+        """
+        logs = [log.columns for log in self._step_logs]
+        raw = {name: _joined([log[name] for log in logs]) for name in logs[0]}
+        return {
+            "replica": np.repeat(np.arange(len(logs)), [len(log) for log in self._step_logs]),
+            "start_ms": _ms(raw["start_ns"]),
+            "duration_ms": _ms(raw["duration_ns"]),
+            "tokens": raw["tokens"],
+            "decodes": raw["decodes"],
+            "running": raw["running"],
+            "waiting": raw["waiting"],
+            "blocked": raw["blocked"],
+            "admitted": raw["admitted"],
+            "preempted": raw["preempted"],
+            "used_pages": raw["used"],
+            "cached_pages": raw["cached"],
+            **{f"{field}_pages": raw[field] for field in self._step_logs[0].tier_fields},
+        }
+
+    @cached_property
+    def timelines(self) -> list[Timeline]:
+        """How the KV pages of each replica were used, a row a step."""
+        request_ids = self._request_log.request_ids()
+        return [Timeline.of(log, page_size=self.config.page_size, request_ids=request_ids) for log in self._step_logs]
+
+    # Summary ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Everything in one JSON-able value."""
+        config = self.config
+        raw = self._request_log.columns
+        done = raw["status"] == COMPLETED
+        completed = raw if done.all() else {name: column[done] for name, column in raw.items()}
+        logs = self._step_logs
+        spans = [log.spans for log in logs]
+        num_requests = len(done)
+        num_completed = len(completed["row"])
+        ttft_ns = completed["first_token_ns"] - completed["arrival_ns"]
+        e2e_ns = completed["last_token_ns"] - completed["arrival_ns"]
+        queue_ns = completed["first_admitted_ns"] - completed["arrival_ns"]
+        output = completed["output_tokens"]
+        several = output > 1
+        decode_ns = completed["last_token_ns"] - completed["first_token_ns"]
+        tpot_ns = decode_ns[several] / (output[several] - 1)
+        end_ns = max(log.end_ns for log in logs)
+        duration_s = max(end_ns, int(raw["arrival_ns"].max(initial=0))) / 1e9
+        input_tokens = int(completed["input_tokens"].sum())
+        output_tokens = int(output.sum())
+        cached_tokens = int(completed["cached_tokens"].sum())
+        cached_by_tier = {name: int(completed[f"{name}_tokens"].sum()) for name in self._tiers}
+        cached_by_tier = {"device": cached_tokens - sum(cached_by_tier.values()), **cached_by_tier}
+        pool_pages = config.num_pages
+        busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
+        used_page_ns, peaks = 0, []
+        for log in logs:
+            used = log.used()
+            used_page_ns += _dot(used, log.durations_ns)
+            peaks.append(int(used.max(initial=0)))
+        peak_used = max(peaks)
+        working_set = working_set_pages(self._trace, config.page_size)
+        return {
+            "version": REPORT_VERSION,
+            "trace": self.trace_name,
+            "config": _config_as_json(config),
+            "percentile_method": "element round(p * (n - 1)) of the sorted values",
+            "duration_ms": duration_s * 1e3,
+            "num_requests": num_requests,
+            "num_completed": num_completed,
+            "num_rejected": int((raw["status"] == REJECTED).sum()),
+            "num_failed": int((raw["status"] == FAILED).sum()),
+            "num_skipped_lines": self._trace.num_skipped_lines,
+            "num_input_tokens": input_tokens,
+            "num_output_tokens": output_tokens,
+            "ttft_ms": _distribution(ttft_ns),
+            "itl_ms": self._itl(),
+            "tpot_ms": _distribution(tpot_ns),
+            "e2e_ms": _distribution(e2e_ns),
+            "queue_ms": _distribution(queue_ns),
+            "request_throughput_per_s": _ratio(num_completed, duration_s),
+            "input_throughput_tokens_per_s": _ratio(input_tokens, duration_s),
+            "output_throughput_tokens_per_s": _ratio(output_tokens, duration_s),
+            "goodput": self._goodput(ttft_ns, tpot_ns, several, e2e_ns, duration_s),
+            "prefix_hit_ratio": _ratio(cached_tokens, input_tokens),
+            "prefix_hit_ratio_by_tier": {name: _ratio(hit, input_tokens) for name, hit in cached_by_tier.items()},
+            "num_cached_tokens": cached_tokens,
+            "num_cached_tokens_by_tier": cached_by_tier,
+            "transfers": self._transfers() if self._tiers else None,
+            "num_recomputed_tokens": int(completed["recomputed_tokens"].sum()),
+            "num_preemptions": sum(int(span["preempted"].sum()) for span in spans),
+            "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
+            "num_steps": sum(map(len, logs)),
+            "num_evicted_pages": self._num_evicted_pages,
+            "peak_used_pages": peak_used,
+            "peak_used_pct": peak_used / pool_pages,
+            "mean_used_pct": _ratio(used_page_ns, busy_ns * pool_pages),
+            "busy_pct": _ratio(busy_ns, duration_s * 1e9 * config.replicas),
+            "peak_running": max(int(span["running"].max(initial=0)) for span in spans),
+            "peak_waiting": max(int(span["waiting"].max(initial=0)) for span in spans),
+            "working_set_pages": working_set,
+            "working_set_to_pool": None if working_set is None else working_set / (pool_pages * config.replicas),
+            "limited_by": self._limits(queue_ns, e2e_ns),
+            "replicas": self._replicas(peaks),
+        }
+
+    def to_json(self) -> bytes:
+        """The summary as indented JSON, with a line end."""
+        return msgspec.json.format(msgspec.json.encode(self.summary), indent=2) + b"\n"
+
+    def distributions_json(self) -> bytes:
+        """The gaps between tokens as a histogram: `itl_ms` with `upper_ms` of each bin, 2 % wide, and `counts`."""
+        durations_ns = _joined([log.gaps_ns for log in self._step_logs])
+        weights = _joined([log.of_steps("decodes") for log in self._step_logs])
+        values_ns = np.concatenate((durations_ns, np.asarray(self._stalls_ns, np.int64)))
+        weights = np.concatenate((weights, np.ones(len(self._stalls_ns), np.int64)))
+        upper_ms = 0.001 * 1.02 ** np.arange(1400)  # from a microsecond to ten days
+        at = np.minimum(np.searchsorted(upper_ms, values_ns / NS_PER_MS), len(upper_ms) - 1)
+        counts = np.bincount(at, weights=weights, minlength=len(upper_ms)).astype(np.int64)
+        filled = np.flatnonzero(counts)
+        value = {"itl_ms": {"upper_ms": upper_ms[filled].tolist(), "counts": counts[filled].tolist()}}
+        return msgspec.json.encode(value) + b"\n"
+
+    def requests_jsonl(self) -> bytes:
+        """The requests as JSON lines, in arrival order; null where a time never came."""
+        columns = []
+        for column in self.requests.values():
+            if not isinstance(column, np.ndarray):
+                columns.append(column)
+            elif column.dtype.kind == "f":
+                columns.append([None if isnan(value) else value for value in column.tolist()])
+            else:
+                columns.append(column.tolist())
+        names = list(self.requests)
+        encode_lines: bytes = msgspec.json.Encoder().encode_lines(
+            [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        )
+        return encode_lines
+
+    def _itl(self) -> Distribution:
+        """Gaps between a request's consecutive tokens: as a rule the duration of the step that made the later one."""
+        durations_ns = _joined([log.gaps_ns for log in self._step_logs])
+        weights = _joined([log.of_steps("decodes", np.int32) for log in self._step_logs])
+        return _distribution(durations_ns, weights=weights, extra=self._stalls_ns)
+
+    def _goodput(
+        self,
+        ttft_ns: Column,
+        tpot_ns: Column,
+        several: Column,
+        e2e_ns: Column,
+        duration_s: float,
+    ) -> dict[str, float | None] | None:
+        """Requests a second that keep the SLO; None without one."""
+        slo = self.config.slo
+        if slo.ttft_ms is None and slo.tpot_ms is None and slo.e2e_ms is None:
+            return None
+        good = np.ones(len(ttft_ns), np.bool_)
+        if slo.ttft_ms is not None:
+            good &= ttft_ns <= slo.ttft_ms * NS_PER_MS
+        if slo.e2e_ms is not None:
+            good &= e2e_ns <= slo.e2e_ms * NS_PER_MS
+        if slo.tpot_ms is not None:
+            good[several] &= tpot_ns <= slo.tpot_ms * NS_PER_MS
+        num_good = int(good.sum())
+        return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
+
+    def _transfers(self) -> dict[str, Any]:
+        """What went to and fro between the tiers, of all replicas together."""
+        counts = [offloader.counts for offloader in self._offloaders]
+        lanes = LANES[: 2 * len(self._tiers)]
+        return {
+            **{name: sum(getattr(count, name) for count in counts) for name in counts[0].__struct_fields__},
+            "bytes": {name: sum(offloader.lanes[name].num_bytes for offloader in self._offloaders) for name in lanes},
+            "num_evicted_pages": {
+                name: sum(offloader.tiers[place].num_evicted for offloader in self._offloaders)
+                for place, name in enumerate(self._tiers)
+            },
+        }
+
+    def _limits(self, queue_ns: Column, e2e_ns: Column) -> dict[str, Any]:
+        """What waiting requests waited for, by the time they waited."""
+        waited = dict.fromkeys(LIMITS.values(), 0)
+        for log in self._step_logs:
+            spans = log.spans
+            for reason, name in LIMITS.items():
+                waited[name] += _dot(spans["waiting"] * (spans["blocked"] == reason), spans["duration_ns"])
+        total = sum(waited.values())
+        cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
+        if fsum(queue_ns.tolist()) * 100 < fsum(e2e_ns.tolist()):
+            cause = "nothing"
+        return {
+            "cause": cause,
+            "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
+        }
+
+    def _replicas(self, peaks_used: list[int]) -> list[dict[str, Any]]:
+        raw = self._request_log.columns
+        done = raw["status"] == COMPLETED
+        out = []
+        for replica, log in enumerate(self._step_logs):
+            mine = done & (raw["replica"] == replica)
+            spans = log.spans
+            input_tokens = int(raw["input_tokens"][mine].sum())
+            out.append(
+                {
+                    "num_completed": int(mine.sum()),
+                    "num_steps": len(log),
+                    "num_preemptions": int(spans["preempted"].sum()),
+                    "prefix_hit_ratio": _ratio(int(raw["cached_tokens"][mine].sum()), input_tokens),
+                    "peak_used_pct": peaks_used[replica] / self.config.num_pages,
+                    "busy_ms": int(spans["duration_ns"].sum()) / NS_PER_MS,
+                }
+            )
+        return out
+
+
+def _config_as_json(config: ReplayConfig) -> dict[str, Any]:
+    """By the names that a file and the command line use."""
+    names = zip(config.__struct_fields__, config.__struct_encode_fields__, strict=True)
+    values = {encoded: getattr(config, field) for field, encoded in names}
+    cost = values["cost"]
+    values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(config.cost_model)
+    values["slo"] = msgspec.to_builtins(values["slo"])
+    values["offload"] = msgspec.to_builtins(values["offload"])
+    # How a replay is carried out is no part of what it says.
+    del values["step_by_step"], values["audit"]
+    return values
+
+
+def _ms(ns: Column) -> npt.NDArray[np.float64]:
+    ms = ns / NS_PER_MS
+    ms[ns < 0] = np.nan
+    return ms
+
+
+def _joined(columns: list[Column]) -> Column:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _dot(counts: Column, times_ns: Column) -> int:
+    """The sum of products, exact: where it might not fit 64 bits, in two parts that do."""
+    if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
+        return int(np.dot(counts, times_ns))
+    high, low = np.divmod(times_ns, 1 << 20)
+    return (int(np.dot(counts, high)) << 20) + int(np.dot(counts, low))
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _distribution(values_ns: Column, weights: Column | None = None, extra: Sequence[int] = ()) -> Distribution:
+    """Mean, percentiles and maximum in ms; each value counts `weights` times, each of `extra` once."""
+    if weights is None:
+        ordered = np.sort(values_ns)
+        count = len(ordered)
+        # fsum is exact: no overflow, and the same on machines that add in another order.
+        mean = fsum(ordered.tolist()) / count if count else 0.0
+
+        def at(rank: int) -> float:
+            return float(ordered[rank])
+
+    else:
+        if not weights.all():
+            used = weights > 0
+            values_ns, weights = values_ns[used], weights[used]
+        if len(extra):
+            values_ns = np.concatenate((values_ns, np.asarray(extra, np.int64)))
+            weights = np.concatenate((weights, np.ones(len(extra), np.int32)))
+        mean = _dot(weights, values_ns)
+        order = np.argsort(values_ns)  # equals may come in any order: they are the same value
+        ordered = values_ns[order]
+        ranks = np.cumsum(weights[order], dtype=np.int64)
+        del order, weights  # a million requests have fifteen million steps
+        count = int(ranks[-1]) if len(ranks) else 0
+        mean = mean / count if count else 0.0
+
+        def at(rank: int) -> float:
+            return float(ordered[np.searchsorted(ranks, rank, side="right")])
+
+    if not count:
+        return dict.fromkeys(("mean", *PERCENTILES, "max"))
+    found: Distribution = {"mean": mean / NS_PER_MS}
+    for name, p in PERCENTILES.items():
+        found[name] = at(round(p * (count - 1))) / NS_PER_MS
+    found["max"] = at(count - 1) / NS_PER_MS
+    return found

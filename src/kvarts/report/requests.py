@@ -1,0 +1,93 @@
+"""What becomes of requests, in columns: one row a request."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from kvarts.columns import Column, Rows
+from kvarts.request import Request
+from kvarts.traffic.trace import TraceRequest
+
+__all__ = ["COMPLETED", "FAILED", "REJECTED", "RequestLog"]
+
+COMPLETED, REJECTED, FAILED = 0, 1, 2
+
+_REQUEST_FIELDS = (
+    "index",
+    "row",
+    "status",
+    "replica",
+    "arrival_ns",
+    "input_tokens",
+    "output_tokens",
+    "first_admitted_ns",
+    "first_token_ns",
+    "last_token_ns",
+    "cached_tokens",
+    "host_tokens",
+    "disk_tokens",
+    "admissions",
+    "preemptions",
+    "recomputed_tokens",
+)
+
+
+class RequestLog:
+    """One row a request, in arrival order. -1 stands for a time that never came."""
+
+    def __init__(self, *, largest_hit_counts: bool) -> None:
+        self._rows = Rows(len(_REQUEST_FIELDS))
+        self._largest_hit_counts = largest_hit_counts
+        self._ids: dict[int, str] = {}
+        self._reasons: dict[int, str] = {}
+
+    def end(self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED) -> None:
+        """`request` made its last token, or was rejected."""
+        self._rows.add(
+            (
+                request.index,
+                row.row,
+                status,
+                replica,
+                request.arrival_ns,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                request.first_admitted_ns,
+                request.first_token_ns,
+                request.last_token_ns,
+                request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
+                *(*request.cached_tokens_below, 0, 0)[:2],
+                request.num_admissions,
+                request.num_preemptions,
+                request.recomputed_tokens,
+            )
+        )
+        if row.request_id is not None:
+            self._ids[request.index] = row.request_id
+
+    def reject(self, request: Request, row: TraceRequest, replica: int, reason: str, status: int = REJECTED) -> None:
+        """`request` was refused on arrival, or with FAILED, ended without its last token."""
+        self._reasons[request.index] = reason
+        self.end(request, row, replica, status)
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Integer columns by name, sorted by arrival."""
+        columns = self._rows.take_columns()
+        return dict(zip(_REQUEST_FIELDS, columns[:, np.argsort(columns[0])], strict=True))
+
+    def request_ids(self) -> list[str]:
+        """The trace's own id where it gives one, else the number of the row in its file, from 0."""
+        ids = list(map(str, self.columns["row"].tolist()))
+        for index, request_id in self._ids.items():
+            ids[index] = request_id
+        return ids
+
+    def reasons(self) -> list[str | None]:
+        """Why a request was rejected; None for the others."""
+        reasons: list[str | None] = [None] * len(self.columns["row"])
+        for index, reason in self._reasons.items():
+            reasons[index] = reason
+        return reasons

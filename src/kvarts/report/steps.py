@@ -1,0 +1,207 @@
+"""What the steps of one engine leave behind, in spans: steps alike are one row, whatever their number.
+
+Every step has only its duration and the pages taken for it; the rest is worked out when somebody looks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvarts.columns import Column, Rows
+from kvarts.events import AtRest, LeapDone, Preemption, StepDone
+
+__all__ = ["StepLog"]
+
+_SPAN_FIELDS = (
+    "num_steps",
+    "start_ns",
+    "used",
+    "cached",
+    "released",
+    "running",
+    "waiting",
+    "blocked",
+    "decodes",
+    "tokens",
+    "preempted",
+    "admitted",
+    "is_leap",
+)
+_REST_FIELDS = ("step", "time_ns", "used", "cached", "released")
+
+
+class StepLog:
+    """The StepSink of one engine of `num_pages` pages, from step 0 on. Pages are as at each step's mark.
+
+    `tiers`: the pages of each tier below the device, by its name; their counts are columns `NAME_used` and
+    `NAME_cached`.
+    """
+
+    def __init__(self, num_pages: int, tiers: Mapping[str, int] | None = None) -> None:
+        self.num_pages = num_pages
+        self.tiers = dict(tiers or {})
+        self.tier_fields = tuple(f"{name}_{what}" for name in self.tiers for what in ("used", "cached"))
+        self.preemptions: list[tuple[int, Preemption]] = []
+        """With the step in which they happened, in order."""
+        self._span_fields = _SPAN_FIELDS + self.tier_fields
+        self._rest_fields = _REST_FIELDS + self.tier_fields
+        self._spans = Rows(len(self._span_fields))
+        self._rests = Rows(len(self._rest_fields))
+        self._durations_ns = array("q")
+        self._pages_taken = array("i")
+
+    def record_step(self, done: StepDone) -> None:
+        """See StepSink."""
+        preemptions = done.preemptions
+        if preemptions:
+            self.preemptions += [(done.step, preemption) for preemption in preemptions]
+        self._spans.add(
+            (
+                1,
+                done.start_ns,
+                done.num_used,
+                done.num_cached,
+                done.num_released,
+                done.num_running,
+                done.num_waiting,
+                done.blocked,
+                done.num_decodes,
+                done.num_tokens,
+                len(preemptions),
+                done.num_admitted,
+                0,
+                *done.tiers,
+            )
+        )
+        self._durations_ns.append(done.duration_ns)
+        self._pages_taken.append(0)
+
+    def record_leap(self, done: LeapDone) -> None:
+        """See StepSink."""
+        num_decodes = done.num_running
+        self._spans.add(
+            (
+                len(done.durations_ns),
+                done.start_ns,
+                done.num_used,
+                done.num_cached,
+                done.num_released,
+                num_decodes,
+                done.num_waiting,
+                done.blocked,
+                num_decodes,
+                num_decodes,
+                0,
+                0,
+                1,
+                *done.tiers,
+            )
+        )
+        self._durations_ns.fromlist(done.durations_ns)
+        self._pages_taken.fromlist(done.pages_taken)
+
+    def record_rest(self, rest: AtRest) -> None:
+        """See StepSink."""
+        self._rests.add((rest.step, rest.time_ns, rest.num_used, rest.num_cached, rest.num_released, *rest.tiers))
+
+    @property
+    def tokens_lost(self) -> int:
+        """Computed tokens that preempted requests lost."""
+        return sum(preemption.num_computed_tokens for _, preemption in self.preemptions)
+
+    # Looking ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def spans(self) -> dict[str, Column]:
+        """Integer columns by name, one row a span; `duration_ns` is the whole span's."""
+        spans = dict(zip(self._span_fields, self._spans.take_columns(), strict=True))
+        spans["duration_ns"] = (
+            np.add.reduceat(self.durations_ns, self._firsts(spans)) if len(self) else self.durations_ns
+        )
+        return spans
+
+    def __len__(self) -> int:
+        return len(self._durations_ns)
+
+    @property
+    def durations_ns(self) -> Column:
+        """Of each step."""
+        return np.frombuffer(self._durations_ns, np.int64)
+
+    def of_steps(self, name: str, dtype: type[np.signedinteger[Any]] = np.int64) -> Column:
+        """A column of the spans, one row a step: for what is alike in all steps of a span."""
+        return np.repeat(self.spans[name].astype(dtype), self.spans["num_steps"])
+
+    def used(self) -> Column:
+        """Pages used in each step."""
+        taken = np.frombuffer(self._pages_taken, np.int32)
+        pages = np.cumsum(taken, dtype=np.int64)
+        before = self.spans["used"] - (pages - taken)[self._firsts(self.spans)] if len(self) else self.spans["used"]
+        pages += np.repeat(before, self.spans["num_steps"])
+        return pages
+
+    @property
+    def starts_ns(self) -> Column:
+        """When each step began."""
+        durations_ns = self.durations_ns
+        elapsed = np.cumsum(durations_ns) - durations_ns
+        if len(self):
+            elapsed -= np.repeat(elapsed[self._firsts(self.spans)], self.spans["num_steps"])
+        starts_ns: Column = self.of_steps("start_ns") + elapsed
+        return starts_ns
+
+    @property
+    def gaps_ns(self) -> Column:
+        """From the end of the step before to the end of each; where a step has decodes, the one before had them too."""
+        return self.durations_ns
+
+    @property
+    def end_ns(self) -> int:
+        """When the last step ended; 0 if there is none."""
+        return int(self.starts_ns[-1] + self.durations_ns[-1]) if len(self) else 0
+
+    def cached(self) -> Column:
+        """Pages cached in each step."""
+        # In a leap, a cached page is evicted only for what empty pages do not cover.
+        cached = self.of_steps("cached")
+        return np.where(self.of_steps("is_leap"), np.minimum(cached, self.num_pages - self.used()), cached)
+
+    def withheld(self) -> Column | None:
+        """Pages that nobody here used, and that could not be taken, before each step; None where there are none."""
+        return None
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Integer columns by name, one row a step."""
+        made = ("num_steps", "released", "is_leap", "start_ns", "used", "cached")
+        steps = {name: self.of_steps(name) for name in self._span_fields if name not in made}
+        steps["start_ns"] = self.starts_ns
+        steps["duration_ns"] = self.durations_ns
+        steps["used"] = self.used()
+        steps["cached"] = self.cached()
+        return steps
+
+    def released(self) -> Column:
+        """Pages that had gone out of use, up to each step."""
+        return np.repeat(self.spans["released"], self.spans["num_steps"])
+
+    @cached_property
+    def rests(self) -> dict[str, Column]:
+        """Integer columns by name, one row for each time when nobody was left: `step` is the step before it."""
+        return dict(zip(self._rest_fields, self._rests.take_columns(), strict=True))
+
+    @cached_property
+    def row_order(self) -> Column:
+        """Puts what is said of each step, and then of each time at rest, into the order of time: a rest right after its
+        step."""
+        return np.argsort(np.concatenate((np.arange(len(self)) * 2, self.rests["step"] * 2 + 1)), kind="stable")
+
+    @staticmethod
+    def _firsts(spans: dict[str, Column]) -> Column:
+        """The number of each span's first step."""
+        return np.cumsum(spans["num_steps"]) - spans["num_steps"]

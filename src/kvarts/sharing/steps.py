@@ -1,0 +1,58 @@
+"""What the steps of an engine leave behind that shares its device: between two of them, others have their turns."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from kvarts.columns import Column
+from kvarts.events import LeapDone, StepDone
+from kvarts.report.steps import StepLog
+
+__all__ = ["TurnLog"]
+
+
+class TurnLog(StepLog):
+    """A StepLog whose steps do not follow each other at once, and whose pages others may take or evict."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self._starts_ns = array("q")
+        self._cached = array("i")
+        self._withheld = array("i")
+
+    def record_step(self, done: StepDone) -> None:
+        """See StepSink."""
+        super().record_step(done)
+        self._starts_ns.append(done.start_ns)
+        self._cached.append(done.num_cached)
+        self._withheld.append(done.num_withheld)
+
+    def record_leap(self, done: LeapDone) -> None:
+        """See StepSink."""
+        super().record_leap(done)
+        turns = done.turns
+        assert turns is not None
+        self._starts_ns.fromlist(turns.starts_ns)
+        self._cached.fromlist(turns.cached)
+        self._withheld.fromlist(turns.withheld)
+
+    @property
+    def starts_ns(self) -> Column:
+        """See StepLog."""
+        return np.frombuffer(self._starts_ns, np.int64)
+
+    @property
+    def gaps_ns(self) -> Column:
+        """See StepLog."""
+        ends_ns = self.starts_ns + self.durations_ns
+        return np.diff(ends_ns, prepend=self.starts_ns[:1])
+
+    def cached(self) -> Column:
+        """See StepLog."""
+        return np.frombuffer(self._cached, np.int32).astype(np.int64)
+
+    def withheld(self) -> Column:
+        """See StepLog."""
+        return np.frombuffer(self._withheld, np.int32).astype(np.int64)

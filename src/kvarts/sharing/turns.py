@@ -1,0 +1,453 @@
+"""The loop of a replay of several models on one device: one clock, one compute lane, turns.
+
+Models take turns in the order in which they were registered; a round is a turn of each. A turn is one step, inside the
+model's token budget. Budgets are divided when somebody has prompt tokens to compute, once a round at most, among those
+that have work: who only decodes counts with what that takes, who has prompts with all it may have. Where everybody
+only decodes, everybody has what it needs. A budget that is too small for all decodes of its model is saved until it is
+not: a step decodes all or none.
+
+At any time, in this order: a step that ends now is finished, requests that arrive now are queued, and the next in turn
+starts a step. Where all that run only decode, many turns are done at once, see `_leap`; whatever is recorded is the
+same as if they had been done one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvarts.engine import NEVER_NS, Engine
+from kvarts.events import Turns
+from kvarts.report.requests import FAILED, RequestLog
+from kvarts.request import Request
+from kvarts.sharing.cache import SharedCache
+from kvarts.sharing.device import Health, SharedDevice
+from kvarts.traffic.source import Source
+from kvarts.traffic.trace import Trace, TraceRequest
+
+__all__ = ["HealthChange", "Lane", "Tenant"]
+
+NS_PER_S = 1e9
+
+
+class HealthChange(msgspec.Struct, frozen=True):
+    """From `time_ns` on, `model` is in `health`."""
+
+    time_ns: int
+    model: str
+    health: Health
+
+
+class Tenant:
+    """One model on the lane: where its requests come from, what runs them, and what became of them.
+
+    `weight`: see TokenBudgets. `priority` is added to that of each request.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        trace: Trace,
+        source: Source,
+        log: RequestLog,
+        *,
+        weight: float = 1.0,
+        priority: int = 0,
+    ) -> None:
+        self.name = name
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        cache = engine.scheduler.cache
+        assert isinstance(cache, SharedCache)
+        self.cache = cache
+        self.trace = trace
+        self.source = source
+        self.log = log
+        self.weight = weight
+        self.priority = priority
+        self.rows: dict[int, TraceRequest] = {}
+        """Requests that are in the engine, by index."""
+        self.num_arrived = 0
+        self.saved = 0
+        """Tokens of budgets that were too small for a step."""
+        self.contested_tokens = 0
+        """Computed in rounds in which at least two models could have computed more than they got."""
+        self.contested_share = 0.0
+        """What its weight entitled it to in these rounds, of what they computed."""
+
+
+class Lane:
+    """Runs one replay. `device` knows the models by the names of `tenants`.
+
+    `changes`: of health. `on_progress`, where given, is told how many more requests have ended.
+    """
+
+    def __init__(
+        self,
+        device: SharedDevice,
+        tenants: Sequence[Tenant],
+        *,
+        step_by_step: bool = False,
+        audit: bool = False,
+        changes: Sequence[HealthChange] = (),
+        on_progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self._device = device
+        self._tenants = list(tenants)
+        self._leaps = not step_by_step
+        self._audit = audit
+        self._changes = sorted(changes, key=lambda change: change.time_ns)
+        for change in self._changes:
+            device.health(change.model)  # an error now, rather than in the middle
+        self._on_progress = on_progress
+        self._now_ns = 0
+        self._place = 0
+        """Whose turn it is."""
+        self._granted: dict[str, int] | None = None
+        """The budgets of this round, if it was divided."""
+        self._num_working = 0
+        """How many models had work in this round, if it was divided."""
+        self._num_spent = 0
+        """Tokens computed in this round since it was divided."""
+        self._contestants: list[Tenant] = []
+        """Who could have computed more than its budget in this round, if several could."""
+        self._arrival_ns = NEVER_NS
+        self._arriving = self._tenants[0]
+        self._look_ahead()
+        self._last_round_ns = 10_000_000  # a guess, to ask for about as many durations as are needed
+
+    def run(self) -> None:
+        """Runs until every request has ended."""
+        while True:
+            while self._changes and self._changes[0].time_ns <= self._now_ns:
+                self._change(self._changes.pop(0))
+            if self._arrival_ns <= self._now_ns:
+                self._arrivals(self._now_ns)
+            tenant = self._next()
+            if tenant is None:
+                next_ns = self._next_ns()
+                if next_ns == NEVER_NS:
+                    break
+                self._now_ns = max(self._now_ns, next_ns)
+                self._begin_round()
+            elif not (self._leaps and self._leap()):
+                self._turn(tenant)
+        while any(tenant.rows for tenant in self._tenants):
+            for tenant in self._tenants:
+                assert not tenant.rows or self._device.health(tenant.name) == "degraded", (
+                    "L8: the replay ended with requests left over"
+                )
+                for request in list(tenant.scheduler.waiting):
+                    tenant.engine.cancel(request)
+                    self._fail(tenant, request, "its model was degraded, and admitted nobody until the end")
+            self._arrivals(NEVER_NS - 1)
+        for tenant in self._tenants:
+            tenant.engine.flush()
+        self._device.check()
+
+    # What comes from outside ------------------------------------------------------------------------------
+
+    def _next_ns(self) -> int:
+        """When the next request arrives, or a model's health changes."""
+        if self._changes and self._changes[0].time_ns < self._arrival_ns:
+            return self._changes[0].time_ns
+        return self._arrival_ns
+
+    def _look_ahead(self) -> None:
+        """Sources have changed: finds out who is next."""
+        self._arrival_ns = NEVER_NS
+        for tenant in self._tenants:
+            time_ns = tenant.source.next_ns()
+            if time_ns is not None and time_ns < self._arrival_ns:
+                self._arrival_ns = time_ns
+                self._arriving = tenant
+
+    def _arrivals(self, until_ns: int) -> None:
+        """Requests that arrive up to `until_ns`, in order of time, then of models."""
+        while self._arrival_ns <= until_ns:
+            tenant, now_ns = self._arriving, self._arrival_ns
+            row = tenant.source.pop()
+            self._look_ahead()
+            self._arrive(tenant, row, now_ns)
+
+    def _arrive(self, tenant: Tenant, row: TraceRequest, now_ns: int) -> None:
+        index = tenant.num_arrived
+        tenant.num_arrived += 1
+        request = Request(
+            index,
+            tenant.trace.content(row, page_size=tenant.engine.config.page_size, owner=index),
+            num_prompt_tokens=row.num_prompt_tokens,
+            num_output_tokens=row.num_output_tokens,
+            arrival_ns=now_ns,
+            priority=row.priority + tenant.priority,
+            request_id=row.request_id or str(row.row),
+        )
+        reason: str | None
+        if self._device.health(tenant.name) == "dead":
+            reason = "its model is dead"
+        else:
+            reason = tenant.engine.submit(request, now_ns)
+        if reason is None:
+            tenant.rows[index] = row
+        else:
+            tenant.log.reject(request, row, 0, reason)
+            self._done(tenant, row, now_ns)
+            self._tell(1)
+
+    def _change(self, change: HealthChange) -> None:
+        tenant = next(tenant for tenant in self._tenants if tenant.name == change.model)
+        ended = self._device.set_health(change.model, change.health)
+        for request in ended:
+            self._fail(tenant, request, f"its model died at {change.time_ns / NS_PER_S:g} s")
+
+    def _fail(self, tenant: Tenant, request: Request, reason: str) -> None:
+        row = tenant.rows.pop(request.index)
+        tenant.log.reject(request, row, 0, reason, FAILED)
+        self._done(tenant, row, max(self._now_ns, request.arrival_ns))
+        self._tell(1)
+
+    def _end(self, tenant: Tenant, finished: Sequence[Request]) -> None:
+        for request in finished:
+            row = tenant.rows.pop(request.index)
+            tenant.log.end(request, row, 0)
+            self._done(tenant, row, request.last_token_ns)
+        if finished:
+            self._tell(len(finished))
+
+    def _done(self, tenant: Tenant, row: TraceRequest, now_ns: int) -> None:
+        tenant.source.done(row, now_ns)
+        if tenant.source.is_reactive:
+            self._look_ahead()
+
+    def _tell(self, num_ended: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(num_ended)
+
+    # Turns ------------------------------------------------------------------------------------------------
+
+    def _can_step(self, tenant: Tenant) -> bool:
+        return not tenant.scheduler.is_stalled or self._device.may_make_way(tenant.name)
+
+    def _next(self) -> Tenant | None:
+        """Whose turn it is, of those that can do something; a round ends with its last model."""
+        tenants = self._tenants
+        for _ in tenants:
+            if self._place == len(tenants):
+                self._begin_round()
+            tenant = tenants[self._place]
+            if self._can_step(tenant):
+                return tenant
+            self._place += 1
+        return None
+
+    def _begin_round(self) -> None:
+        self._place = 0
+        self._granted = None
+        self._contestants = []
+
+    def _turn(self, tenant: Tenant) -> None:
+        """One step of `tenant`, if its budget allows one."""
+        self._place += 1
+        scheduler = tenant.scheduler
+        budget = self._budget(tenant)
+        if budget < max(1, scheduler.wheel.num_decoding):
+            tenant.saved = budget
+            return
+        tenant.saved = 0
+        scheduler.token_budget = min(budget, tenant.engine.config.max_num_batched_tokens)
+        tenant.cache.refresh()
+        num_released = tenant.cache.num_released
+        end_ns = tenant.engine.start(self._now_ns)
+        is_step = not tenant.engine.is_pausing
+        if self._arrival_ns < end_ns:
+            self._arrivals(end_ns - 1)
+        finished = tenant.engine.finish()
+        self._now_ns = end_ns
+        self._end(tenant, finished)
+        self._device.end_turn(tenant.name, has_released=tenant.cache.num_released != num_released)
+        if is_step:
+            num_tokens = tenant.engine.batch.num_tokens
+            self._num_spent += num_tokens
+            if tenant in self._contestants:
+                self._account(tenant, num_tokens)
+        if self._audit:
+            self._device.check()
+
+    def _account(self, tenant: Tenant, num_tokens: int) -> None:
+        """Tokens of a contested round count for who computed them, and as shares of all who contended for them."""
+        tenant.contested_tokens += num_tokens
+        total = sum(other.weight for other in self._contestants)
+        for other in self._contestants:
+            other.contested_share += num_tokens * other.weight / total
+
+    # Budgets ----------------------------------------------------------------------------------------------
+
+    def _budget(self, tenant: Tenant) -> int:
+        """Tokens that `tenant` may compute in its turn."""
+        budgets = self._device.budgets
+        if self._granted is None:
+            working = [other for other in self._tenants if self._can_step(other)]
+            if self._only_decode(working):
+                return budgets.total
+            self._granted = self._divide(working)
+            self._num_working = len(working)
+            self._num_spent = 0
+        granted = self._granted.get(tenant.name)
+        if granted is None:
+            # It had no work when the round was divided: it may have what nobody has used, or is still to use.
+            self._num_working += 1
+            to_come = self._tenants[self._place :]
+            granted = budgets.total - self._num_spent - sum(self._granted.get(other.name, 0) for other in to_come)
+            granted = max(0, min(granted, budgets.ceiling_for(tenant.name, self._num_working)))
+        return granted + tenant.saved
+
+    def _only_decode(self, working: Sequence[Tenant]) -> bool:
+        """Whether everybody can have what it needs, and needs no more than a token for each decode."""
+        budgets = self._device.budgets
+        total = 0
+        for tenant in working:
+            if tenant.scheduler.wants_tokens:
+                return False
+            num_decoding = tenant.scheduler.wheel.num_decoding
+            total += num_decoding
+            if self._device.is_static:
+                most = budgets.budget_for(tenant.name)
+            else:
+                most = budgets.ceiling_for(tenant.name, len(working))
+            if num_decoding > most:
+                return False
+        return total <= budgets.total
+
+    def _divide(self, working: Sequence[Tenant]) -> dict[str, int]:
+        budgets = self._device.budgets
+        demands: dict[str, int | None] = {}
+        contestants = []
+        for tenant in working:
+            demands[tenant.name] = tenant.scheduler.wheel.num_decoding
+            if tenant.scheduler.wants_tokens:
+                demands[tenant.name] = None
+                contestants.append(tenant)
+        self._contestants = contestants if len(contestants) > 1 else []
+        if self._device.is_static:
+            return budgets.next_round()
+        granted = budgets.next_round(demands)
+        return {name: granted[name] for name in demands}
+
+    # Many turns at once -----------------------------------------------------------------------------------
+
+    def _leap(self) -> bool:
+        """Does as many turns as are certain to be alike: all that run decode, and nobody arrives or finishes before the
+        last. False if not even one is.
+        """
+        if self._granted is not None:
+            return False
+        for tenant in self._tenants:
+            if tenant.scheduler.wants_tokens:  # the most frequent reason, before anything is made
+                return False
+        tenants, place = self._tenants, self._place
+        active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.scheduler.is_stalled]
+        if not self._only_decode(active) or any(self._device.may_make_way(tenant.name) for tenant in tenants):
+            return False
+        num_active = len(active)
+        num_turns = NEVER_NS
+        for position, tenant in enumerate(active):
+            tenant.cache.refresh()
+            tenant.scheduler.token_budget = self._device.budgets.total
+            num_steps = tenant.scheduler.horizon()
+            if num_steps < 1:
+                return False
+            num_turns = min(num_turns, position + (num_steps - 1) * num_active + 1)
+        until_ns = self._next_ns()
+        # No more durations than it takes to get there, as far as the last round tells.
+        num_wanted = (until_ns - self._now_ns) // self._last_round_ns + 2
+        num_turns = min(num_turns, num_wanted * num_active)
+        strides = [_Stride(tenant, -(-(num_turns - position) // num_active)) for position, tenant in enumerate(active)]
+        num_done = self._walk(strides[:num_turns], num_turns, until_ns)
+        if num_done:
+            self._commit(strides, (num_done - 1) % num_active)
+        return num_done > 0
+
+    def _walk(self, strides: Sequence[_Stride], num_turns: int, until_ns: int) -> int:
+        """Takes the pages of up to `num_turns` turns, in their order, as long as they begin before `until_ns` and there
+        are any; how many turns had theirs.
+
+        Turn by turn, since what one takes may be evicted from another.
+        """
+        now_ns = self._now_ns
+        num_strides = len(strides)
+        # Free memory shrinks by what is taken, and each model that has memory of its own has its own.
+        free = [stride.cache.memory.num_free_bytes for stride in strides]
+        is_apart = self._device.is_static
+        turn = 0
+        while turn < num_turns and now_ns < until_ns:
+            which = turn % num_strides
+            stride = strides[which]
+            cache = stride.cache
+            place = turn // num_strides
+            num_due = stride.due[place]
+            num_free = free[which] // cache.page_bytes
+            if num_due:
+                if num_due > num_free:
+                    break
+                cache.take(num_due)
+                num_bytes = num_due * cache.page_bytes
+                if is_apart:
+                    free[which] -= num_bytes
+                else:
+                    free = [free[which] - num_bytes] * num_strides
+            stride.starts_ns.append(now_ns)
+            stride.withheld.append(stride.num_unused - num_free)
+            stride.num_unused -= num_due
+            stride.cached.append(cache.tree.num_cached)
+            now_ns += stride.durations_ns[place]
+            turn += 1
+        self._last_round_ns = max(1, (now_ns - self._now_ns) * num_strides // max(1, turn))
+        self._now_ns = now_ns
+        return turn
+
+    def _commit(self, strides: Sequence[_Stride], last: int) -> None:
+        # Whoever has the last turn may finish somebody, which the others must not know of before.
+        for stride in (*strides[last + 1 :], *strides[: last + 1]):
+            num_steps = len(stride.starts_ns)
+            if not num_steps:
+                continue
+            tenant = stride.tenant
+            num_released = tenant.cache.num_released
+            turns = Turns(stride.starts_ns, stride.cached, stride.withheld)
+            tenant.engine.leap(stride.durations_ns[:num_steps], stride.due[:num_steps], turns)
+            tenant.saved = 0
+            if stride is strides[last]:
+                self._arrivals(self._now_ns - 1)
+            self._end(tenant, tenant.engine.finish())
+            self._device.end_turn(tenant.name, has_released=tenant.cache.num_released != num_released)
+        self._place = self._tenants.index(strides[last].tenant) + 1
+        if self._audit:
+            self._device.check()
+
+
+class _Stride:
+    """The steps of one model in many turns done at once: what each takes and how long, and what it found."""
+
+    __slots__ = (
+        "cache",
+        "cached",
+        "due",
+        "durations_ns",
+        "num_unused",
+        "starts_ns",
+        "tenant",
+        "withheld",
+    )
+
+    def __init__(self, tenant: Tenant, num_steps: int) -> None:
+        self.tenant = tenant
+        self.cache = cache = tenant.cache
+        self.durations_ns = tenant.engine.decode_ns(num_steps) if num_steps > 0 else []
+        self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps > 0 else []
+        self.num_unused = cache.pool.total - cache.num_used
+        """Pages of the device, by their number, that the model does not use."""
+        self.starts_ns: list[int] = []
+        self.cached: list[int] = []
+        self.withheld: list[int] = []

@@ -1,0 +1,160 @@
+"""The loop of a replay: a virtual clock, the engines, and the requests that come to them.
+
+At any time, in this order: steps that end now are finished, requests that arrive now are routed, and engines without
+a step under way start one. An engine may do many steps at once, but never past a moment at which something could
+reach it.
+
+Where requests arrive at known times, each engine runs on its own from arrival to arrival. Where they wait for others
+to end, the engines move together from event to event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvarts.engine import NEVER_NS, Engine
+from kvarts.report.requests import RequestLog
+from kvarts.request import Request
+from kvarts.sim.router import Router
+from kvarts.traffic.source import Source
+from kvarts.traffic.trace import Trace, TraceRequest
+
+__all__ = ["Driver"]
+
+
+class Driver:
+    """Runs one replay. `on_progress`, where given, is told how many more requests have ended."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        source: Source,
+        engines: Sequence[Engine],
+        router: Router,
+        log: RequestLog,
+        *,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self._trace = trace
+        self._source = source
+        self._engines = engines
+        self._router = router
+        self._log = log
+        self._on_progress = on_progress
+        self._page_size = engines[0].config.page_size
+        # To the mocker, every generated token is unlike any other.
+        self._know_output = engines[0].config.profile != "mocker"
+        self._rows: dict[int, TraceRequest] = {}
+        """Requests that are in an engine, by index."""
+        self._num_arrived = 0
+        self._finished: list[Request] = []
+        self._ends_ns = [NEVER_NS] * len(engines)
+        self._quiet_ns = [NEVER_NS] * len(engines)
+        """For engines with a step under way: until when no request ends there, if none arrives there."""
+
+    def run(self) -> None:
+        """Runs until every request has ended."""
+        if self._source.is_reactive:
+            self._run_by_event()
+        else:
+            self._run_by_arrival()
+        for engine in self._engines:
+            engine.flush()
+        assert not any(engine.has_work for engine in self._engines), "L8: the replay ended with requests left over"
+
+    def _run_by_arrival(self) -> None:
+        source, engines, router = self._source, self._engines, self._router
+        while (now_ns := source.next_ns()) is not None:
+            if router.looks_at_engines:
+                for index in range(len(engines)):
+                    self._run_engine(index, now_ns)
+            self._arrive(source.pop(), now_ns)
+        for index in range(len(engines)):
+            self._run_engine(index, NEVER_NS)
+
+    def _run_engine(self, index: int, until_ns: int) -> None:
+        finished = self._finished
+        self._engines[index].run_until(until_ns, finished)
+        if finished:
+            self._end(index, finished)
+            finished.clear()
+
+    def _run_by_event(self) -> None:
+        source, ends_ns = self._source, self._ends_ns
+        while True:
+            arrival_ns = source.next_ns()
+            now_ns = min(ends_ns)
+            if arrival_ns is not None and arrival_ns < now_ns:
+                now_ns = arrival_ns
+            if now_ns == NEVER_NS:
+                break
+            for index, end_ns in enumerate(ends_ns):
+                if end_ns == now_ns:
+                    ends_ns[index] = self._quiet_ns[index] = NEVER_NS
+                    self._end(index, self._engines[index].finish())
+            while (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
+                self._arrive(source.pop(), now_ns)
+            self._start(now_ns, NEVER_NS if arrival_ns is None else arrival_ns)
+
+    def _end(self, index: int, finished: list[Request]) -> None:
+        for request in finished:
+            row = self._rows.pop(request.index)
+            self._log.end(request, row, index)
+            self._source.done(row, request.last_token_ns)
+        if finished and self._on_progress is not None:
+            self._on_progress(len(finished))
+
+    def _arrive(self, row: TraceRequest, now_ns: int) -> None:
+        index = self._num_arrived
+        self._num_arrived += 1
+        request = Request(
+            index,
+            self._trace.content(row, page_size=self._page_size, owner=index, know_output=self._know_output),
+            num_prompt_tokens=row.num_prompt_tokens,
+            num_output_tokens=row.num_output_tokens,
+            arrival_ns=now_ns,
+            priority=row.priority,
+            request_id=row.request_id or str(row.row),
+        )
+        engines = self._engines
+        replica = self._router.choose(request, engines) if len(engines) > 1 else 0
+        if not self._source.is_reactive:
+            self._run_engine(replica, now_ns)
+        if engines[replica].is_pausing:
+            self._ends_ns[replica] = NEVER_NS
+        reason = engines[replica].submit(request, now_ns)
+        if reason is None:
+            self._rows[index] = row
+            # It may be admitted in the next step there, and end before all others.
+            self._quiet_ns[replica] = self._ends_ns[replica]
+        else:
+            self._log.reject(request, row, replica, reason)
+            self._source.done(row, now_ns)
+            if self._on_progress is not None:
+                self._on_progress(1)
+
+    def _start(self, now_ns: int, arrival_ns: int) -> None:
+        """Starts a step on every engine that has work and none under way.
+
+        A request that ends elsewhere may send one here. So first come those that do a single step, whose end is then
+        known; then those that could do many, up to the first possible end of a request in any of the others.
+        """
+        engines, ends_ns, quiet_ns = self._engines, self._ends_ns, self._quiet_ns
+        if len(engines) == 1:
+            if ends_ns[0] == NEVER_NS and engines[0].has_work:
+                ends_ns[0] = engines[0].start(now_ns, arrival_ns)
+            return
+        leaping = []
+        for index, engine in enumerate(engines):
+            if ends_ns[index] == NEVER_NS and engine.has_work:
+                quiet_until_ns = engine.quiet_until(now_ns)
+                if quiet_until_ns is None:
+                    ends_ns[index] = quiet_ns[index] = engine.start(now_ns)
+                else:
+                    quiet_ns[index] = quiet_until_ns
+                    leaping.append(index)
+        for index in leaping:
+            until_ns = min(arrival_ns, *quiet_ns[:index], *quiet_ns[index + 1 :])
+            ends_ns[index] = engines[index].start(now_ns, until_ns)
+            if ends_ns[index] > quiet_ns[index]:
+                quiet_ns[index] = ends_ns[index]  # a transfer ends while the last of its steps is under way

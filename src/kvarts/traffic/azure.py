@@ -1,0 +1,82 @@
+"""Reader for the Azure LLM inference traces of 2023: CSV with `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`.
+
+They say how long prompts and answers were, and nothing of what was in them: every prompt is unlike any other.
+"""
+
+from __future__ import annotations
+
+import csv
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from kvarts.content import pack_units
+from kvarts.errors import InputError
+from kvarts.files import read_text
+from kvarts.traffic.trace import Trace, TraceRequest
+
+__all__ = ["load_azure"]
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+UNIT_TOKENS = 512
+
+
+def load_azure(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
+    """Reads a whole file; the first arrival becomes 0, rows are sorted by time, equals in the order of the file.
+
+    Raises MissingFileError, and InputError with file, line and field for a row that cannot be read, or counts it with
+    `skip_bad_lines`.
+    """
+    path = Path(path)
+    lines = csv.reader(read_text(path, hint="Check the path of the trace.").splitlines())
+    header = tuple(name.strip() for name in next(lines, []))
+    if header != COLUMNS:
+        raise InputError(
+            f"begins with {','.join(header)!r}", path=path, line=1, hint=f"The first line must be {','.join(COLUMNS)}."
+        )
+    rows: list[tuple[int, int, int]] = []
+    num_skipped = 0
+    for row in lines:
+        if not row:
+            continue
+        try:
+            rows.append(_row(row))
+        except InputError as error:
+            if not skip_bad_lines:
+                hint = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
+                raise InputError(error.what, path=path, line=lines.line_num, field=error.field, hint=hint) from error
+            num_skipped += 1
+    if not rows:
+        raise InputError("has no requests", path=path, hint="A line has a time and two numbers of tokens.")
+    first_ns = min(time_ns for time_ns, _, _ in rows)
+    requests = [
+        TraceRequest(index, time_ns - first_ns, _unlike_any_other(index, num_prompt), num_prompt, num_output)
+        for index, (time_ns, num_prompt, num_output) in enumerate(rows)
+    ]
+    requests.sort(key=lambda request: request.arrival_ns)
+    return Trace(requests, unit_tokens=UNIT_TOKENS, name=path.name, num_skipped_lines=num_skipped)
+
+
+def _row(row: list[str]) -> tuple[int, int, int]:
+    """Nanoseconds, prompt tokens, output tokens."""
+    if len(row) != len(COLUMNS):
+        raise InputError(f"has {len(row)} columns instead of {len(COLUMNS)}")
+    whole, _, fraction = row[0].strip().partition(".")
+    try:
+        since = datetime.fromisoformat(whole) - datetime(1970, 1, 1)
+    except ValueError:
+        raise InputError(f"{row[0]!r} is no time", field="TIMESTAMP") from None
+    digits = fraction[:9]
+    if digits and not digits.isdecimal():
+        raise InputError(f"{row[0]!r} is no time", field="TIMESTAMP")
+    time_ns = since // timedelta(seconds=1) * 1_000_000_000 + int(digits.ljust(9, "0"))
+    tokens = []
+    for name, text in zip(COLUMNS[1:], row[1:], strict=True):
+        if not text.strip().isdecimal() or int(text) < 1:
+            raise InputError(f"must be a whole number of at least 1, got {text!r}", field=name)
+        tokens.append(int(text))
+    return time_ns, tokens[0], tokens[1]
+
+
+def _unlike_any_other(index: int, num_tokens: int) -> bytes:
+    first = index << 32
+    return pack_units(list(range(first, first + -(-num_tokens // UNIT_TOKENS))))

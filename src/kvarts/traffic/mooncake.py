@@ -1,0 +1,250 @@
+"""Reader for Mooncake traces: JSON lines with `timestamp`, `input_length`, `output_length`, `hash_ids`.
+
+Read as well, where a row has them: `session_id` and `delay` (ms after the session's turn before), `priority`,
+`output_token_ids`, `request_id`. Other fields are left alone. A hash id stands for `trace_block_size` equal tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from kvarts.content import pack_units
+from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
+from kvarts.traffic.trace import Trace, TraceRequest
+
+__all__ = ["MooncakeReader", "load_mooncake"]
+
+BLOCK_BYTES = 1 << 20
+NS_PER_MS = 1_000_000
+
+
+class _Row(msgspec.Struct, gc=False):
+    input_length: int
+    hash_ids: list[int]
+    output_length: int | None = None
+    timestamp: int | float | None = None
+    delay: int | float | None = None
+    session_id: str | int | None = None
+    priority: int = 0
+    output_token_ids: list[int] | None = None
+    request_id: str | int | None = None
+
+
+class MooncakeReader:
+    """Iterates over the rows of one file as TraceRequests, a block of lines at a time, in the order of the file.
+
+    Times are as in the file, in nanoseconds; a row with a `delay` and no `timestamp` has -1. Raises InputError with
+    file, line and field for a row that cannot be read, or counts it in `num_skipped` with `skip_bad_lines`.
+    """
+
+    def __init__(self, path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> None:
+        if trace_block_size < 1:
+            raise ConfigError(f"must be at least 1, got {trace_block_size}", field="trace_block_size")
+        self.path = Path(path)
+        self.trace_block_size = trace_block_size
+        self.skip_bad_lines = skip_bad_lines
+        self.num_skipped = 0
+        self.has_output_tokens = False
+        self.has_sessions = False
+        self._decoder = msgspec.json.Decoder(_Row)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        row_number = 0
+        for first_line, block in self._blocks():
+            for line, row in self._decode(first_line, block):
+                try:
+                    request = self._request(row_number, row)
+                except InputError as error:
+                    self._skip_or_raise(error, line)
+                else:
+                    yield request
+                row_number += 1
+
+    def _blocks(self) -> Iterator[tuple[int, bytes]]:
+        """Blocks of whole lines, each with the number of its first line."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            raise MissingFileError("no such file", path=self.path, hint="Check the path of the trace.") from None
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", path=self.path) from error
+        with file:
+            line = 1
+            rest = b""
+            while True:
+                try:
+                    data = file.read(BLOCK_BYTES)
+                except OSError as error:
+                    raise InputError(f"cannot be read: {error.strerror}", path=self.path) from error
+                if not data:
+                    break
+                cut = data.rfind(b"\n") + 1
+                if cut:
+                    block = rest + data[:cut]
+                    yield line, block
+                    line += block.count(b"\n")
+                    rest = data[cut:]
+                else:
+                    rest += data
+            if rest.strip():
+                yield line, rest
+
+    def _decode(self, first_line: int, block: bytes) -> Iterable[tuple[int, _Row]]:
+        try:
+            rows = self._decoder.decode_lines(block)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self._decode_by_line(first_line, block)
+        # Blank lines shift the count of lines.
+        if len(rows) == block.count(b"\n") + (not block.endswith(b"\n")):
+            return enumerate(rows, first_line)
+        return self._decode_by_line(first_line, block)
+
+    def _decode_by_line(self, first_line: int, block: bytes) -> Iterator[tuple[int, _Row]]:
+        """Finds the bad lines."""
+        for line, text in enumerate(block.split(b"\n"), first_line):
+            if not text.strip():
+                continue
+            try:
+                row = self._decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                self._skip_or_raise(self._explain(error), line)
+                continue
+            yield line, row
+
+    def _explain(self, error: Exception) -> InputError:
+        what, field = parts_of(error)
+        if missing := re.search(r"missing required field `(\w+)`", what):
+            field, what = missing[1], "is missing"
+        return InputError(what, field=field)
+
+    def _skip_or_raise(self, error: InputError, line: int) -> None:
+        if self.skip_bad_lines:
+            self.num_skipped += 1
+            return
+        hint = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
+        raise InputError(error.what, path=self.path, line=line, field=error.field, hint=hint) from error
+
+    def _request(self, row_number: int, row: _Row) -> TraceRequest:
+        input_length = row.input_length
+        output_length = row.output_length
+        output_token_ids = row.output_token_ids
+        if output_token_ids is not None:
+            if output_length is None:
+                output_length = len(output_token_ids)
+            elif output_length != len(output_token_ids):
+                raise InputError(
+                    f"has {len(output_token_ids)} ids, but output_length is {output_length}",
+                    field="output_token_ids",
+                )
+            self.has_output_tokens = True
+        elif output_length is None:
+            raise InputError("is missing", field="output_length")
+        if input_length < 1:
+            raise InputError(f"must be at least 1, got {input_length}", field="input_length")
+        if output_length < 1:
+            raise InputError(f"must be at least 1, got {output_length}", field="output_length")
+        covered = len(row.hash_ids) * self.trace_block_size
+        if covered < input_length:
+            raise InputError(
+                f"{len(row.hash_ids)} ids of {self.trace_block_size} tokens cover {covered} of the "
+                f"{input_length} tokens of input_length",
+                field="hash_ids",
+            )
+        timestamp, delay = row.timestamp, row.delay
+        if type(timestamp) is int and timestamp >= 0:
+            arrival_ns = timestamp * NS_PER_MS
+        elif timestamp is None:
+            if delay is None or row.session_id is None:
+                raise InputError("is missing; only a session's later turn may have a delay instead", field="timestamp")
+            arrival_ns = -1
+        else:
+            arrival_ns = round(timestamp * NS_PER_MS)
+            if arrival_ns < 0:
+                raise InputError(f"must be at least 0, got {timestamp}", field="timestamp")
+        if delay is not None and delay < 0:
+            raise InputError(f"must be at least 0, got {delay}", field="delay")
+        units = _packed(row.hash_ids, "hash_ids")
+        if (
+            delay is None
+            and row.session_id is None
+            and output_token_ids is None
+            and row.request_id is None
+            and row.priority == 0
+        ):
+            return TraceRequest(row_number, arrival_ns, units, input_length, output_length)
+        self.has_sessions |= row.session_id is not None
+        output_units = None if output_token_ids is None else _packed(output_token_ids, "output_token_ids")
+        return TraceRequest(
+            row_number,
+            arrival_ns,
+            units,
+            input_length,
+            output_length,
+            output_units=output_units,
+            priority=row.priority,
+            session_id=None if row.session_id is None else str(row.session_id),
+            delay_ns=None if delay is None else round(delay * NS_PER_MS),
+            request_id=None if row.request_id is None else str(row.request_id),
+        )
+
+
+def _packed(ids: list[int], field: str) -> bytes:
+    try:
+        return pack_units(ids)
+    except ConfigError:
+        raise InputError("ids must be from 0 to 2**64 - 1", field=field) from None
+
+
+def load_mooncake(path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> Trace:
+    """Reads a whole file: every line is checked before anything is replayed.
+
+    Rows are sorted by time, equals in the order of the file, and the first arrival becomes 0. Raises InputError,
+    also for a file without rows.
+    """
+    reader = MooncakeReader(path, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
+    requests = list(reader)
+    if not requests:
+        what = "has no requests" if not reader.num_skipped else f"has no readable line in {reader.num_skipped}"
+        raise InputError(what, path=path, hint="A trace has one JSON object a line.")
+    requests = _in_arrival_order(requests, Path(path))
+    return Trace(
+        requests,
+        unit_tokens=trace_block_size,
+        has_output_tokens=reader.has_output_tokens,
+        name=Path(path).name,
+        num_skipped_lines=reader.num_skipped,
+    )
+
+
+def _in_arrival_order(requests: list[TraceRequest], path: Path) -> list[TraceRequest]:
+    """Sorts by time; a turn without a time stands right behind the turn before it."""
+    last_of_session: dict[str, int] = {}
+    times = []
+    has_delays = False
+    for request in requests:
+        time_ns = request.arrival_ns
+        if time_ns < 0:
+            assert request.session_id is not None
+            before = last_of_session.get(request.session_id)
+            if before is None:
+                raise InputError(
+                    f"row {request.row + 1}, the first turn of session {request.session_id!r}, has no time",
+                    path=path,
+                    field="timestamp",
+                    hint="Give the first turn of each session a timestamp.",
+                )
+            time_ns = before
+            has_delays = True
+        if request.session_id is not None:
+            last_of_session[request.session_id] = time_ns
+        times.append(time_ns)
+    first_ns = min(times)
+    if not has_delays and first_ns == 0 and all(a <= b for a, b in pairwise(times)):
+        return requests
+    order = sorted(range(len(times)), key=times.__getitem__)
+    return [msgspec.structs.replace(requests[i], arrival_ns=times[i] - first_ns) for i in order]

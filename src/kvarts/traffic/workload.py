@@ -1,0 +1,157 @@
+"""Traffic that nobody recorded: described by numbers, made from a seed.
+
+Every prompt is token by token: a group's shared prefix, then the session so far (prompts and answers), then new
+tokens. Token ids only say what is the same as what; they are no text.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from kvarts.errors import ConfigError
+from kvarts.traffic.trace import Trace, TraceRequest
+
+__all__ = ["FixedLength", "Length", "LogNormalLength", "UniformLength", "Workload"]
+
+NS_PER_S = 1_000_000_000
+
+
+class FixedLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="fixed"):
+    """Always `tokens`."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("tokens", self.tokens)
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """`count` lengths in tokens."""
+        return [self.tokens] * count
+
+
+class UniformLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="uniform"):
+    """Anything from `low` to `high` tokens, both included."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("low", self.low)
+        if self.high < self.low:
+            raise ConfigError(f"must be at least low, {self.low}, got {self.high}", field="high")
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """`count` lengths in tokens."""
+        lengths: list[int] = rng.integers(self.low, self.high + 1, count).tolist()
+        return lengths
+
+
+class LogNormalLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="lognormal"):
+    """Log-normal with the given `median` in tokens and `sigma` of the logarithm, cut to [1, `high`]."""
+
+    median: int
+    sigma: float = 1.0
+    high: int = 131_072
+
+    def __post_init__(self) -> None:
+        _at_least_one("median", self.median)
+        _at_least_one("high", self.high)
+        if not 0.0 <= self.sigma < float("inf"):
+            raise ConfigError(f"must be a finite number, at least 0, got {self.sigma}", field="sigma")
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """`count` lengths in tokens."""
+        drawn = np.rint(rng.lognormal(np.log(self.median), self.sigma, count))
+        lengths: list[int] = np.clip(drawn, 1, self.high).astype(np.int64).tolist()
+        return lengths
+
+
+Length = FixedLength | UniformLength | LogNormalLength
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A synthetic workload.
+
+    `num_sessions` sessions arrive at `sessions_per_s` on average, `poisson` or at a `fixed` rate (0: all at once), and
+    have `turns_per_session` turns. A turn follows the answer to the one before after `think_time_s` (mean of an
+    exponential distribution with `poisson`, exact with `fixed`). A turn adds `new_tokens` to its session and is
+    answered with `output_tokens`. Each session begins with the shared prefix, `prefix_tokens` long, of one of
+    `num_prefix_groups` groups, in turn.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    num_sessions: int
+    new_tokens: Length
+    output_tokens: Length
+    sessions_per_s: float = 0.0
+    arrivals: str = "poisson"
+    turns_per_session: int = 1
+    think_time_s: float = 0.0
+    num_prefix_groups: int = 1
+    prefix_tokens: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("num_sessions", "turns_per_session", "num_prefix_groups"):
+            _at_least_one(field, getattr(self, field))
+        for field in ("sessions_per_s", "think_time_s", "prefix_tokens", "seed"):
+            value = getattr(self, field)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"must be a finite number, at least 0, got {value}", field=f"workload.{field}")
+        if self.arrivals not in ("poisson", "fixed"):
+            raise ConfigError(f"must be 'poisson' or 'fixed', got {self.arrivals!r}", field="workload.arrivals")
+
+    def trace(self) -> Trace:
+        """The workload as a trace. The same seed gives the same trace."""
+        rng = np.random.Generator(np.random.PCG64(self.seed))
+        num_turns = self.turns_per_session
+        num_requests = self.num_sessions * num_turns
+        gaps_s = self._times(rng, 1.0 / self.sessions_per_s if self.sessions_per_s else 0.0, self.num_sessions)
+        starts_ns = np.rint(np.cumsum(gaps_s) * NS_PER_S).astype(np.int64)
+        starts_ns -= starts_ns[0]
+        delays_ns = np.rint(self._times(rng, self.think_time_s, num_requests) * NS_PER_S).astype(np.int64)
+        new_tokens = self.new_tokens.draw(rng, num_requests)
+        output_tokens = self.output_tokens.draw(rng, num_requests)
+        next_token = self.num_prefix_groups * self.prefix_tokens
+        requests = []
+        row = 0
+        for session in range(self.num_sessions):
+            group = session % self.num_prefix_groups
+            history: tuple[range, ...] = ()
+            if self.prefix_tokens:
+                history = (range(group * self.prefix_tokens, (group + 1) * self.prefix_tokens),)
+            num_history = self.prefix_tokens
+            for turn in range(num_turns):
+                prompt = range(next_token, next_token + new_tokens[row])
+                output = range(prompt.stop, prompt.stop + output_tokens[row])
+                next_token = output.stop
+                requests.append(
+                    TraceRequest(
+                        row,
+                        int(starts_ns[session]),
+                        (*history, prompt),
+                        num_history + len(prompt),
+                        len(output),
+                        output_units=(output,),
+                        session_id=str(session) if num_turns > 1 else None,
+                        delay_ns=int(delays_ns[row]) if turn else None,
+                    )
+                )
+                history = (*history, prompt, output)
+                num_history += len(prompt) + len(output)
+                row += 1
+        return Trace(requests, has_output_tokens=True, name="workload")
+
+    def _times(
+        self, rng: np.random.Generator, mean_s: float, count: int
+    ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        if self.arrivals == "fixed":
+            return np.full(count, mean_s)
+        return rng.exponential(mean_s, count)
+
+
+def _at_least_one(field: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"must be at least 1, got {value}", field=f"workload.{field}")

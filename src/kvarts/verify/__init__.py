@@ -1,0 +1,1 @@
+"""Is a timeline true? Shares no code with what records one."""

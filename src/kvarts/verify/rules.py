@@ -1,0 +1,515 @@
+"""The rules a KV timeline is judged by, each on its own, fed chunk by chunk.
+
+A rule keeps what it needs of the rows before, and remembers violations with their step and their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from kvarts.verify.chunk import Chunk, Column, brief, is_count, is_real
+
+__all__ = ["MAX_LISTED", "Limits", "RuleResult", "Status", "Violation", "make_rules"]
+
+Status = Literal["ok", "violated", "inconclusive", "not_run"]
+
+MAX_LISTED = 100_000
+"""Violations of one rule that are listed; all are counted."""
+
+PCT_TOLERANCE = 1e-9
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a timeline beyond what it says of itself."""
+
+    preempt_threshold: float = 0.95
+    max_bytes: int | None = None
+    block_bytes: int | None = None
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """One violation. `step` and `row` are None where the whole timeline is meant; `row` counts from 0."""
+
+    rule: str
+    step: int | None
+    row: int | None
+    what: str
+    numbers: dict[str, int | float]
+
+
+class RuleResult(msgspec.Struct, frozen=True):
+    """What became of a rule. `why`: the reason, where it is neither ok nor violated."""
+
+    rule: str
+    status: Status
+    num_violations: int = 0
+    why: str | None = None
+
+
+class Rule:
+    """Base of all rules. Written by itself only."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.num_violations = 0
+        self.why_not: str | None = None
+        """Why it could not run."""
+        self.why_open: str | None = None
+        """Why what it saw does not settle it."""
+
+    def feed(self, chunk: Chunk) -> None:
+        """The next rows."""
+
+    def finish(self, top: dict[str, Any]) -> None:
+        """No more rows; `top` is what the body says of the whole."""
+
+    @property
+    def result(self) -> RuleResult:
+        """What became of it."""
+        if self.num_violations:
+            return RuleResult(self.name, "violated", self.num_violations)
+        if self.why_not is not None:
+            return RuleResult(self.name, "not_run", why=self.why_not)
+        if self.why_open is not None:
+            return RuleResult(self.name, "inconclusive", why=self.why_open)
+        return RuleResult(self.name, "ok")
+
+    def add(self, what: str, *, step: int | None = None, row: int | None = None, **numbers: int | float) -> None:
+        """One more violation."""
+        self.num_violations += 1
+        if len(self.violations) < MAX_LISTED:
+            self.violations.append(Violation(self.name, step, row, what, numbers))
+
+    def add_where(
+        self, bad: Column, chunk: Chunk, names: tuple[str, ...], say: Callable[..., str], **more: Column
+    ) -> None:
+        """A violation for every row where `bad` holds; `say` gets the numbers by name."""
+        places = np.flatnonzero(bad)
+        if not len(places):
+            return
+        room = max(0, MAX_LISTED - len(self.violations))
+        listed = places[:room]
+        columns = {name: chunk.columns[name][listed].tolist() for name in ("step", *names)}
+        columns.update({name: column[listed].tolist() for name, column in more.items()})
+        for row, *values in zip(chunk.rows[listed].tolist(), *columns.values(), strict=True):
+            numbers = dict(zip(columns, values, strict=True))
+            step = numbers.pop("step")
+            self.violations.append(Violation(self.name, step, row, say(**numbers), numbers))
+        self.num_violations += len(places)
+
+
+class Schema(Rule):
+    """The five keys of the body and the seven of every row are there, of the right type and sign."""
+
+    name = "schema"
+    POSITIVE = ("block_size_tokens", "total_blocks")
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        for complaint in chunk.complaints:
+            self.add(complaint.what, step=complaint.step, row=complaint.row)
+
+    def look_at(self, top: dict[str, Any], *, has_timeline: bool, is_cut: bool) -> None:
+        """The body without its rows."""
+        if not has_timeline:
+            self.add("timeline must be an array" if "timeline" in top else "timeline is missing")
+        for name in self.POSITIVE:
+            if name not in top:
+                self.add(f"{name} is missing")
+            elif not is_count(top[name]) or top[name] < 1:
+                self.add(f"{name} must be a positive whole number, is {brief(top[name])}")
+        if not is_cut and "peak_used_pct" not in top:
+            self.add("peak_used_pct is missing")
+        if "peak_used_pct" in top and not is_real(top["peak_used_pct"]):
+            self.add(f"peak_used_pct must be a number of at least 0, is {brief(top['peak_used_pct'])}")
+        if not is_cut and "preemption_count" not in top:
+            self.add("preemption_count is missing")
+        if "preemption_count" in top and not is_count(top["preemption_count"]):
+            self.add(f"preemption_count must be a whole number of at least 0, is {brief(top['preemption_count'])}")
+
+
+class BlockConservation(Rule):
+    """used + free = total in every step, and what is cached is free."""
+
+    name = "block_conservation"
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self._total = total
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        used, free = chunk.columns["used_blocks"], chunk.columns["free_blocks"]
+        total = self._total
+        self.add_where(
+            used + free != total,
+            chunk,
+            ("used_blocks", "free_blocks"),
+            lambda used_blocks, free_blocks: (
+                f"used {used_blocks} + free {free_blocks} = {used_blocks + free_blocks}, not the total {total}"
+            ),
+        )
+        # What is free is never negative, so more than the total is used only where the sum is wrong as well.
+        self.add_where(
+            chunk.columns["cached_blocks"] > free,
+            chunk,
+            ("cached_blocks", "free_blocks"),
+            lambda cached_blocks, free_blocks: f"cached {cached_blocks} of {free_blocks} free",
+        )
+
+
+class UsedPctArithmetic(Rule):
+    """used_pct is used / total."""
+
+    name = "used_pct_arithmetic"
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self._total = total
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        total = self._total
+        used, used_pct = chunk.columns["used_blocks"], chunk.columns["used_pct"]
+        self.add_where(
+            ~(np.abs(used_pct - used / total) <= PCT_TOLERANCE),
+            chunk,
+            ("used_pct", "used_blocks"),
+            lambda used_pct, used_blocks: (
+                f"used_pct {used_pct!r}, but {used_blocks} / {total} = {used_blocks / total!r}"
+            ),
+        )
+
+
+class PeakConsistency(Rule):
+    """peak_used_pct is the maximum of used_pct, preemption_count the sum of preempted_seqs."""
+
+    name = "peak_consistency"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._peak = 0.0
+        self._num_preempted = 0
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        self._peak = max(self._peak, float(chunk.columns["used_pct"].max(initial=0.0)))
+        self._num_preempted += sum(chunk.columns["preempted_seqs"][chunk.columns["preempted_seqs"] > 0].tolist())
+
+    def finish(self, top: dict[str, Any]) -> None:
+        """See Rule."""
+        peak, count = top.get("peak_used_pct"), top.get("preemption_count")
+        if not is_real(peak) or not is_count(count):
+            self.why_not = "the totals are missing"
+            return
+        if abs(peak - self._peak) > PCT_TOLERANCE:
+            self.add(
+                f"peak_used_pct {peak!r}, but the largest used_pct is {self._peak!r}",
+                peak_used_pct=peak,
+                largest_used_pct=self._peak,
+            )
+        if count != self._num_preempted:
+            self.add(
+                f"preemption_count {count}, but preempted_seqs add up to {self._num_preempted}",
+                preemption_count=count,
+                sum_of_preempted_seqs=self._num_preempted,
+            )
+
+
+class PreemptionTrigger(Rule):
+    """Preemption only where memory was short: used_pct at or above the threshold.
+
+    Where a step says what was asked for, `preemption_needed` judges it instead.
+    """
+
+    name = "preemption_trigger"
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self._threshold = threshold
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        columns, threshold = chunk.columns, self._threshold
+        bad = (columns["preempted_seqs"] > 0) & ~(columns["used_pct"] >= threshold)
+        if chunk.asked:
+            bad[list(chunk.asked)] = False
+        self.add_where(
+            bad,
+            chunk,
+            ("preempted_seqs", "used_pct"),
+            lambda preempted_seqs, used_pct: (
+                f"preempted {preempted_seqs} at used_pct {used_pct!r}, below the threshold {threshold!r}"
+            ),
+        )
+
+
+class PreemptionNeeded(Rule):
+    """Where a step says what was asked for when it preempted: it did not fit."""
+
+    name = "preemption_needed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why_not = "no step says what was asked for"
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        for place, asks in chunk.asked.items():
+            self.why_not = None
+            step, row = int(chunk.columns["step"][place]), int(chunk.rows[place])
+            preempted, free = int(chunk.columns["preempted_seqs"][place]), int(chunk.columns["free_blocks"][place])
+            free -= max(0, int(chunk.columns["withheld_blocks"][place]))
+            if not preempted:
+                self.add("says what was asked for, and preempted nobody", step=step, row=row, asks=len(asks))
+            for ask in asks:
+                who = "" if ask.request is None else f" by {ask.request}"
+                if ask.blocks <= ask.free_blocks:
+                    self.add(
+                        f"{ask.blocks} blocks were asked for{who} with {ask.free_blocks} free: it fitted",
+                        step=step,
+                        row=row,
+                        blocks=ask.blocks,
+                        free_blocks=ask.free_blocks,
+                    )
+                elif ask.model is None and ask.free_blocks < free:
+                    self.add(
+                        f"{ask.free_blocks} blocks were free when {ask.blocks} were asked for{who}, but the step never "
+                        f"had fewer than {free} free",
+                        step=step,
+                        row=row,
+                        blocks=ask.blocks,
+                        free_blocks=ask.free_blocks,
+                        step_free_blocks=free,
+                    )
+
+
+class StepOrder(Rule):
+    """Steps and times never go back."""
+
+    name = "step_order"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[int, float] | None = None
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        if not len(chunk.rows):
+            return
+        step, t_ms = chunk.columns["step"], chunk.columns["t_ms"]
+        last_step, last_t_ms = self._last or (int(step[0]), float(t_ms[0]))
+        before_step = np.concatenate(([last_step], step[:-1]))
+        before_t_ms = np.concatenate(([last_t_ms], t_ms[:-1]))
+        self.add_where(
+            step < before_step,
+            chunk,
+            (),
+            lambda before_step: f"comes after step {before_step}",
+            before_step=before_step,
+        )
+        self.add_where(
+            t_ms < before_t_ms,
+            chunk,
+            ("t_ms",),
+            lambda t_ms, before_t_ms: f"t_ms {t_ms!r} comes after {before_t_ms!r}",
+            before_t_ms=before_t_ms,
+        )
+        self._last = int(step[-1]), float(t_ms[-1])
+
+
+class Flux(Rule):
+    """used changes from row to row by allocated - freed."""
+
+    name = "flux"
+
+    def __init__(self, initial_used: int | None) -> None:
+        super().__init__()
+        self._before = initial_used
+        self._row_before = -1
+        self.why_not = "no two rows say what was allocated and freed"
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        if not len(chunk.rows):
+            return
+        used, rows = chunk.columns["used_blocks"], chunk.rows
+        allocated, freed = chunk.columns["allocated"], chunk.columns["freed"]
+        before = np.concatenate(([0 if self._before is None else self._before], used[:-1]))
+        known = (allocated >= 0) & (freed >= 0)
+        known[0] &= self._before is not None
+        known &= np.diff(rows, prepend=self._row_before) == 1  # not across a row that was left out
+        if known.any():
+            self.why_not = None
+        self.add_where(
+            known & (used - before != allocated - freed),
+            chunk,
+            ("used_blocks", "allocated", "freed"),
+            lambda used_blocks, allocated, freed, before: (
+                f"used went from {before} to {used_blocks} with {allocated} allocated and {freed} freed"
+            ),
+            before=before,
+        )
+        self._before, self._row_before = int(used[-1]), int(rows[-1])
+
+
+class Leak(Rule):
+    """At rest, with nobody active, nothing is used. What is left and keeps growing is named."""
+
+    name = "leak"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why_not = "the timeline has no moment at rest"
+        self._first: int | None = None
+        self._last = 0
+        self._num_idle = self._num_rises = self._num_falls = 0
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        columns = chunk.columns
+        idle = (columns["active_seqs"] == 0) & (columns["preempted_seqs"] == 0) & (columns["waiting"] <= 0)
+        used = columns["used_blocks"][idle]
+        if not len(used):
+            return
+        self.why_not = None
+        if self._first is None:
+            self._first = self._last = int(used[0])
+        changes = np.diff(used, prepend=self._last)
+        self._num_idle += len(used)
+        self._num_rises += int((changes > 0).sum())
+        self._num_falls += int((changes < 0).sum())
+        self._last = int(used[-1])
+        self.add_where(
+            idle & (columns["used_blocks"] > 0),
+            chunk,
+            ("used_blocks",),
+            lambda used_blocks: f"{used_blocks} blocks are in use and nobody is active",
+        )
+
+    def finish(self, top: dict[str, Any]) -> None:
+        """See Rule."""
+        if self._num_rises > 1 and not self._num_falls and self._first is not None:
+            self.add(
+                f"the floor keeps rising: from {self._first} to {self._last} blocks "
+                f"in {self._num_idle} moments at rest",
+                first_used_blocks=self._first,
+                last_used_blocks=self._last,
+                idle_moments=self._num_idle,
+            )
+
+
+class Boundedness(Rule):
+    """Memory stays below `max_bytes`, and after warm-up, the first quarter, it does not grow.
+
+    Growth is judged by the slope of a least-squares line through the mean use of up to 1024 equal stretches: it must
+    promise more than one block, and 1 % of the mean, over the stretches seen, and be more than four standard errors.
+    """
+
+    name = "boundedness"
+    MAX_STRETCHES = 1024
+    MIN_ROWS = 64
+    """After warm-up."""
+
+    def __init__(self, max_bytes: int, block_bytes: int | None) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+        self._block_bytes = block_bytes
+        self._sums = np.zeros(0)
+        self._width = 1  # rows a stretch
+        self._partial_sum = 0.0
+        self._partial_rows = 0
+        self._num_rows = 0
+
+    def feed(self, chunk: Chunk) -> None:
+        """See Rule."""
+        used = chunk.columns["used_blocks"]
+        self._num_rows += len(used)
+        block_bytes, max_bytes = self._block_bytes, self._max_bytes
+        if block_bytes is not None:
+            self.add_where(
+                used * float(block_bytes) > max_bytes,
+                chunk,
+                ("used_blocks",),
+                lambda used_blocks: (
+                    f"{used_blocks} blocks are {used_blocks * block_bytes} bytes, more than {max_bytes}"
+                ),
+            )
+        self._collect(used.astype(np.float64))
+
+    def _collect(self, used: Column) -> None:
+        while len(used):
+            room = self._width - self._partial_rows
+            if self._partial_rows or len(used) < self._width:
+                self._partial_sum += float(used[:room].sum())
+                self._partial_rows += min(room, len(used))
+                used = used[room:]
+                if self._partial_rows == self._width:
+                    self._push(np.array([self._partial_sum]))
+                    self._partial_sum, self._partial_rows = 0.0, 0
+            else:
+                fits = min(len(used) // self._width, 2 * self.MAX_STRETCHES - len(self._sums))
+                self._push(used[: fits * self._width].reshape(fits, self._width).sum(axis=1))
+                used = used[fits * self._width :]
+
+    def _push(self, sums: Column) -> None:
+        self._sums = np.concatenate((self._sums, sums))
+        if len(self._sums) >= 2 * self.MAX_STRETCHES:
+            self._sums = self._sums[0::2] + self._sums[1::2]
+            self._width *= 2
+
+    def finish(self, top: dict[str, Any]) -> None:
+        """See Rule."""
+        if self._block_bytes is None:
+            self.why_not = "nothing says how many bytes a block has: give --block-bytes"
+        means = self._sums[len(self._sums) // 4 :] / self._width
+        if len(means) * self._width < self.MIN_ROWS or len(means) < 8:
+            self.why_open = f"{self._num_rows} rows are too few to tell a plateau from growth"
+            return
+        at = np.arange(len(means)) - (len(means) - 1) / 2
+        spread = float(at @ at)
+        slope = float(at @ means) / spread
+        residuals = means - means.mean() - slope * at
+        error = float(np.sqrt(residuals @ residuals / (len(means) - 2) / spread))
+        growth = slope * len(means)
+        if growth > max(1.0, 0.01 * float(means.mean())) and slope > 4 * error:
+            self.add(
+                f"use keeps growing after warm-up: by {growth:.1f} blocks over {len(means) * self._width} rows, "
+                f"{slope / self._width * 1000:.3g} in 1,000",
+                growth_blocks=growth,
+                blocks_per_1000_rows=slope / self._width * 1000,
+                rows=len(means) * self._width,
+            )
+
+
+def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[Rule]:
+    """All rules but the schema's. `total`: blocks, None where the body does not say."""
+    rules: list[Rule] = []
+    for of_total in (BlockConservation, UsedPctArithmetic):
+        rule: Rule = of_total(1 if total is None else total)
+        if total is None:
+            rule = Rule()
+            rule.name = of_total.name
+            rule.why_not = "total_blocks is not known"
+        rules.append(rule)
+    initial = top.get("initial_used_blocks")
+    rules += [
+        PeakConsistency(),
+        PreemptionTrigger(limits.preempt_threshold),
+        PreemptionNeeded(),
+        StepOrder(),
+        Flux(initial if is_count(initial) else None),
+        Leak(),
+    ]
+    if limits.max_bytes is not None:
+        block_bytes = limits.block_bytes
+        if block_bytes is None and is_count(top.get("block_bytes")):
+            block_bytes = top["block_bytes"]
+        rules.append(Boundedness(limits.max_bytes, block_bytes))
+    return rules

@@ -1,0 +1,207 @@
+"""Judges a timeline from anyone: ok, violated, or inconclusive, with every violation and every rule that did not run.
+
+It rebuilds nothing from kvarts' own accounts and shares no code with them: it reads the rows and does the sums.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvarts.errors import ConfigError, InputError
+from kvarts.verify.chunk import Chunk, is_count
+from kvarts.verify.reader import BodyRecording, Recording, open_recording
+from kvarts.verify.rules import Limits, Rule, RuleResult, Schema, Violation, make_rules
+
+__all__ = ["Limits", "RuleResult", "Verdict", "Violation", "verify", "verify_file"]
+
+EXIT_CODES = {"ok": 0, "violated": 5, "inconclusive": 6}
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be said of a timeline. Violations are in order of the rules, then of the rows.
+
+    `why`: what settles the verdict where it is inconclusive. `notes`: what else is worth knowing.
+    """
+
+    verdict: Literal["ok", "violated", "inconclusive"]
+    why: str | None
+    num_rows: int
+    rules: list[RuleResult]
+    violations: list[Violation]
+    notes: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        """0 ok, 5 violated, 6 inconclusive."""
+        return EXIT_CODES[self.verdict]
+
+    def to_text(self) -> str:
+        """For people, with a line end."""
+        lines = [self.verdict + (f": {self.why}" if self.why else f", {self.num_rows:,} rows")]
+        by_rule: dict[str, list[Violation]] = {}
+        for violation in self.violations:
+            by_rule.setdefault(violation.rule, []).append(violation)
+        for result in self.rules:
+            status = result.status.replace("_", " ")
+            if result.num_violations:
+                status += " once" if result.num_violations == 1 else f" {result.num_violations:,} times"
+            lines.append(f"  {result.rule:<20} {status}" + (f": {result.why}" if result.why else ""))
+            listed = by_rule.get(result.rule, [])
+            for violation in listed:
+                step = "" if violation.step is None else f"step {violation.step}: "
+                row = f"row {violation.row}: " if violation.step is None and violation.row is not None else ""
+                lines.append(f"    {step}{row}{violation.what}")
+            if len(listed) < result.num_violations:
+                lines.append(f"    and {result.num_violations - len(listed):,} more that are not listed")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines) + "\n"
+
+
+def verify(
+    body: Any,
+    *,
+    preempt_threshold: float = 0.95,
+    max_bytes: int | None = None,
+    block_bytes: int | None = None,
+) -> Verdict:
+    """Judges a body in memory: the object itself, or its JSON text.
+
+    `preempt_threshold`: preemption below this share of used blocks is a violation, where the step does not say what was
+    asked for. `max_bytes` asks for `boundedness`, with `block_bytes` a block where the body does not say. Raises
+    ConfigError for a threshold outside [0, 1] and the like, InputError for text that is no JSON.
+    """
+    limits = _limits(preempt_threshold, max_bytes, block_bytes)
+    if isinstance(body, str | bytes | bytearray):
+        try:
+            body = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise InputError(f"is no JSON: {error}", field="body") from error
+    return _judge(BodyRecording(body), limits)
+
+
+def verify_file(
+    path: Path | str,
+    *,
+    preempt_threshold: float = 0.95,
+    max_bytes: int | None = None,
+    block_bytes: int | None = None,
+) -> Verdict:
+    """Judges a file, in bounded memory; see `verify`. Raises MissingFileError and InputError."""
+    limits = _limits(preempt_threshold, max_bytes, block_bytes)
+    return _judge(open_recording(path), limits)
+
+
+def _limits(preempt_threshold: float, max_bytes: int | None, block_bytes: int | None) -> Limits:
+    if not (isfinite(preempt_threshold) and 0.0 <= preempt_threshold <= 1.0):
+        raise ConfigError(f"must be a number from 0 to 1, got {preempt_threshold}", field="preempt_threshold")
+    for field, value in (("max_bytes", max_bytes), ("block_bytes", block_bytes)):
+        if value is not None and value < 1:
+            raise ConfigError(f"must be at least 1, got {value}", field=field)
+    return Limits(preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes)
+
+
+def _judge(recording: Recording, limits: Limits) -> Verdict:
+    # What the body says of the whole may stand after the rows. Until then the first row's word is taken for it, and if
+    # that was wrong, the rows are read once more.
+    reading = _Reading(None, limits)
+    reading.read(recording)
+    if reading.needs_another(recording.top):
+        reading = _Reading(recording.top, limits)
+        reading.read(recording)
+    return reading.verdict(recording)
+
+
+class _Reading:
+    """One pass over the rows. `top`: what the body says of the whole, if that is known beforehand."""
+
+    def __init__(self, top: dict[str, Any] | None, limits: Limits) -> None:
+        self._limits = limits
+        self._schema = Schema()
+        self._rules: list[Rule] | None = None if top is None else make_rules(_total(top), top, limits)
+        self._assumed: tuple[Any, ...] = () if top is None else _relied_on(top)
+        self._num_rows = 0
+        self._num_left_out = 0
+        self._max_used = 0
+
+    def read(self, recording: Recording) -> None:
+        for chunk in recording.chunks():
+            self._num_left_out += len({complaint.row for complaint in chunk.complaints})
+            self._schema.feed(chunk)
+            if not len(chunk.rows):
+                continue
+            if self._rules is None:
+                self._rules = self._guess(chunk, recording.top)
+            self._num_rows += len(chunk.rows)
+            self._max_used = max(self._max_used, int(chunk.columns["used_blocks"].max()))
+            for rule in self._rules:
+                rule.feed(chunk)
+
+    def _guess(self, chunk: Chunk, top: dict[str, Any]) -> list[Rule]:
+        """Rules for what the body most likely says: what stands before the rows, else what the first row says."""
+        guess = dict(top)
+        guess.setdefault("total_blocks", int(chunk.columns["used_blocks"][0] + chunk.columns["free_blocks"][0]))
+        self._assumed = _relied_on(guess)
+        return make_rules(_total(guess), guess, self._limits)
+
+    def needs_another(self, top: dict[str, Any]) -> bool:
+        """Whether the rules were made from what turned out otherwise."""
+        return self._rules is None or self._assumed != _relied_on(top)
+
+    def verdict(self, recording: Recording) -> Verdict:
+        top = recording.top
+        self._schema.look_at(top, has_timeline=recording.has_timeline, is_cut=recording.is_cut)
+        rules = self._rules or make_rules(_total(top), top, self._limits)
+        notes = list(recording.notes)
+        if recording.is_cut:
+            notes.append("the recording breaks off: it has no totals")
+        every = top.get("every")
+        if is_count(every) and every > 1:
+            notes.append(f"the recording has every {every}th row, and those that matter most")
+        if self._num_left_out:
+            notes.append(f"{self._num_left_out:,} rows are malformed, and only the schema speaks of them")
+        for rule in rules:
+            rule.finish(top)
+            if not self._num_rows and rule.result.status == "ok" and rule.name != "peak_consistency":
+                rule.why_not = "there is no row"
+        results = [self._schema.result, *(rule.result for rule in rules)]
+        violations = [*self._schema.violations, *(v for rule in rules for v in rule.violations)]
+        why = None
+        verdict: Literal["ok", "violated", "inconclusive"] = "ok"
+        if violations:
+            verdict = "violated"
+        else:
+            why = self._why_inconclusive(results)
+            if why is not None:
+                verdict = "inconclusive"
+        return Verdict(
+            verdict=verdict, why=why, num_rows=self._num_rows, rules=results, violations=violations, notes=notes
+        )
+
+    def _why_inconclusive(self, results: list[RuleResult]) -> str | None:
+        if not self._num_rows:
+            return "the timeline is empty"
+        if not self._max_used:
+            return "no block is ever used"
+        if self._num_rows < 2:
+            return "a single row shows no change"
+        for result in results:
+            if result.status == "inconclusive" or (result.rule == "boundedness" and result.status == "not_run"):
+                return result.why
+        return None
+
+
+def _total(top: dict[str, Any]) -> int | None:
+    total = top.get("total_blocks")
+    return total if is_count(total) and total > 0 else None
+
+
+def _relied_on(top: dict[str, Any]) -> tuple[Any, ...]:
+    """What rules need to know of the body before they see a row."""
+    return _total(top), *(top.get(name) if is_count(top.get(name)) else None for name in _EARLY)
+
+
+_EARLY = ("initial_used_blocks", "block_bytes")

@@ -1,0 +1,212 @@
+"""The auditor finds what is planted, with step and page; that it finds nothing else, the laws show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvarts.audit.auditor import AuditError, Finding
+from kvarts.config import EngineConfig
+from kvarts.content import Content
+from kvarts.engine import Engine
+from kvarts.events import Event, PagesRemoved, PagesStored
+from kvarts.executor.cost import LinearCost
+from kvarts.executor.simulated import SimExecutor
+from kvarts.request import Request
+
+PAGE_SIZE = 4
+
+
+def request(index: int, tokens: list[int], num_output: int) -> Request:
+    content = Content.from_tokens(tokens, page_size=PAGE_SIZE, owner=index)
+    return Request(index, content, num_prompt_tokens=len(tokens), num_output_tokens=num_output)
+
+
+SHARED = list(range(12))
+
+
+def run(plant: Callable[[Engine], None] | None, *, num_pages: int = 40) -> list[Finding]:
+    """Four requests with a shared prefix of three pages, one after the other half way; what the audit says."""
+    engine = Engine(
+        EngineConfig(num_pages=num_pages, page_size=PAGE_SIZE), SimExecutor(LinearCost(step_ms=1.0)), audit=True
+    )
+    if plant is not None:
+        plant(engine)
+    now_ns = 0
+    try:
+        for index in range(4):
+            engine.submit(request(index, [*SHARED, 100 + index, 200 + index, 0, 0, index], 14), now_ns)
+            for _ in range(4):
+                engine.start(now_ns, now_ns + 1)
+                now_ns = engine.now_ns
+                engine.finish()
+        while engine.has_work:
+            engine.start(now_ns, now_ns + 1)
+            now_ns = engine.now_ns
+            engine.finish()
+    except AuditError as error:
+        return list(error.findings)
+    return []
+
+
+def wrap(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(target, name)
+    setattr(target, name, lambda *args: wrapper(original, *args))
+
+
+class Tampering(list[Event]):
+    """The engine's list of events, with a hand in it."""
+
+    def __init__(self, change: Callable[[Event], Event | None]) -> None:
+        super().__init__()
+        self.change = change
+
+    def append(self, event: Event) -> None:
+        changed = self.change(event)
+        if changed is not None:
+            super().append(changed)
+
+
+def tamper(engine: Engine, change: Callable[[Event], Event | None]) -> None:
+    events = Tampering(change)
+    engine._events = engine.scheduler._events = engine.scheduler.cache.tree.events = events
+
+
+@pytest.mark.parametrize("num_pages", [40, 16, 11])
+def test_an_engine_in_order_passes(num_pages: int) -> None:
+    assert run(None, num_pages=num_pages) == []
+
+
+def test_a_double_free_is_found() -> None:
+    """When request 0 ends, its references to the shared prefix are dropped twice."""
+
+    def plant(engine: Engine) -> None:
+        tree = engine.scheduler.cache.tree
+        num_releases = 0
+
+        def release(original: Callable[..., None], path: Any) -> None:
+            nonlocal num_releases
+            num_releases += 1
+            if num_releases == 1:
+                # As if every other holder had dropped the shared prefix, too.
+                *_, first = tree.walk(path)
+                for _ in range(first.refs - 1):
+                    original([first])
+            original(path)
+
+        wrap(tree, "release", release)
+
+    first, *pages = run(plant)
+    assert first.step == 13
+    assert "the engine counts" in first.what
+    assert [(finding.request, finding.page) for finding in pages] == [(0, 0), (0, 1), (0, 2)]
+    assert all("the engine holds it 0 times, the ledger 3 times" in finding.what for finding in pages)
+
+
+def test_a_leak_is_found() -> None:
+    """When request 1 ends, its last run of pages is not released."""
+
+    def plant(engine: Engine) -> None:
+        num_releases = 0
+
+        def release(original: Callable[..., None], path: Any) -> None:
+            nonlocal num_releases
+            num_releases += 1
+            original(path[:-1] if num_releases == 2 else path)
+
+        wrap(engine.scheduler.cache.tree, "release", release)
+
+    first, *pages = run(plant)
+    assert first.step == 17
+    assert {finding.request for finding in pages} == {1}
+    assert {finding.page for finding in pages} <= set(range(3, 8)) and pages
+    assert all("the engine holds it 1 times, the ledger 0 times" in finding.what for finding in pages)
+
+
+def test_a_leaked_private_page_is_found() -> None:
+    """A page that is only counted is not given back."""
+
+    def plant(engine: Engine) -> None:
+        cache = engine.scheduler.cache
+        original_close = type(cache).close
+
+        class LeakyCache(type(cache)):  # type: ignore[misc]
+            __slots__ = ()
+
+            def close(self, *args: Any) -> None:
+                original_close(self, *args)
+                self.num_free -= 1
+
+        cache.__class__ = LeakyCache
+
+    findings = run(plant)
+    assert findings[0].step == 13
+    assert "the engine counts" in findings[0].what
+    assert any("nobody else can find" in finding.what for finding in findings[1:])
+
+
+def test_a_wrong_parent_is_found() -> None:
+    """Pages of request 2 are said to follow pages of another prompt."""
+    stranger = Content.from_tokens(range(500, 540), page_size=PAGE_SIZE, owner=0)
+
+    def change(event: Event) -> Event | None:
+        if isinstance(event, PagesStored) and event.content.owner == 2 and event.parent is not None:
+            return PagesStored(event.content, event.start_page, event.end_page, stranger)
+        return event
+
+    findings = run(lambda engine: tamper(engine, change))
+    assert (findings[0].step, findings[0].request, findings[0].page) == (8, 2, 3)
+    assert "which does not precede it" in findings[0].what
+
+
+@pytest.mark.parametrize(("kind", "what"), [(PagesStored, "was stored"), (PagesRemoved, "was removed")])
+def test_a_lost_event_is_found(kind: type[Event], what: str) -> None:
+    lost: list[Any] = []
+
+    def is_the_one(event: PagesStored | PagesRemoved) -> bool:
+        return isinstance(event, PagesRemoved) or event.content.owner == 1
+
+    def change(event: Event) -> Event | None:
+        if isinstance(event, PagesStored | PagesRemoved) and isinstance(event, kind) and not lost and is_the_one(event):
+            lost.append(event)
+            return None
+        return event
+
+    findings = run(lambda engine: tamper(engine, change), num_pages=16)
+    assert lost
+    last_page = lost[0].end_page - 1
+    first_told = lost[0].start_page if kind is PagesStored else last_page
+    assert f"{what} and no event says so" in findings[0].what
+    assert (findings[0].request, findings[0].page) == (lost[0].content.owner, first_told)
+    assert findings[0].step > 0
+
+
+def test_an_invented_event_is_found() -> None:
+    def change(event: Event) -> Event | None:
+        if isinstance(event, PagesStored) and event.content.owner == 1:
+            return PagesStored(event.content, event.start_page, event.end_page + 1, event.parent)
+        return event
+
+    findings = run(lambda engine: tamper(engine, change))
+    assert "says an event, and should not have been" in findings[0].what
+    assert (findings[0].step, findings[0].request) == (4, 1)
+
+
+def test_a_hit_of_what_is_gone_is_found() -> None:
+    """The tree answers a page too many."""
+
+    def plant(engine: Engine) -> None:
+        from kvarts.events import Admitted
+
+        def change(event: Event) -> Event | None:
+            if isinstance(event, Admitted) and event.request == 3:
+                return Admitted(event.request, event.content, event.num_hit_pages + 1)
+            return event
+
+        tamper(engine, change)
+
+    findings = run(plant)
+    assert (findings[0].step, findings[0].request, findings[0].page) == (12, 3, 3)
+    assert "was hit and is not resident" in findings[0].what

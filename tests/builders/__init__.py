@@ -1,0 +1,1 @@
+"""What tests build from: cases, toy models, stand-ins."""

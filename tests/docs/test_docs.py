@@ -1,0 +1,119 @@
+"""Every example in the README and in docs/ runs, and prints what the page says it prints.
+
+`pycon` blocks are sessions; a `python` block prints what the `output` block after it says, where there is one; in a
+`console` block each `$ kvarts` command prints what follows it, `...` standing for anything; `toml` blocks are
+configurations, `json` blocks rows of a trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+import shlex
+import shutil
+import sys
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts.cli.main import main
+from kvarts.sim.config import load_config
+from kvarts.traffic.mooncake import load_mooncake
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CHECKER = doctest.OutputChecker()
+NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]")
+
+
+def blocks(kind: str) -> list[Any]:
+    """Every block of one kind, with what the block after it says if that is its output."""
+    found = []
+    for page in PAGES:
+        all_blocks = BLOCK.findall(page.read_text())
+        for index, (name, text) in enumerate(all_blocks):
+            after = all_blocks[index + 1] if index + 1 < len(all_blocks) else ("", "")
+            if name == kind:
+                output = after[1] if after[0] == "output" else None
+                marks = [NEEDS_TORCH] if page.name == "guide-models.md" else []
+                found.append(pytest.param(text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
+    return found
+
+
+def assert_printed(printed: str, expected: str) -> None:
+    assert CHECKER.check_output(expected, printed, doctest.ELLIPSIS), f"expected:\n{expected}\nprinted:\n{printed}"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    sample = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(sample.read_text())
+    for name in ("chat", "code"):
+        source = files("kvarts") / "data" / f"azure-{name.replace('chat', 'conv')}-1000.csv"
+        (tmp_path / f"{name}.csv").write_text(source.read_text())
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon a time"}\n{"prompt": "once upon a hill"}\n')
+    shutil.copytree(str(files("kvarts") / "data" / "vllm-rtx4090"), tmp_path / "vllm-rtx4090")
+    monkeypatch.chdir(tmp_path)
+    return trace
+
+
+@pytest.mark.parametrize(("text", "output"), blocks("python"))
+def test_python_examples(text: str, output: str | None, in_a_folder_with_a_trace: Path) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(text, {"sample_path": in_a_folder_with_a_trace, "__name__": "example"})
+    if output is not None:
+        assert_printed(printed.getvalue(), output)
+
+
+@pytest.mark.parametrize(("text", "output"), blocks("console"))
+def test_commands(
+    text: str, output: None, capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
+    assert commands
+    for command in commands:
+        line, expected = command.split("\n", 1)
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        assert main() == 0
+        assert_printed(capsysbinary.readouterr().out.decode(), expected)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```pycon" in page.read_text()], ids=lambda page: page.name)
+def test_sessions(page: Path) -> None:
+    results = doctest.testfile(str(page), module_relative=False, optionflags=doctest.FAIL_FAST)
+    assert results.attempted
+    assert not results.failed
+
+
+@pytest.mark.parametrize(("text", "output"), blocks("toml"))
+def test_configurations(
+    text: str, output: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = tmp_path / "example.toml"
+    path.write_text(text)
+    if "[models." in text:
+        monkeypatch.setattr(sys, "argv", ["kvarts", "replay", "--config", str(path)])
+        assert main() == 0
+    else:
+        assert load_config(path)
+
+
+@pytest.mark.parametrize(("text", "output"), blocks("json"))
+def test_trace_rows(text: str, output: None, tmp_path: Path) -> None:
+    path = tmp_path / "example.jsonl"
+    path.write_text(text)
+    assert len(list(load_mooncake(path))) == len(text.splitlines())
+
+
+def test_the_readme_has_two_complete_commands() -> None:
+    commands = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(commands) == 2
+    assert all(command.startswith("python3.11 -m venv .venv && .venv/bin/pip install") for command in commands)

@@ -1,0 +1,209 @@
+"""The roofline: against one that counts pair by pair and layer by layer, and what must hold of any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.errors import ConfigError, KvartsError
+from kvarts.executor.cost import parse_cost
+from kvarts.executor.roofline import RooflineCost
+from kvarts.hardware.geometry import Geometry
+from kvarts.sched.plan import Batch, Chunk
+from kvarts.sim.config import ReplayConfig, make_config
+
+from builders.models import Case, assert_fast_as_slow, cases
+
+MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b", "deepseek-v3", "gpt-oss-120b", "mistral-7b"]
+
+rooflines = st.builds(
+    RooflineCost,
+    llm=st.sampled_from(MODELS),
+    device=st.sampled_from(["h100-80gb", "rtx-4090", "mi300x"]),
+    tensor_parallel=st.sampled_from([1, 2, 8]),
+    weight_dtype=st.sampled_from([None, None, "fp8"]),
+    kv_dtype=st.sampled_from([None, "fp8"]),
+    compute_efficiency=st.floats(0.1, 1.0),
+    bandwidth_efficiency=st.floats(0.1, 1.0),
+    attention_efficiency=st.floats(0.1, 1.0),
+    step_us=st.floats(0.0, 5000.0),
+    sequence_us=st.floats(0.0, 100.0),
+)
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> Chunk:
+    start = draw(st.integers(0, 5000))
+    count = draw(st.integers(1, 400))
+    known = start + count + draw(st.sampled_from([0, 0, 7]))
+    return Chunk(start, count, known, known)
+
+
+def naive_ms(cost: RooflineCost, batch: Batch) -> float:
+    """Every matrix, every layer and every pair by itself; decodes all know the same number of tokens."""
+    geometry: Geometry = cost.geometry
+    device, ways = cost.hardware, cost.tensor_parallel
+    bits = {"bfloat16": 16.0, "fp8-block": 8 + 32 / 128**2, "mxfp4": 4.25, "fp8": 8.0}
+    bandwidth, link = device.bandwidth_bytes_per_s, device.link_bytes_per_s
+
+    def flops(dtype: str) -> float:
+        unit = {"fp8-block": "fp8", "fp8": "fp8"}.get(dtype, "bfloat16")
+        return device.tflops[unit] * 1e12 * cost.compute_efficiency
+
+    sampled = batch.num_decodes + sum(chunk.is_last for chunk in batch.chunks)
+    read_s = work_s = 0.0
+    for layer in range(geometry.num_layers):
+        experts = geometry.experts
+        numbers = geometry.attention_matrix
+        if experts is None or layer < geometry.num_layers - experts.num_layers:
+            numbers += 3 * geometry.hidden_size * geometry.intermediate_size
+        else:
+            numbers += geometry.hidden_size * (3 * experts.shared_size + experts.count)
+            one = 3 * geometry.hidden_size * experts.intermediate_size
+            missed = (1 - experts.per_token / experts.count) ** batch.num_tokens
+            read_s += experts.count * (1 - missed) * one * bits[geometry.expert_dtype] / 8 / bandwidth
+            work_s += 2 * one * experts.per_token * batch.num_tokens / flops(geometry.expert_dtype)
+        read_s += numbers * bits[geometry.weight_dtype] / 8 / bandwidth
+        work_s += 2 * numbers * batch.num_tokens / flops(geometry.weight_dtype)
+    if sampled:
+        read_s += geometry.vocab_size * geometry.hidden_size * 2 / bandwidth
+        work_s += 2 * geometry.vocab_size * geometry.hidden_size * sampled / flops(geometry.dtype)
+    seconds = max(read_s / cost.bandwidth_efficiency, work_s) / ways
+    if ways > 1:
+        seconds += geometry.num_layers * 2 * batch.num_tokens * geometry.hidden_size * 2 * 2 * (ways - 1) / ways / link
+    latent = geometry.latent
+    if latent is None:
+        heads = max(1, -(-geometry.num_kv_heads // ways))
+        token_bytes = 2 * heads * geometry.head_dim * bits[cost.kv_dtype or geometry.dtype] / 8
+        operations = decode_operations = 4 * geometry.num_heads * geometry.head_dim / ways
+    else:
+        token_bytes = (latent.kv_rank + latent.rope_dim) * bits[cost.kv_dtype or geometry.dtype] / 8
+        operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) / ways
+        decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim) / ways
+    kv_s = token_bytes / bandwidth / cost.attention_efficiency
+    for window in geometry.windows:
+        for chunk in batch.chunks:
+            pairs = sum(min(end, window or end) for end in range(chunk.start + 1, chunk.end + 1))
+            read = min(chunk.end, (window or chunk.end) + chunk.num_tokens)
+            seconds += max(pairs * operations / flops(geometry.dtype), read * kv_s)
+        if batch.num_decodes:
+            each = batch.decode_known_tokens / batch.num_decodes
+            seen = batch.num_decodes * min(each, window or each)
+            seconds += seen * max(decode_operations / flops(geometry.dtype), kv_s)
+    sequences = batch.num_decodes + len(batch.chunks)
+    return seconds * 1e3 + cost.step_us / 1e3 + sequences * cost.sequence_us / 1e3
+
+
+@given(rooflines, st.lists(chunks(), max_size=3), st.integers(0, 200), st.integers(1, 6000))
+def test_a_step_takes_what_its_parts_take(cost: RooflineCost, some: list[Chunk], decodes: int, each: int) -> None:
+    if not some and not decodes:
+        return
+    batch = Batch(tuple(some), decodes, decodes * each, 1)
+    assert cost.step_ns(batch) / 1e6 == pytest.approx(naive_ms(cost, batch), rel=1e-9, abs=1e-6)
+
+
+@given(rooflines, st.integers(1, 300), st.integers(1, 100_000), st.integers(1, 80))
+def test_many_steps_are_as_one_by_one(cost: RooflineCost, decodes: int, known: int, steps: int) -> None:
+    known += decodes
+    expected = [cost.step_ns(Batch((), decodes, known + index * decodes, 1)) for index in range(steps)]
+    assert cost.decode_ns(decodes, known, 1, steps) == expected
+
+
+@given(rooflines, chunks(), st.integers(1, 100), st.integers(1, 5000))
+def test_more_work_never_takes_less(cost: RooflineCost, chunk: Chunk, decodes: int, each: int) -> None:
+    small = cost.step_ns(Batch((), decodes, decodes * each, 1))
+    assert cost.step_ns(Batch((chunk,), decodes, decodes * each, 1)) >= small
+    assert cost.step_ns(Batch((), decodes + 1, (decodes + 1) * each, 1)) >= small
+    assert cost.step_ns(Batch((), decodes, decodes * (each + 1), 1)) >= small
+
+
+@pytest.mark.laws
+@given(cases(max_requests=12), st.sampled_from(["llama-3.1-8b", "gemma-3-27b"]))
+def test_fast_forward_equals_step_by_step(case: Case, model: str) -> None:
+    """L5, with a cost that knows the model."""
+    assert_fast_as_slow(case, cost=RooflineCost(llm=model, device="rtx-4090"))
+
+
+def test_one_token_is_bound_by_memory_and_a_long_prompt_by_arithmetic() -> None:
+    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb", step_us=0.0, sequence_us=0.0)
+    weights = 2 * (cost.geometry.num_parameters - cost.geometry.head_matrix)
+    one = cost.step_ns(Batch((), 1, 1, 1)) / 1e9
+    assert one == pytest.approx(weights / (3350e9 * 0.8), rel=0.001)
+    prompt = cost.step_ns(Batch((Chunk(0, 8192, 8192, 8192),), 0, 0, 1)) / 1e9
+    assert prompt > 2 * 8192 * cost.geometry.common_matrix / (989.4e12 * 0.7)
+
+
+def test_a_model_and_a_device_fill_in_the_rest() -> None:
+    config = make_config({"model": "llama-3.1-8b", "device": "h100-80gb", "offload": {"host_pages": 10}})
+    assert config.cost == RooflineCost(llm="llama-3.1-8b", device="h100-80gb")
+    assert 20_000 < config.num_pages < 40_000
+    assert config.offload is not None
+    assert config.offload.kv_bytes_per_token == 131_072
+    fewer = make_config({"model": "llama-3.1-8b", "device": "h100-80gb", "kv_memory": "2GiB", "kv_dtype": "fp8"})
+    assert fewer.num_pages == (2 << 30) // (16 * 65_536)
+    assert make_config({"model": "llama-3.1-8b", "device": "h100-80gb", "pages": 7}).num_pages == 7
+    assert make_config({"model": "llama-3.1-8b", "device": "l40s", "cost": "polynomial"}).cost == ReplayConfig().cost
+
+
+def test_coefficients_belong_to_the_device_and_geometry_to_the_model(tmp_path: Any) -> None:
+    path = tmp_path / "cost.toml"
+    path.write_text('[cost]\nmodel = "roofline"\nllm = "llama-3.1-8b"\ndevice = "l40s"\nstep_us = 123.0\n')
+    assert make_config({"cost": str(path)}).cost == parse_cost(str(path))
+    cost = make_config({"cost": str(path), "model": "qwen3-8b"}).cost
+    assert (cost.llm, cost.device, cost.step_us) == ("qwen3-8b", "l40s", 123.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"model": "llama-3.1-8b"}, "device: is missing"),
+        ({"device": "l40s"}, "model: is missing"),
+        ({"kv_memory": "1GiB"}, "model: is missing"),
+        (
+            {"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "1GiB", "pages": 4},
+            "kv_memory: is given beside pages",
+        ),
+        ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "1kB"}, "kv_memory: 1kB hold no page"),
+        ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "much"}, "'much' is no size"),
+        ({"model": "llama-3.1-8b", "device": "l40s", "tensor_parallel": 0}, "tensor_parallel"),
+        ({"model": "llama-3.1-8b", "device": "cpu:", "tensor_parallel": 2}, "has no link"),
+        ({"model": "llama-3.1-8b", "device": "l40s", "kv_dtype": "bf8"}, "kv_dtype: 'bf8' is not known"),
+        ({"model": "llama-3.1-8b", "device": "l40s", "page_size": "wide"}, "page_size"),
+        ({"cost": {"model": "roofline", "llm": "llama-3.1-8b", "device": "l40s", "step_us": -1.0}}, "cost.step_us"),
+        (
+            {"cost": {"model": "roofline", "llm": "llama-3.1-8b", "device": "l40s", "compute_efficiency": 0.0}},
+            "above 0",
+        ),
+        ({"cost": "nowhere.toml"}, "nowhere.toml: no such file"),
+    ],
+)
+def test_what_cannot_be_is_named(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(KvartsError) as caught:
+        make_config(values)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("cost = 1", "cost"),
+        ("[other]", "cost: is missing"),
+        ("[cost]\nmodel = 'cubic'", "cost.model"),
+        ("=", "no readable TOML"),
+    ],
+)
+def test_a_cost_file_that_is_none(tmp_path: Any, text: str, says: str) -> None:
+    path = tmp_path / "cost.toml"
+    path.write_text(text)
+    with pytest.raises(KvartsError) as caught:
+        parse_cost(str(path))
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_one_device_more_needs_a_link() -> None:
+    with pytest.raises(ConfigError, match="has no link"):
+        RooflineCost(llm="qwen3-0.6b", device="cpu:cores=2", tensor_parallel=2)

@@ -1,0 +1,222 @@
+"""Geometry, devices, and how the one fits the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
+from kvarts.hardware import Geometry, fit_memory, load_device, load_geometry
+from kvarts.hardware.device import device_names
+from kvarts.hardware.fit import local_kv_bytes_per_token
+from kvarts.hardware.geometry import preset_names
+
+# Counted over the modules that transformers 5.23 builds from the same configurations.
+PARAMETERS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mistral-7b": 7_241_732_096,
+    "gemma-3-27b": 27_009_346_304,
+    "deepseek-v3": 671_026_404_352,
+    "gpt-oss-120b": 116_829_156_672,
+}
+KV_BYTES_PER_TOKEN = {
+    "llama-3.1-8b": 32 * 2 * 8 * 128 * 2,
+    "llama-3.1-70b": 80 * 2 * 8 * 128 * 2,
+    "qwen3-0.6b": 28 * 2 * 8 * 128 * 2,
+    "qwen3-8b": 36 * 2 * 8 * 128 * 2,
+    "qwen3-32b": 64 * 2 * 8 * 128 * 2,
+    "qwen3-30b-a3b": 48 * 2 * 4 * 128 * 2,
+    "mistral-7b": 32 * 2 * 8 * 128 * 2,
+    "gemma-3-27b": 62 * 2 * 16 * 128 * 2,
+    "deepseek-v3": 61 * (512 + 64) * 2,
+    "gpt-oss-120b": 36 * 2 * 8 * 64 * 2,
+}
+
+
+def test_parameters_are_those_of_the_modules() -> None:
+    assert {name: load_geometry(name).num_parameters for name in preset_names()} == PARAMETERS
+
+
+def test_kv_bytes_of_a_token() -> None:
+    assert {name: load_geometry(name).kv_bytes_per_token() for name in preset_names()} == KV_BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("name", "active"), [("qwen3-30b-a3b", 3.35e9), ("deepseek-v3", 37.6e9), ("gpt-oss-120b", 5.75e9)]
+)
+def test_a_token_sees_few_experts(name: str, active: float) -> None:
+    assert load_geometry(name).num_active_parameters == pytest.approx(active, rel=0.01)
+
+
+def test_weights_weigh_what_their_formats_say() -> None:
+    llama = load_geometry("llama-3.1-8b")
+    assert llama.weight_bytes == 2 * llama.num_parameters
+    # gpt-oss keeps its experts in 4.25 bits and the rest in 16: its checkpoint has 65.25 GB.
+    assert load_geometry("gpt-oss-120b").weight_bytes == pytest.approx(65.25e9, rel=0.001)
+    # DeepSeek-V3 keeps its matrices in 8 bits with a scale a block, and its embeddings in 16.
+    deepseek = load_geometry("deepseek-v3")
+    assert deepseek.num_parameters < deepseek.weight_bytes < 1.01 * deepseek.num_parameters
+
+
+def test_weights_may_be_stored_otherwise() -> None:
+    llama = load_geometry("llama-3.1-8b")
+    halved = llama.stored_as("fp8")
+    assert llama.stored_as(None) is llama
+    assert halved.weight_bytes == llama.weight_bytes - halved.common_matrix
+    with pytest.raises(ConfigError, match="weight_dtype: 'fp7' is not known"):
+        llama.stored_as("fp7")
+
+
+def test_windows_bound_what_a_sequence_needs() -> None:
+    gemma = load_geometry("gemma-3-27b")
+    assert gemma.layers_by_window == {1024: 52, None: 10}
+    assert gemma.windows[:6] == (1024, 1024, 1024, 1024, 1024, None)
+    layer = 2 * 16 * 128 * 2
+    for tokens in (1, 1024, 1025, 50_000):
+        assert gemma.kv_bytes(tokens) == layer * sum(
+            tokens if window is None else min(tokens, window) for window in gemma.windows
+        )
+    assert gemma.kv_bytes(1000, "fp8") == gemma.kv_bytes_per_token("fp8") * 1000
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    return {name: value for name, value in {**values, **changes}.items() if value is not None}
+
+
+def write(directory: Path, values: object) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
+    write(tmp_path, config())
+    geometry = load_geometry(tmp_path)
+    attention = 64 * 64 * 2 + 64 * 32 * 2
+    assert geometry.num_parameters == 2 * 100 * 64 + 2 * (attention + 3 * 64 * 128 + 2 * 64) + 64
+    assert geometry.weight_bytes == 4 * geometry.num_parameters
+    assert geometry.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 4
+    assert geometry.name == tmp_path.name
+
+
+def test_a_model_that_also_sees_is_read_by_its_text(tmp_path: Path) -> None:
+    text = config(model_type="gemma3_text", torch_dtype=None, sliding_window=8)
+    outer = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
+    geometry = load_geometry(write(tmp_path, outer))
+    assert geometry.windows == (8, 8)
+    assert geometry.dtype == "bfloat16"
+    assert geometry.num_norms == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 16, "model_type": "qwen2"}, (None, None)),
+        ({"sliding_window": 16, "model_type": "mistral"}, (16, 16)),
+        ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, (None, 16)),
+        ({"sliding_window": 16, "model_type": "gemma2"}, (16, None)),
+    ],
+)
+def test_which_layers_slide(tmp_path: Path, changes: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    assert load_geometry(write(tmp_path, config(**changes))).windows == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "says"),
+    [
+        (config(model_type="mamba2"), ConfigError, "model_type: 'mamba2' is not understood"),
+        (config(hidden_size=None), InputError, "missing required field `hidden_size`"),
+        (config(hidden_size="wide"), InputError, "hidden_size: Expected `int`, got `str`"),
+        (config(num_hidden_layers=0), InputError, "num_hidden_layers"),
+        (config(layer_types=["full_attention"]), InputError, "layer_types: names 1 layers of 2"),
+        (config(layer_types=["full_attention", "mamba"]), ConfigError, "layer_types: 'mamba' is not understood"),
+        (config(num_experts=4), InputError, "num_experts_per_tok: is missing"),
+        (config(intermediate_size=None), InputError, "intermediate_size: is missing"),
+        (config(torch_dtype="complex64"), ConfigError, "dtype: 'complex64' is not known"),
+        (config(quantization_config={"quant_method": "awq"}), ConfigError, "quant_method: 'awq' is not understood"),
+        ([1], InputError, "holds no object"),
+    ],
+)
+def test_what_is_not_understood_is_named(tmp_path: Path, values: object, error: type[KvartsError], says: str) -> None:
+    path = write(tmp_path, values)
+    with pytest.raises(error) as caught:
+        load_geometry(path)
+    assert says in str(caught.value)
+
+
+def test_a_model_that_nobody_knows() -> None:
+    with pytest.raises(MissingFileError, match=r"Known by name are llama-3\.1-8b"):
+        load_geometry("llama-9")
+
+
+def test_devices_are_known_by_name_and_a_cpu_by_what_it_has() -> None:
+    for name in device_names():
+        device = load_device(name)
+        assert device.source
+        assert device.flops_per_s("bfloat16") > 1e13
+        assert device.flops_per_s("mxfp4") == device.flops_per_s("bfloat16")
+    cpu = load_device("cpu:cores=8,bandwidth=80GB/s,memory=64GiB,ghz=3,flops_per_cycle=64")
+    assert cpu.flops_per_s("float32") == 8 * 3e9 * 64
+    assert (cpu.bandwidth_bytes_per_s, cpu.memory_bytes) == (80e9, 64 << 30)
+
+
+@pytest.mark.parametrize("name", ["abacus", "cpu:cores=x", "cpu:cores=0", "cpu:wheels=4", "cpu:bandwidth=0"])
+def test_a_device_that_cannot_be(name: str) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        load_device(name)
+
+
+def test_pages_that_fit() -> None:
+    llama, device = load_geometry("llama-3.1-8b"), load_device("rtx-4090")
+    fit = fit_memory(llama, device, max_num_batched_tokens=2048)
+    used = fit.weight_bytes + fit.activation_bytes + fit.context_bytes
+    assert fit.page_bytes == 16 * 131_072
+    assert fit.num_pages * fit.page_bytes <= 0.9 * device.memory_bytes - used < (fit.num_pages + 1) * fit.page_bytes
+    assert f"{fit.num_pages:,} pages" in fit.equation
+    # vLLM 0.19 measured what it needed there, and made 2,588.
+    assert fit.num_pages == pytest.approx(2588, rel=0.15)
+    with pytest.raises(ConfigError, match="does not fit h100-80gb"):
+        fit_memory(load_geometry("llama-3.1-70b"), load_device("h100-80gb"))
+
+
+def test_devices_share_weights_and_heads() -> None:
+    llama, device = load_geometry("llama-3.1-70b"), load_device("h100-80gb")
+    fits = {ways: fit_memory(llama, device, tensor_parallel=ways) for ways in (4, 8)}
+    assert fits[4].page_bytes == 2 * fits[8].page_bytes
+    assert fits[4].num_pages * 2 < fits[8].num_pages
+    assert local_kv_bytes_per_token(llama, 8) == local_kv_bytes_per_token(llama, 16), "a head is kept whole"
+    latent = load_geometry("deepseek-v3")
+    assert local_kv_bytes_per_token(latent, 8) == latent.kv_bytes_per_token()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"tensor_parallel": 0}, {"memory_fraction": 0.0}, {"memory_fraction": 1.5}, {"page_size": 0}]
+)
+def test_a_fit_that_cannot_be(setting: dict[str, Any]) -> None:
+    (field,) = setting
+    with pytest.raises(ConfigError, match=field):
+        fit_memory(load_geometry("qwen3-0.6b"), load_device("l40s"), **setting)
+
+
+def test_a_geometry_is_a_value() -> None:
+    assert load_geometry("QWEN3-8B") == load_geometry("qwen3-8b")
+    assert isinstance(load_geometry("qwen3-8b"), Geometry)

@@ -1,0 +1,222 @@
+"""Who reads pages: each against attention written out token by token, on random pools, tables and ways."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+
+import numpy as np
+import torch
+
+from kvarts.errors import ConfigError
+from kvarts.executor.torch.flash import FlashReader
+from kvarts.executor.torch.flex import FlexReader
+from kvarts.executor.torch.inplace import InPlaceReader
+from kvarts.executor.torch.pools import KVPools, LayerShape
+from kvarts.executor.torch.reader import READERS, choose_reader
+from kvarts.executor.torch.sdpa import GROUP_TOKENS, SdpaReader
+from kvarts.executor.torch.step import ChunkView, Reader, StepView, Way
+
+from builders.flash_standin import flash_module
+
+
+@pytest.fixture(autouse=True)
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for FlashAttention's package: what it says of itself, computed naively. And PyTorch's own switch for
+    FlexAttention without its compiler, whose kernels have a test of their own."""
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+MAKERS: dict[str, Any] = {
+    "sdpa": SdpaReader,
+    "numba": InPlaceReader,
+    "flash": FlashReader,
+    "flex": partial(FlexReader, is_compiled=False),
+}
+
+
+class Batch:
+    """Sequences with pages in any order, some of them shared, the first `num_decodes` of which decode."""
+
+    def __init__(self, seed: int, *, page_size: int, spans: list[tuple[int, int]], num_decodes: int) -> None:
+        """`spans`: for each sequence, the positions [start, end) that the batch computes."""
+        random = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        needed = [-(-end // page_size) for _, end in spans]
+        ids = random.permutation(sum(needed) + 3)
+        self.pages, taken = [], 0
+        for count in needed:
+            self.pages.append(ids[taken : taken + count].astype(np.int64))
+            taken += count
+        if len(spans) > 1:
+            # Pages before what either computes may belong to both.
+            common = min(spans[0][0], spans[1][0]) // page_size
+            self.pages[1][:common] = self.pages[0][:common]
+        self.spans, self.num_decodes, self.page_size = spans, num_decodes, page_size
+        self.pools = KVPools([LayerShape(4, 2, 8, 0)], num_pages=len(ids), page_size=page_size, dtype=torch.float32)
+        self.pools.keys[0].normal_()
+        self.pools.values[0].normal_()
+        self.num_tokens = sum(end - start for start, end in spans)
+        self.queries = torch.randn(self.num_tokens, 4, 8)
+        self.keys, self.values = torch.randn(2, self.num_tokens, 2, 8)
+
+    def answer(self, reader: Reader, way: Way) -> torch.Tensor:
+        """What the reader says, after writing what is new."""
+        size = self.page_size
+        slots, chunks, first = [], [], 0
+        for number, ((start, end), pages) in enumerate(zip(self.spans, self.pages, strict=True)):
+            where = np.arange(start, end)
+            slots.append(pages[where // size] * size + where % size)
+            if number >= self.num_decodes:
+                chunks.append(ChunkView(first, first + end - start, start, pages))
+            first += end - start
+        tables = np.zeros((self.num_decodes, max(map(len, self.pages[: self.num_decodes]), default=1)), np.int64)
+        for row, pages in enumerate(self.pages[: self.num_decodes]):
+            tables[row, : len(pages)] = pages
+        step = StepView(
+            self.pools,
+            slots=np.concatenate(slots),
+            chunks=chunks,
+            decode_positions=np.array([start for start, _ in self.spans[: self.num_decodes]], np.int64),
+            decode_tables=tables,
+            reader=reader,
+        )
+        return step.attend(0, self.queries, self.keys, self.values, way)
+
+    def expected(self, way: Way) -> torch.Tensor:
+        """Token by token, head by head, place by place; after `answer`."""
+        out = torch.zeros_like(self.queries)
+        token = 0
+        for (start, end), pages in zip(self.spans, self.pages, strict=True):
+            for position in range(start, end):
+                begin = 0 if way.window is None else max(0, position + 1 - way.window)
+                slots = [int(pages[at // self.page_size]) * self.page_size + at % self.page_size
+                         for at in range(begin, position + 1)]  # fmt: skip
+                for head in range(4):
+                    scores = self.pools.keys_flat[0][slots, head // 2] @ self.queries[token, head] * way.scaling
+                    if way.softcap is not None:
+                        scores = way.softcap * torch.tanh(scores / way.softcap)
+                    weights = torch.exp(scores)
+                    total = weights.sum() + (0.0 if way.sinks is None else torch.exp(way.sinks[head]))
+                    out[token, head] = (weights / total) @ self.pools.values_flat[0][slots, head // 2]
+                token += 1
+        return out
+
+
+WAYS = st.builds(
+    lambda window, softcap, sinks: Way(0.4, window, softcap, torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None),
+    st.sampled_from([None, 1, 3, 8, 200]),
+    st.sampled_from([None, 1.5]),
+    st.booleans(),
+)
+SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=0, max_size=3)
+
+
+@pytest.mark.laws
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 99),
+    page_size=st.sampled_from([1, 4, 8]),
+    decodes=st.lists(st.integers(0, 40), max_size=4),
+    chunks=SPANS,
+    way=WAYS,
+)
+def test_every_reader_says_what_attention_is(
+    name: str, seed: int, page_size: int, decodes: list[int], chunks: list[tuple[int, int]], way: Way
+) -> None:
+    spans = [(position, position + 1) for position in decodes] + [(start, start + count) for start, count in chunks]
+    if not spans:
+        return
+    batch = Batch(seed, page_size=page_size, spans=spans, num_decodes=len(decodes))
+    with torch.inference_mode():
+        said = batch.answer(MAKERS[name](batch.pools), way)
+        torch.testing.assert_close(said, batch.expected(way), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_long_chunks_and_many_decodes_are_cut_into_blocks_and_groups(name: str) -> None:
+    """More queries than a block of FlexAttention's mask has, more context than a group."""
+    decodes = [(length, length + 1) for length in (GROUP_TOKENS // 2, 700, 3, 701, 5)]
+    batch = Batch(1, page_size=16, spans=[*decodes, (100, 400)], num_decodes=5)
+    with torch.inference_mode():
+        for window in (None, 150):
+            way = Way(0.3, window)
+            said = batch.answer(MAKERS[name](batch.pools), way)
+            torch.testing.assert_close(said, batch.expected(way), rtol=1e-4, atol=1e-5)
+
+
+def test_a_reader_goes_from_step_to_step() -> None:
+    """What it made for one step is not used for the next."""
+    first = Batch(0, page_size=4, spans=[(40, 41), (3, 30)], num_decodes=1)
+    others = [Batch(seed, page_size=4, spans=[(seed, seed + 1), (3, 9)], num_decodes=1) for seed in (5, 17, 2)]
+    for name, make in MAKERS.items():
+        reader = make(first.pools)
+        for batch in (first, *others, first):
+            batch.pools = first.pools
+            for window in (None, 6):
+                with torch.inference_mode():
+                    said = batch.answer(reader, Way(0.3, window))
+                    torch.testing.assert_close(said, batch.expected(Way(0.3, window)), msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # what compilers have to say
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles for a CPU with g++")
+def test_the_kernels_that_pytorch_compiles_say_the_same() -> None:
+    """FlexAttention as it is used on CUDA, compiled for what is here. On a CPU it knows no sinks."""
+    spans = [(100, 101), (37, 38), (130, 300), (0, 20)]
+    batch = Batch(3, page_size=16, spans=spans, num_decodes=2)
+    reader = FlexReader(batch.pools)
+    with torch.inference_mode():
+        for way in (Way(0.3), Way(0.3, window=50), Way(0.3, softcap=2.0)):
+            torch.testing.assert_close(batch.answer(reader, way), batch.expected(way), rtol=1e-4, atol=1e-5)
+
+
+def pools(page_size: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.bfloat16) -> KVPools:
+    return KVPools([LayerShape(1, 1, head_dim, 0)], num_pages=2, page_size=page_size, dtype=dtype)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_who_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(choose_reader(pools())) is InPlaceReader
+    assert type(choose_reader(pools(dtype=torch.float16))) is SdpaReader
+    assert type(choose_reader(pools(), "sdpa")) is SdpaReader
+    assert type(choose_reader(pools(256), "flash")) is FlashReader
+    assert type(choose_reader(pools(), "flex")) is FlexReader
+    for bad, name, message in (
+        (pools(48), "flash", "48 is no multiple of 256"),
+        (pools(256, 512), "flash", "heads of 512"),
+        (pools(256, dtype=torch.float32), "flash", "not of 16 bits"),
+        (pools(8), "flex", "8 is no multiple of 16"),
+        (pools(dtype=torch.float16), "numba", "neither float32 nor bfloat16"),
+        (pools(), "fast", "'fast' is not known"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choose_reader(bad, name)
+    # On CUDA, the first that fits. No such device is needed to choose.
+    for page_size, dtype, expected in (
+        (256, torch.bfloat16, FlashReader),
+        (256, torch.float32, FlexReader),
+        (32, torch.bfloat16, FlexReader),
+        (8, torch.bfloat16, SdpaReader),
+    ):
+        there = pools(page_size, dtype=dtype)
+        there.device = torch.device("cuda")
+        monkeypatch.setattr(SdpaReader, "__init__", lambda self, pools: None)
+        assert type(choose_reader(there)) is expected
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    there = pools(256)
+    there.device = torch.device("cuda")
+    assert type(choose_reader(there)) is FlexReader
+    assert list(READERS) == ["flash", "flex", "numba", "sdpa"]

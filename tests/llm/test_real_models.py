@@ -1,0 +1,572 @@
+"""L6 and the rest, on real models of transformers with random weights; skipped where PyTorch is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvarts.calibrate.stepfit import load_steps
+from kvarts.config import EngineConfig
+from kvarts.content import Content, pack_units
+from kvarts.engine import Engine as Core
+from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.executor.cost import CallableCost
+from kvarts.executor.simulated import SimExecutor
+from kvarts.executor.torch.attention import ATTENTION
+from kvarts.executor.torch.flash import FlashReader
+from kvarts.executor.torch.flex import FlexReader
+from kvarts.executor.torch.loading import check_architecture, load_model
+from kvarts.executor.torch.packing import PackedLinear
+from kvarts.executor.torch.reader import READERS
+from kvarts.executor.torch.sampling import SamplingParams
+from kvarts.executor.torch.tiny import FAMILIES, SIZES, byte_tokenizer, write_tiny
+from kvarts.hardware import load_geometry
+from kvarts.llm.llm import Engine
+from kvarts.llm.text import Generation
+from kvarts.offload.config import OffloadConfig
+from kvarts.request import Request
+from kvarts.verify.verifier import verify_file
+
+from builders.flash_standin import flash_module
+from builders.models import Kept, paged
+
+PAGE_SIZE = 4
+VOCABULARY = 257
+Ids = list[int]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a small model of a family."""
+    root = tmp_path_factory.mktemp("models")
+
+    def directory(family: str) -> Path:
+        path = root / family
+        if not path.exists():
+            write_tiny(family, path)
+        return path
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def models(tiny: Callable[[str], Path]) -> Callable[[str], tuple[Any, Any]]:
+    """A family's model with pages, and the same with transformers' own attention and cache."""
+    loaded: dict[str, tuple[Any, Any]] = {}
+
+    def pair(family: str) -> tuple[Any, Any]:
+        if family not in loaded:
+            path = tiny(family)
+            reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+            loaded[family] = load_model(path), reference
+        return loaded[family]
+
+    return pair
+
+
+def undisturbed(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
+    """What transformers' generate says."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    tokens: Ids = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def engine_of(model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int = 4, **kwargs: Any) -> Engine:
+    config = EngineConfig(
+        num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=budget, max_num_seqs=min(seqs, budget)
+    )
+    return Engine(model, None, config, audit=True, **kwargs)
+
+
+def prompts_with_prefixes(seed: int = 1) -> list[Ids]:
+    random = Random(seed)
+    prompts = [[random.randrange(VOCABULARY) for _ in range(length)] for length in (5, 40, 70, 33, 8)]
+    return [*prompts, [*prompts[2][:50], 1, 2, 3], prompts[1]]
+
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("num_pages", "budget"), [(256, 2048), (40, 16), (28, 7)])
+def test_greedy_tokens_are_those_of_an_undisturbed_run(
+    models: Callable[[str], tuple[Any, Any]], family: str, num_pages: int, budget: int
+) -> None:
+    """L6: whole prompts and chunks, prefixes that others left, preemption on a pool far too small."""
+    model, reference = models(family)
+    prompts = prompts_with_prefixes()
+    engine = engine_of(model, num_pages=num_pages, budget=budget)
+    # Four may run at once: the last two come when others have left what they can hit.
+    completions = engine.generate(prompts, GREEDY)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+    if num_pages == 256:
+        assert sum(completion.cached_tokens for completion in completions) >= 48
+    assert engine.kv_live_bytes() == 0
+
+
+@pytest.mark.parametrize("attention", ["flash", "flex"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
+def test_whoever_reads_the_pages_says_the_same(
+    models: Callable[[str], tuple[Any, Any]], family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L6 with the readers that are for CUDA: FlashAttention by what it says it computes, FlexAttention uncompiled."""
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    maker: Any = FlashReader if attention == "flash" else partial(FlexReader, is_compiled=False)
+    monkeypatch.setitem(READERS, attention, (maker, lambda pools: None))
+    model, reference = models(family)
+    prompts = prompts_with_prefixes()[1:]
+    engine = engine_of(model, num_pages=40, budget=16, attention=attention)
+    for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+
+
+def test_layers_that_share_kv_keep_it_once() -> None:
+    """Gemma 3n: the last layers read what others before them kept."""
+    sizes = {**SIZES, "num_hidden_layers": 6, "intermediate_size": [128] * 6, "vocab_size": VOCABULARY}
+    config = AutoConfig.for_model(
+        "gemma3n_text",
+        **sizes,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 6,
+        num_kv_shared_layers=2,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        eos_token_id=256,
+        bos_token_id=None,
+        pad_token_id=256,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    model.set_attn_implementation(ATTENTION)
+    check_architecture(config, "model")
+    engine = engine_of(model, num_pages=40, budget=16)
+    prompts = prompts_with_prefixes()
+    for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+    assert engine.kv_bytes() == 40 * PAGE_SIZE * 4 * 2 * 2 * 16 * 4, "4 layers of 6, keys and values of 2 heads of 16"
+
+
+def test_a_model_whose_layers_are_not_all_attention_is_refused(models: Callable[[str], tuple[Any, Any]]) -> None:
+    model = copy.deepcopy(models("llama")[0])
+    model.model.layers[2].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ConfigError, match="llama has 4 layers, and 3 of them are attention"):
+        engine_of(model)
+
+
+def test_in_16_bits_only_what_rounding_decides_may_differ(tiny: Callable[[str], Path]) -> None:
+    """Tokens are equal up to one where the two likeliest were as good as equal."""
+    path = tiny("qwen3")
+    model = load_model(path, dtype="bfloat16")
+    reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.bfloat16).eval()
+    prompts = prompts_with_prefixes()
+    num_equal = num_tokens = 0
+    for prompt, completion in zip(prompts, engine_of(model, budget=16).generate(prompts, GREEDY), strict=True):
+        expected = undisturbed(reference, prompt, GREEDY.max_tokens)
+        said = list(completion.tokens)
+        same = next((place for place, pair in enumerate(zip(said, expected, strict=True)) if len({*pair}) > 1), 24)
+        num_equal, num_tokens = num_equal + same, num_tokens + 24
+        if same < 24:
+            with torch.no_grad():
+                logits = reference(torch.tensor([prompt + expected[:same]])).logits[0, -1].float()
+            best, second = logits.topk(2).values.tolist()
+            assert best - second <= 0.05 * logits.abs().max(), "more than rounding of 8 bits in a few layers"
+    print(f"{num_equal} of {num_tokens} tokens come before the first that differs")
+    assert num_equal >= num_tokens // 4
+
+
+def test_packed_layers_compute_the_same() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 for oneDNN")
+    torch.manual_seed(0)
+    for bias in (True, False):
+        linear = torch.nn.Linear(48, 70, bias=bias, dtype=torch.bfloat16)
+        packed = PackedLinear(linear)
+        for shape in ((48,), (1, 48), (2, 5, 48), (40, 48)):
+            inputs = torch.randn(shape, dtype=torch.bfloat16)
+            with torch.inference_mode():
+                torch.testing.assert_close(packed(inputs), linear(inputs))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_pages_that_went_through_host_memory_say_the_same(
+    models: Callable[[str], tuple[Any, Any]], family: str, policy: Any
+) -> None:
+    model, reference = models(family)
+    kept = Kept()
+    offload = OffloadConfig(host_pages=200, policy=policy, kv_bytes_per_token=1)
+    engine = engine_of(model, num_pages=30, budget=64, offload=offload, observers=[kept])
+    prompts = prompts_with_prefixes()
+    for prompt in [*prompts, *reversed(prompts)]:
+        completion = engine.generate([prompt], GREEDY)[0]
+        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+    loads = [event for event in kept.events if type(event).__name__ == "LoadStarted"]
+    assert loads, "nothing ever came back from host memory"
+
+
+def test_a_page_that_is_not_what_it_should_be_changes_what_is_said(models: Callable[[str], tuple[Any, Any]]) -> None:
+    """The control: if this did not matter, the tests above would prove nothing."""
+    model, reference = models("qwen3")
+    prompt = prompts_with_prefixes()[1]
+    expected = undisturbed(reference, prompt, GREEDY.max_tokens)
+    engine = engine_of(model)
+    index = engine.submit(prompt, GREEDY)
+    for _ in range(3):
+        engine.step()
+    holding = engine.request(index).holding
+    assert holding is not None and holding.page_ids is not None
+    engine._executor.pools.keys[1][holding.page_ids[4]] = 0
+    engine._executor.pools.values[1][holding.page_ids[4]] = 0
+    completions = []
+    while engine.has_work:
+        completions += engine.step()
+    assert list(completions[0].tokens)[:3] == expected[:3]
+    assert list(completions[0].tokens) != expected
+
+
+@pytest.mark.laws
+@settings(max_examples=12)
+@given(seed=st.integers(0, 1 << 30), family=st.sampled_from(["qwen3", "gemma2", "gemma3"]))
+def test_whoever_comes_and_goes_when(models: Callable[[str], tuple[Any, Any]], seed: int, family: str) -> None:
+    """L6, L8: random arrivals, cancels, priorities and pools."""
+    model, reference = models(family)
+    random = Random(seed)
+    shared = [random.randrange(VOCABULARY) for _ in range(20)]
+    engine = engine_of(
+        model, num_pages=random.choice([14, 20, 60]), budget=random.choice([5, 16, 256]), seqs=random.choice([1, 3, 6])
+    )
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts: dict[int, Ids] = {}
+    done = {}
+    for _ in range(40):
+        if random.random() < 0.25:
+            prompt = shared[: random.randrange(21)] + [
+                random.randrange(VOCABULARY) for _ in range(random.randrange(1, 9))
+            ]
+            prompts[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
+        if prompts and random.random() < 0.08:
+            engine.cancel(random.choice(list(prompts)))
+        if engine.has_work:
+            done.update({completion.index: completion for completion in engine.step()})
+    while engine.has_work:
+        done.update({completion.index: completion for completion in engine.step()})
+    for index, completion in done.items():
+        assert list(completion.tokens) == undisturbed(reference, prompts[index], params.max_tokens)
+    assert engine.kv_live_bytes() == 0
+    engine.check()
+
+
+def test_a_thousand_cancels_leave_nothing_behind(models: Callable[[str], tuple[Any, Any]]) -> None:
+    model, _ = models("qwen3")
+    random = Random(7)
+    engine = engine_of(model, num_pages=200, seqs=8)
+    waiting: list[int] = []
+    num_cancelled = 0
+    while num_cancelled < 1000:
+        while len(waiting) < 12:
+            prompt = [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 30))]
+            waiting.append(engine.submit(prompt, GREEDY))
+        if random.random() < 0.3:
+            ended = {completion.index for completion in engine.step()}
+            waiting = [index for index in waiting if index not in ended]
+        else:
+            victim = waiting.pop(random.randrange(len(waiting)))
+            completion = engine.cancel(victim)
+            assert completion is not None and completion.finish_reason == "cancelled"
+            assert engine.cancel(victim) is None
+            num_cancelled += 1
+    for index in waiting:
+        engine.cancel(index)
+    assert engine.kv_live_bytes() == 0
+    assert not engine.has_work
+    engine.check()
+
+
+# Sampling -------------------------------------------------------------------------------------------------
+
+DRAWN = SamplingParams(
+    max_tokens=16, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=5, ignore_eos=True
+)
+
+
+def test_a_seed_says_the_same_alone_and_in_any_batch(models: Callable[[str], tuple[Any, Any]]) -> None:
+    model, _ = models("llama")
+    prompts = prompts_with_prefixes()
+    alone = engine_of(model).generate([prompts[0]], DRAWN)[0].tokens
+    assert alone != engine_of(model).generate([prompts[0]], msgspec.structs.replace(DRAWN, seed=6))[0].tokens
+    engine = engine_of(model, budget=9)
+    first = engine.submit(prompts[0], DRAWN)
+    for prompt in prompts[1:]:
+        engine.submit(prompt, msgspec.structs.replace(DRAWN, seed=None))
+    done = {}
+    while engine.has_work:
+        done.update({completion.index: completion for completion in engine.step()})
+    assert done[first].tokens == alone
+
+
+def test_log_probabilities_and_stops(tiny: Callable[[str], Path]) -> None:
+    engine = Engine.from_pretrained(tiny("qwen3"), kv_memory="4MiB", page_size=PAGE_SIZE)
+    told = engine.generate(["hello"], SamplingParams(max_tokens=6, logprobs=True, ignore_eos=True))[0]
+    assert told.logprobs is not None and len(told.logprobs) == 6
+    assert all(logprob <= 0.0 for logprob in told.logprobs)
+    assert told.finish_reason == "length"
+    third = told.tokens[2]
+    stopped = engine.generate(["hello"], SamplingParams(max_tokens=6, stop_token_ids=(third,), ignore_eos=True))[0]
+    assert (stopped.tokens, stopped.finish_reason) == (told.tokens[: told.tokens.index(third) + 1], "stop")
+    whole = engine.generate(["abc"], SamplingParams(max_tokens=30, ignore_eos=True))[0].text
+    middle = whole[len(whole) // 2]
+    ended = engine.generate(["abc"], SamplingParams(max_tokens=30, stop=(middle,), ignore_eos=True))[0]
+    assert ended.text == whole[: whole.index(middle)]
+    assert ended.finish_reason == "stop"
+    for bad in ({"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"stop": ("",)}):
+        with pytest.raises(ConfigError, match=r"sampling\."):
+            SamplingParams(**bad)
+
+
+def test_streams_run_side_by_side_and_who_stops_listening_cancels(tiny: Callable[[str], Path]) -> None:
+    engine = Engine.from_pretrained(tiny("mistral"), kv_memory="4MiB", page_size=PAGE_SIZE)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = [completion.text for completion in engine.generate(["one", "two"], params)]
+
+    async def listen(prompt: str) -> str:
+        return "".join([text async for text in engine.stream(prompt, params)])
+
+    async def leave() -> None:
+        stream = engine.stream("three", params)
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def all_of_them() -> list[str | None]:
+        return list(await asyncio.gather(listen("one"), leave(), listen("two")))
+
+    texts = asyncio.run(all_of_them())
+    assert texts == [expected[0], None, expected[1]]
+    assert engine.kv_live_bytes() == 0
+
+
+def test_a_stream_never_tells_what_a_stop_takes_back(tiny: Callable[[str], Path]) -> None:
+    engine = Engine.from_pretrained(tiny("qwen3"), kv_memory="4MiB", page_size=PAGE_SIZE)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    whole = engine.generate(["abc"], params)[0].text
+    places = [place for place in range(len(whole) - 3) if whole.index(whole[place : place + 3]) == place]
+    for place in places[:: max(1, len(places) // 8)]:
+        stop = whole[place : place + 3]
+        # A stop that begins alike and never comes holds text back, and loses none.
+        stopping = msgspec.structs.replace(params, stop=(stop, whole[2:4] + "never"))
+
+        async def listen(stopping: SamplingParams = stopping) -> str:
+            return "".join([text async for text in engine.stream("abc", stopping)])
+
+        assert asyncio.run(listen()) == whole[:place] == engine.generate(["abc"], stopping)[0].text
+
+
+@given(
+    texts=st.lists(st.text(st.sampled_from("aé你🙂 "), min_size=1), max_size=4),
+    raw=st.lists(st.integers(0, 255), max_size=20),
+)
+def test_text_told_token_by_token_is_that_of_all_tokens(texts: list[str], raw: list[int]) -> None:
+    tokenizer = byte_tokenizer()
+    prompt = Request(0, Content.from_tokens([1], page_size=4, owner=0), 1, 400)
+    generation = Generation(prompt, [1], SamplingParams(), tokenizer, frozenset(), torch.device("cpu"))
+    tokens = [token for text in texts for token in tokenizer(text)["input_ids"]] + raw
+    for count, token in enumerate(tokens, 1):
+        generation.take(token)
+        text = tokenizer.decode(tokens[:count])
+        assert text.startswith(generation.text)
+        if not text.endswith("\ufffd"):
+            assert generation.text == text
+
+
+# Memory and decisions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_allocated_tensors_are_what_the_planner_says(tiny: Callable[[str], Path], family: str, dtype: str) -> None:
+    engine = Engine.from_pretrained(tiny(family), kv_memory=1 << 20, page_size=PAGE_SIZE, dtype=dtype)
+    geometry = load_geometry(str(tiny(family) / "config.json"))
+    assert engine.kv_bytes() == engine.config.pool_tokens * geometry.kv_bytes_per_token(dtype)
+    assert engine.kv_bytes() <= 1 << 20
+    index = engine.submit([1, 2, 3, 4, 5], GREEDY)
+    engine.step()
+    assert engine.kv_live_bytes() == 2 * PAGE_SIZE * geometry.kv_bytes_per_token(dtype)
+    engine.cancel(index)
+    assert engine.kv_live_bytes() == 0
+
+
+def test_the_replay_of_what_was_run_decides_alike(models: Callable[[str], tuple[Any, Any]]) -> None:
+    """Parity of the drivers: the same requests, with the step times that were measured, event for event."""
+    model, _ = models("qwen3")
+    prompts = prompts_with_prefixes()
+    real, replayed = Kept(), Kept()
+    durations_ms: list[float] = []
+
+    class Timed:
+        def __init__(self, executor: Any) -> None:
+            self.executor = executor
+
+        def execute(self, plan: Any) -> Any:
+            result = self.executor.execute(plan)
+            durations_ms.append(result.duration_ns / 1e6)
+            return result
+
+    engine = engine_of(model, num_pages=30, budget=16, observers=[real], wrap=Timed)
+    for prompt in prompts:
+        engine.submit(prompt, GREEDY)
+    done = {}
+    while engine.has_work:
+        done.update({completion.index: completion for completion in engine.step()})
+    config = engine.config
+    times = iter(durations_ms)
+    core = Core(config, SimExecutor(CallableCost(lambda _: next(times))), observers=[replayed], step_by_step=True)
+    for index, prompt in enumerate(prompts):
+        tokens = [*prompt, *done[index].tokens]
+        content = Content(pack_units(tokens), num_tokens=len(tokens), page_size=PAGE_SIZE, owner=index)
+        core.submit(Request(index, content, len(prompt), len(done[index].tokens)), 0)
+    now_ns = 0
+    while core.has_work:
+        core.step(now_ns)
+        now_ns = core.now_ns
+    assert paged(real.events) == paged(replayed.events)
+
+    def decisions(kept: Kept) -> list[tuple[object, ...]]:
+        names = ("Admitted", "Preemption", "ChunkComputed", "Finished")
+        told: list[tuple[object, ...]] = []
+        for event in kept.events:
+            fields = {name: getattr(event, name) for name in event.__struct_fields__ if name != "content"}
+            if type(event).__name__ in names:
+                told.append((type(event).__name__, *fields.values()))
+        return told
+
+    assert decisions(real) == decisions(replayed)
+    assert any(name == "Preemption" for name, *_ in decisions(real))
+
+
+# What cannot be -------------------------------------------------------------------------------------------
+
+
+def test_a_bad_prompt_is_refused_and_the_engine_goes_on(tiny: Callable[[str], Path]) -> None:
+    engine = Engine.from_pretrained(tiny("qwen3"), kv_memory=64 << 10, page_size=PAGE_SIZE)
+    for prompt, params, says in (
+        ([1, VOCABULARY], GREEDY, "prompt: token 257 is not in the vocabulary of 257"),
+        ([-1], GREEDY, "prompt: token -1 is not in the vocabulary"),
+        ([], GREEDY, "prompt: has no tokens"),
+        ("", GREEDY, "prompt: has no tokens"),
+        ([1] * 2040, GREEDY, "prompt: 2040 prompt tokens and 24 to generate are more than the 2048"),
+        ([1] * 400, GREEDY, "prompt: needs"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            engine.generate([[5, 6], prompt], params)
+        assert str(caught.value).startswith(says)
+        assert not engine.has_work, "nobody of the same call is left behind"
+    assert len(engine.generate([[5, 6]], GREEDY)[0].tokens) == GREEDY.max_tokens
+
+
+def test_a_bad_model_is_named(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="no such directory"):
+        load_model(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MissingFileError, match=r"config\.json: no such file"):
+        load_model(tmp_path / "empty")
+    for name, config, says in (
+        ("encoder", '{"model_type": "t5"}', "t5 has an encoder; only decoders are supported"),
+        ("mamba", '{"model_type": "mamba"}', "mamba has .* layers, which keep no KV in pages"),
+        ("nonsense", '{"model_type": "nothing-known"}', "is no model that transformers knows"),
+        ("broken", "{", "is no model that transformers knows"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+        with pytest.raises((ConfigError, InputError), match=says):
+            load_model(tmp_path / name)
+    source = tiny("qwen3")
+    for name, weights in (("missing", None), ("cut", (source / "model.safetensors").read_bytes()[:5000])):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_bytes((source / "config.json").read_bytes())
+        if weights is not None:
+            (directory / "model.safetensors").write_bytes(weights)
+        with pytest.raises((InputError, MissingFileError)) as caught:
+            load_model(directory)
+        assert str(directory) in str(caught.value)
+    with pytest.raises(ConfigError, match="kv_memory: 10 bytes hold no page"):
+        Engine.from_pretrained(source, kv_memory=10)
+    with pytest.raises(ConfigError, match="dtype: must be auto"):
+        load_model(source, dtype="int3")
+
+
+# Commands -------------------------------------------------------------------------------------------------
+
+
+def test_the_commands(
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
+    assert run_command("model", "tiny", model, "--family", "gemma3") == 0
+    again = tmp_path / "again"
+    assert run_command("model", "tiny", again, "--family", "gemma3") == 0
+    assert (again / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert run_command("model", "tiny", model, "--family", "gpt") == 2
+    prompts.write_text('{"prompt": "hello there"}\n\n{"prompt": [1, 2, 3]}\n')
+    capsysbinary.readouterr()
+    options = ("--model", model, "--max-tokens", 12, "--ignore-eos", "--kv-memory", "4MiB")
+    assert run_command("generate", "--prompts", prompts, *options, "--logprobs") == 0
+    lines = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
+    assert [len(line["tokens"]) for line in lines] == [len(line["logprobs"]) for line in lines] == [12, 12]
+    assert run_command("generate", "--prompt", "hello there", *options) == 0
+    assert capsysbinary.readouterr().out.decode() == lines[0]["text"] + "\n"
+    timeline, record, trace = (tmp_path / name for name in ("timeline.jsonl", "steps.jsonl", "trace.jsonl"))
+    files = ("--kv-timeline", timeline, "--record", record, "--write-trace", trace)
+    assert run_command("profile", "--prompts", prompts, *options, *files) == 0
+    report = msgspec.json.decode(capsysbinary.readouterr().out)
+    assert (report["num_completed"], report["num_output_tokens"]) == (2, 24)
+    assert report["ttft_ms"]["mean"] > 0
+    assert verify_file(timeline).verdict == "ok"
+    steps = [msgspec.json.decode(line) for line in record.read_bytes().splitlines()]
+    assert len(steps) == report["num_steps"] == len(load_steps(record)), "what a calibration reads"
+    assert steps[0]["chunks"] == [[0, 11, 11], [0, 3, 3]]
+    # What was run, and what its steps took, is what a replay needs.
+    cost = tmp_path / "cost.toml"
+    device = ("--device", "cpu:cores=2,bandwidth=20GB/s")
+    assert run_command("calibrate", record, "--model", model, *device, "--out", cost) == 0
+    capsysbinary.readouterr()
+    replayed = ("--trace-block-size", 1, "--cost", cost, "--pages", report["config"]["pages"], "--json")
+    assert run_command("replay", trace, *replayed) == 0
+    again = msgspec.json.decode(capsysbinary.readouterr().out)
+    for field in ("num_completed", "num_output_tokens", "num_steps", "num_cached_tokens", "prefix_hit_ratio"):
+        assert again[field] == report[field], field
+    assert run_command("generate", *options) == 2
+    prompts.write_text('{"prompt": 7}\n')
+    assert run_command("generate", "--prompts", prompts, *options) == 4

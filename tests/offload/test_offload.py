@@ -1,0 +1,365 @@
+"""What an engine with a tier below does, one rule a test, on small cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvarts.config import EngineConfig
+from kvarts.content import Content
+from kvarts.engine import Engine
+from kvarts.errors import ConfigError
+from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, PagesStored, StoreStarted
+from kvarts.executor.cost import LinearCost
+from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.safe import SafeFirstTree
+from kvarts.kv.transfer import TransferReport
+from kvarts.kv.tree import Node
+from kvarts.offload.channel import Lane
+from kvarts.offload.config import OffloadConfig
+from kvarts.offload.offloader import Offloader
+from kvarts.request import Request
+
+from builders.models import Kept
+
+NS_PER_MS = 1_000_000
+SLOW = 1_000  # bytes a second: a page takes a second
+
+
+def content_of(tokens: Sequence[int], owner: int = 0) -> Content:
+    return Content.from_tokens(tokens, page_size=1, owner=owner)
+
+
+def make_engine(
+    num_pages: int = 32, budget: int = 64, num_seqs: int = 4, **offload: object
+) -> tuple[Engine, list[Event]]:
+    """An engine with pages of one token, steps of one millisecond, and pages of a thousand bytes."""
+    kept = Kept()
+    below = OffloadConfig(**{"host_pages": 64, "latency_us": 0.0, "kv_bytes_per_token": 1000, **offload})  # type: ignore[arg-type]
+    config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
+    engine = Engine(config, SimExecutor(LinearCost(step_ms=1.0)), offload=below, observers=[kept], audit=True)
+    return engine, kept.events
+
+
+def request_of(index: int, tokens: Sequence[int], num_output: int = 1) -> Request:
+    return Request(index, content_of(tokens, index), num_prompt_tokens=len(tokens), num_output_tokens=num_output)
+
+
+def run(engine: Engine, *requests: Request) -> None:
+    """All requests, and all transfers, to their end."""
+    for request in requests:
+        engine.submit(request, engine.now_ns)
+    engine.run_until(1 << 60, [])
+    engine.flush()
+    assert not engine.has_work
+
+
+def stores_of(events: Sequence[Event]) -> list[list[tuple[int, int, int]]]:
+    return [
+        [(content.owner, start, end) for content, start, end in event.runs]
+        for event in events
+        if isinstance(event, StoreStarted)
+    ]
+
+
+# Eager ----------------------------------------------------------------------------------------------------
+
+
+def test_eager_stores_a_complete_page_in_the_next_step_and_chunk_by_chunk() -> None:
+    engine, events = make_engine(budget=4)
+    run(engine, request_of(0, range(10)))
+    assert stores_of(events) == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)]]
+    # In every step, what the one before has computed goes out before anything else is done.
+    told = [type(event) for event in events if isinstance(event, ChunkComputed | StoreStarted)]
+    assert told == [ChunkComputed, StoreStarted] * 3
+
+
+def test_eager_stores_nothing_twice() -> None:
+    engine, events = make_engine()
+    run(engine, request_of(0, range(10)))
+    run(engine, request_of(1, range(10)))
+    run(engine, request_of(2, range(12)))
+    assert stores_of(events) == [[(0, 0, 10)], [(2, 10, 12)]]
+
+
+def test_generated_pages_of_unknown_tokens_are_not_stored() -> None:
+    engine, events = make_engine()
+    run(engine, request_of(0, range(4), num_output=8))
+    assert stores_of(events) == [[(0, 0, 4)]]
+
+
+# Lazy -----------------------------------------------------------------------------------------------------
+
+
+def test_lazy_stores_what_is_next_to_be_evicted_and_no_more_than_its_target() -> None:
+    engine, events = make_engine(num_pages=16, policy="lazy", target_free=6)
+    run(engine, request_of(0, range(8)))
+    assert stores_of(events) == [], "eight pages are empty"
+    run(engine, request_of(1, range(100, 104)))
+    # Four pages are empty, and two more have to be safe: the deepest of the oldest prompt.
+    run(engine, request_of(2, range(200, 202)))
+    assert stores_of(events) == [[(0, 6, 8)]]
+
+
+def lazy_offloader(num_pages: int, target_free: int, host_pages: int = 64) -> tuple[Offloader, PageCache]:
+    cache = PageCache(num_pages, with_page_ids=False, safe_first=True)
+    config = OffloadConfig(host_pages=host_pages, policy="lazy", target_free=target_free, kv_bytes_per_token=1000)
+    return Offloader(config, cache, page_size=1, max_num_batched_tokens=8), cache
+
+
+def leave(cache: PageCache, tokens: Sequence[int], owner: int) -> Content:
+    """A prompt that was computed, and whose request is gone."""
+    content = content_of(tokens, owner)
+    holding = cache.open(cache.match(content, len(tokens)))
+    cache.grow(holding, len(tokens))
+    cache.close(holding, content, len(tokens), len(tokens))
+    return content
+
+
+def test_after_a_lazy_store_the_next_pages_taken_lose_nothing() -> None:
+    offloader, cache = lazy_offloader(num_pages=12, target_free=5)
+    old = leave(cache, range(6), 0)
+    young = leave(cache, range(100, 106), 1)
+    offloader.plan_stores(0)
+    assert cache.num_used == 6, "the transfer holds its pages, and those before them"
+    offloader.advance_to(1 << 60)
+    assert cache.num_used == 0
+    assert offloader.host.find(old, 1, 6) == 5
+    offloader.plan_stores(0)
+    assert offloader.next_ns == 1 << 62, "the target is met"
+    cache.take(5)
+    assert cache.match(old, 6).num_pages == 1
+    assert cache.match(young, 6).num_pages == 6
+    assert offloader.host.find(old, 1, 6) == 5
+
+
+def test_pages_with_a_copy_below_go_before_pages_without() -> None:
+    offloader, cache = lazy_offloader(num_pages=8, target_free=4)
+    old = leave(cache, range(4), 0)
+    young = leave(cache, range(100, 104), 1)
+    offloader.plan_stores(0)
+    offloader.advance_to(1 << 60)
+    # The old prompt is hit: it is the youngest now, and still has its copy.
+    holding = cache.open(cache.match(old, 4))
+    cache.close(holding, old, 4, 4)
+    cache.take(4)
+    assert cache.match(old, 4).num_pages == 0
+    assert cache.match(young, 4).num_pages == 4
+
+
+def test_the_lazy_scan_does_not_stall_behind_what_it_cannot_store() -> None:
+    offloader, cache = lazy_offloader(num_pages=8, target_free=8)
+    private = Content.from_tokens([1], page_size=1, owner=0)
+    holding = cache.open(cache.match(private, 0))
+    cache.grow(holding, 4)
+    cache.close(holding, private, 4, 4)  # one page of a known token, three of unknown ones
+    other = leave(cache, range(100, 104), 1)
+    offloader.plan_stores(0)
+    offloader.advance_to(1 << 60)
+    assert offloader.host.find(private, 0, 4) == 1
+    assert offloader.host.find(other, 0, 4) == 4
+
+
+def test_a_store_that_failed_is_not_tried_for_ever() -> None:
+    offloader, cache = lazy_offloader(num_pages=4, target_free=4)
+    leave(cache, range(4), 0)
+    offloader.plan_stores(0)
+    offloader.report([TransferReport(0, 0, 0)], 0)
+    offloader.plan_stores(0)
+    assert offloader.counts.num_failed == 1
+    assert not offloader.has_work
+    assert cache.num_used == 0
+
+
+def test_the_lazy_scan_looks_at_no_more_runs_than_its_target() -> None:
+    offloader, cache = lazy_offloader(num_pages=1000, target_free=10)
+    for index in range(500):
+        leave(cache, [2 * index, 2 * index + 1], index)
+    tree = cache.tree
+    assert isinstance(tree, SafeFirstTree)
+    looked_at = []
+    nodes = tree.unsafe_nodes
+
+    def counted() -> Iterator[Node]:
+        for node in nodes():
+            looked_at.append(node)
+            yield node
+
+    tree.unsafe_nodes = counted  # type: ignore[method-assign]
+    offloader.plan_stores(0)
+    assert len(looked_at) <= 10
+    offloader.advance_to(1 << 60)
+    assert offloader.counts.num_stores == 1
+    assert tree.num_safe == 10
+
+
+# Loads ----------------------------------------------------------------------------------------------------
+
+
+def evict_all(engine: Engine, index: int) -> None:
+    num_pages = engine.config.num_pages
+    run(engine, request_of(index, range(1000 * index, 1000 * index + num_pages)))
+
+
+def test_device_then_host_then_new() -> None:
+    engine, events = make_engine(num_pages=12)
+    run(engine, request_of(0, range(8)))
+    evict_all(engine, 1)
+    run(engine, request_of(2, range(3)))  # two of three come back to the device, one is computed anew
+    last = request_of(3, range(10))
+    run(engine, last)
+    load = [event for event in events if isinstance(event, LoadStarted)][-1]
+    admitted = [event for event in events if isinstance(event, Admitted)][-1]
+    assert (load.num_hit_pages, load.by_tier) == (3, (("host", 5),))
+    assert (admitted.num_hit_pages, admitted.by_tier) == (8, (("host", 5),))
+    assert last.cached_tokens == 8
+    assert last.cached_tokens_below == (5,)
+    chunk = [event for event in events if isinstance(event, ChunkComputed)][-1]
+    assert (chunk.start, chunk.end) == (8, 10)
+
+
+@pytest.mark.parametrize(("full_prompt_hits", "loaded"), [(False, 7), (True, 8)])
+def test_the_last_token_is_always_computed(full_prompt_hits: bool, loaded: int) -> None:
+    engine, events = make_engine(num_pages=12, full_prompt_hits=full_prompt_hits)
+    run(engine, request_of(0, range(8)))
+    evict_all(engine, 1)
+    run(engine, request_of(2, range(8)))
+    load = [event for event in events if isinstance(event, LoadStarted)][-1]
+    chunk = [event for event in events if isinstance(event, ChunkComputed)][-1]
+    assert load.by_tier == (("host", loaded),)
+    assert (chunk.start, chunk.end) == (7, 8)
+
+
+def test_others_run_while_one_waits_for_its_load() -> None:
+    engine, _ = make_engine(num_pages=32, h2d=SLOW)
+    run(engine, request_of(0, range(20)))
+    evict_all(engine, 1)
+    slow, quick = request_of(2, range(21)), request_of(3, [7, 7])
+    run(engine, slow, quick)
+    assert quick.last_token_ns < slow.first_token_ns
+    assert slow.first_token_ns - quick.last_token_ns > 19 * 1000 * NS_PER_MS
+
+
+def test_a_failed_load_is_a_miss() -> None:
+    engine, _ = make_engine(num_pages=12, fail_every=3)
+    run(engine, request_of(0, range(8)))
+    evict_all(engine, 1)
+    request = request_of(2, range(10))
+    run(engine, request)
+    offloader = engine.scheduler.offloader
+    assert offloader is not None
+    assert offloader.counts.num_failed == 1
+    assert request.num_made == 1
+    assert request.cached_tokens == 0
+    assert offloader.host.find(request.content, 0, 10) == 10, "it was computed and stored anew"
+
+
+def test_a_request_cancelled_while_it_loads_is_cleaned_up_when_the_load_ends() -> None:
+    engine, _ = make_engine(num_pages=12, h2d=SLOW)
+    run(engine, request_of(0, range(8)))
+    evict_all(engine, 1)
+    request = request_of(2, range(10))
+    engine.submit(request, engine.now_ns)
+    engine.start(engine.now_ns)
+    assert engine.is_pausing
+    engine.finish()
+    engine.cancel(request)
+    cache = engine.scheduler.cache
+    engine.scheduler.check()
+    assert cache.num_used == 10, "a transfer writes to its pages"
+    engine.run_until(1 << 60, [])
+    assert cache.num_used == 0
+    assert not engine.has_work
+    assert cache.match(request.content, 10).num_pages == 8, "what arrived is not thrown away"
+
+
+def test_a_load_writes_to_the_middle_part_only() -> None:
+    cache = PageCache(16, with_page_ids=True)
+    offloader = Offloader(
+        OffloadConfig(host_pages=16), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
+    )
+    content = leave(cache, range(8), 0)
+    offloader.confirm(content, 8, Holding([], 0, None))
+    offloader.plan_stores(0)
+    offloader.report([TransferReport(0)], 0)
+    offloader.take_planned()
+    cache.pool.give(5, cache.tree.evict(5))  # the device keeps the first three
+    holding = cache.open(cache.match(content, 8))
+    cache.grow(holding, 10)
+    assert holding.page_ids is not None
+    offer = offloader.lookup(7, content, 3, 8)
+    assert offer is not None
+    assert offer.num_pages == 5
+    offloader.start_load(7, content, 3, 4, holding)  # fewer than were offered
+    (transfer,) = offloader.take_planned()
+    assert transfer.moves[0].target_ids == tuple(holding.page_ids[3:7])
+    assert len(transfer.moves[0].source_ids) == 4
+
+
+# Transfers ------------------------------------------------------------------------------------------------
+
+
+def test_a_transfer_is_complete_when_all_workers_have_reported() -> None:
+    cache = PageCache(8, with_page_ids=True)
+    offloader = Offloader(
+        OffloadConfig(host_pages=8, workers=2), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
+    )
+    content = leave(cache, range(4), 0)
+    offloader.confirm(content, 4, Holding([], 0, None))
+    offloader.plan_stores(0)
+    (transfer,) = offloader.take_planned()
+    assert transfer.num_pages == 4
+    offloader.report([TransferReport(0, 1)], 0)
+    offloader.report([TransferReport(0, 1)], 0)
+    assert offloader.host.find(content, 0, 4) == 0
+    assert cache.num_used == 4
+    offloader.report([TransferReport(0, 0), TransferReport(77, 0)], 0)
+    assert offloader.host.find(content, 0, 4) == 4
+    assert cache.num_used == 0
+    offloader.report([TransferReport(0, 0)], 0)
+    assert offloader.counts.num_stray_reports == 3
+
+
+def test_what_is_stored_is_told_with_its_tier() -> None:
+    engine, events = make_engine(disk_pages=64)
+    run(engine, request_of(0, range(4)))
+    stored = [(event.medium, event.start_page, event.end_page) for event in events if isinstance(event, PagesStored)]
+    assert stored == [("device", 0, 4), ("host", 0, 4), ("disk", 0, 4)]
+
+
+def test_a_lane_takes_one_transfer_after_the_other() -> None:
+    lane = Lane(latency_us=1.0, bytes_per_s=3_000_000_000)
+    assert lane.submit(100, 10) == 100 + 1000 + 4
+    assert lane.submit(0, 3) == 1104 + 1000 + 1
+    assert lane.submit(10_000, 0) == 11_000
+    assert (lane.num_bytes, lane.num_transfers) == (13, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("host_pages", -1, "at least 0"),
+        ("h2d", "fast", "no bandwidth"),
+        ("d2h", 0, "at least one byte"),
+        ("policy", "never", "'eager' or 'lazy'"),
+        ("target_free", -1, "at least 0"),
+        ("latency_us", -1.0, "at least 0"),
+        ("workers", 0, "at least 1"),
+        ("host_memory", "4GiB", "beside"),
+        ("host_memory", "4 things", "no size"),
+    ],
+)
+def test_a_bad_setting_is_named(field: str, value: object, says: str) -> None:
+    given = {"host_pages": 4, field: value}
+    if says == "no size":
+        del given["host_pages"]
+    with pytest.raises(ConfigError, match=says) as caught:
+        OffloadConfig(**given)  # type: ignore[arg-type]
+    assert caught.value.field in (field, "host_pages")
+
+
+def test_files_need_host_memory() -> None:
+    with pytest.raises(ConfigError, match="host memory"):
+        OffloadConfig(disk_pages=4)

@@ -1,0 +1,161 @@
+"""Random workloads with tiers below the device: against the naive engine, and fast-forward against step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.offload.config import OffloadConfig
+from kvarts.sim.replay import replay
+
+from builders.models import (
+    Case,
+    assert_as_in_naive,
+    assert_fast_as_slow,
+    assert_tokens_counted_once,
+    cases,
+    run_kvarts,
+)
+from oracles.naive import NaiveRequest, polynomial_ns, run_naive
+from oracles.naive_offload import NaiveOffloadEngine
+
+pytestmark = pytest.mark.laws
+
+BYTES_PER_TOKEN = 1000
+
+
+@dataclass
+class Tiered:
+    case: Case
+    offload: OffloadConfig
+
+
+@st.composite
+def tiered(draw: st.DrawFn, *, max_requests: int = 24) -> Tiered:
+    case = draw(cases(max_requests=max_requests))
+    num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
+    # A page takes from microseconds, less than a step, to many steps.
+    rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
+    return Tiered(
+        case,
+        OffloadConfig(
+            host_pages=num_host,
+            policy=draw(st.sampled_from(["eager", "lazy"])),
+            target_free=draw(st.sampled_from([0, 1, 4, 20, None])),
+            h2d=draw(rates),
+            d2h=draw(rates),
+            latency_us=draw(st.sampled_from([0.0, 10.0, 5000.0])),
+            kv_bytes_per_token=BYTES_PER_TOKEN,
+            full_prompt_hits=draw(st.booleans()),
+            disk_pages=draw(st.sampled_from([None, None, 2, 10, 100])),
+            disk_read=draw(rates),
+            disk_write=draw(rates),
+            fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
+        ),
+    )
+
+
+def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffloadEngine]]:
+    case, offload = tiers.case, tiers.offload
+    requests = case.naive_requests()
+    target_free = offload.target_free
+    if target_free is None:
+        target_free = 2 * -(-case.max_num_batched_tokens // case.page_size)
+    engines = [
+        NaiveOffloadEngine(
+            num_pages=case.num_pages,
+            page_size=case.page_size,
+            max_num_batched_tokens=case.max_num_batched_tokens,
+            max_num_seqs=case.max_num_seqs,
+            profile=case.profile,
+            cost=polynomial_ns,
+            tiers=[size for size in (offload.host_pages, offload.disk_pages) if size],
+            policy=offload.policy,
+            target_free=target_free,
+            page_bytes=BYTES_PER_TOKEN * case.page_size,
+            rates={name: getattr(offload, name) for name in ("h2d", "d2h", "disk_read", "disk_write")},
+            latency_ns={
+                "h2d": round(offload.latency_us * 1000),
+                "d2h": round(offload.latency_us * 1000),
+                "disk_read": round(offload.disk_latency_us * 1000),
+                "disk_write": round(offload.disk_latency_us * 1000),
+            },
+            full_prompt_hits=offload.full_prompt_hits,
+            fail_every=offload.fail_every,
+        )
+        for _ in range(case.replicas)
+    ]
+    run_naive(requests, engines)
+    return requests, engines
+
+
+@given(tiered(max_requests=12))
+def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
+    """L1 to L4, L7, L8: requests, steps, evictions and transfers, in every tier."""
+    requests, naive_engines = run_naive_offload(tiers)
+    case = tiers.case
+    outcome = run_kvarts(case, offload=tiers.offload)
+    assert_as_in_naive(case, outcome, requests, naive_engines)
+    columns = outcome.requests.columns
+    num_tiers = len(naive_engines[0].tiers)
+    for index, request in enumerate(requests):
+        if request.rejected:
+            continue
+        assert request.replica is not None
+        below = naive_engines[request.replica].below_tokens.get(request.seq, [])
+        assert [columns["host_tokens"][index], columns["disk_tokens"][index]] == [*below, 0, 0][:2], "tokens hit below"
+    for index, naive in enumerate(naive_engines):
+        steps = outcome.steps[index].columns
+        for place in range(num_tiers):
+            tier = ("host", "disk")[place]
+            assert steps[f"{tier}_used"].tolist() == [count[place][0] for count in naive.counts]
+            assert steps[f"{tier}_cached"].tolist() == [count[place][1] for count in naive.counts]
+        offloader = outcome.engines[index].scheduler.offloader
+        assert offloader is not None
+        page_bytes = BYTES_PER_TOKEN * case.page_size
+        assert {name: lane.num_bytes // page_bytes for name, lane in offloader.lanes.items()} == naive.lane_pages
+        for tier_index, naive_tier in enumerate(naive.tiers):
+            assert offloader.tiers[tier_index].num_evicted == len(naive_tier.evicted)
+            assert offloader.tiers[tier_index].num_used == 0, "L2: at rest nothing is held"
+
+
+@given(tiered(max_requests=24))
+def test_fast_forward_equals_step_by_step(tiers: Tiered) -> None:
+    """L5, with tiers: the same bytes, whatever is looked at."""
+    assert_fast_as_slow(tiers.case, offload=tiers.offload)
+
+
+@given(tiered())
+def test_every_token_is_counted_once(tiers: Tiered) -> None:
+    """L7: computed, hit on the device, hit below, or computed again."""
+    tiers.case.profile = "default"
+    outcome = run_kvarts(tiers.case, offload=tiers.offload)
+    assert_tokens_counted_once(outcome)
+    rows = outcome.requests.columns
+    assert (rows["host_tokens"] + rows["disk_tokens"] <= rows["cached_tokens"]).all()
+
+
+@given(
+    tiered(max_requests=30), st.integers(1, 6), st.sampled_from([1, 2, 3]), st.sampled_from(["round-robin", "prefix"])
+)
+def test_a_closed_loop_over_replicas_is_the_same_step_by_step(
+    tiers: Tiered, concurrency: int, replicas: int, router: str
+) -> None:
+    """L5, where engines wait for each other, and some of them for transfers."""
+    changes: dict[str, Any] = {
+        "offload": tiers.offload,
+        "concurrency": concurrency,
+        "replicas": replicas,
+        "router": router,
+    }
+    fast, slow = (
+        replay(tiers.case.trace(), tiers.case.config(step_by_step=slowly, **changes)) for slowly in (False, True)
+    )
+    assert fast.to_json() == slow.to_json()
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    for mine, theirs in zip(fast.timelines, slow.timelines, strict=True):
+        assert mine.to_json() == theirs.to_json()

@@ -1,0 +1,1 @@
+"""Naive, obviously right models that the fast ones are held against."""

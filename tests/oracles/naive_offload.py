@@ -1,0 +1,503 @@
+"""The naive engine with tiers below the device: one page, one step and one transfer at a time.
+
+What it adds to naive.py, in the order of a step: transfers that are due end; loaded requests can run; what the policy
+asks for begins to be stored; and a waiting request that finds pages below the device begins to load them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from oracles.naive import NaiveEngine, NaiveRequest, Page
+from oracles.naive_tier import Entry, NaivePlacement, NaiveTier, Name
+
+
+class PageName(tuple):  # type: ignore[type-arg]
+    """A name that knows its hash, and the name of the page before it. There is one of each in an engine."""
+
+    before: PageName | None
+    known_hash: int
+
+    def __hash__(self) -> int:
+        return self.known_hash
+
+    def chain(self) -> list[Name]:
+        """The names of all pages up to this one."""
+        names: list[Any] = [self]
+        while names[-1].before is not None:
+            names.append(names[-1].before)
+        return names[::-1]
+
+
+@dataclass
+class NaiveTransfer:
+    number: int
+    end_ns: int
+    kind: str
+    # Stores: the names up to the last page, what the tier makes of them, and the device's pages that are held.
+    stores: list[tuple[list[Name], NaivePlacement]] = field(default_factory=list)
+    held: list[list[Name]] = field(default_factory=list)
+    sources: list[list[Entry]] = field(default_factory=list)
+    # Loads: for each tier, the pinned entries, and which pages they are.
+    request: NaiveRequest | None = None
+    loads: list[tuple[NaiveTier, list[Entry], int, int]] = field(default_factory=list)
+
+
+class NaiveOffloadEngine(NaiveEngine):
+    def __init__(
+        self,
+        *,
+        tiers: list[int],
+        policy: str,
+        target_free: int,
+        page_bytes: int,
+        rates: dict[str, int],
+        latency_ns: dict[str, int],
+        full_prompt_hits: bool,
+        fail_every: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.tiers = [NaiveTier(size) for size in tiers]
+        self.is_lazy = policy == "lazy"
+        self.target_free = min(target_free, tiers[0])
+        self.page_bytes, self.rates, self.latency_ns = page_bytes, rates, latency_ns
+        self.full_prompt_hits, self.fail_every = full_prompt_hits, fail_every
+        self.lane_free_ns = dict.fromkeys(rates, 0)
+        self.lane_pages = dict.fromkeys(rates, 0)
+        self.transfers: list[NaiveTransfer] = []
+        self.num_transfers = 0
+        self.safe: list[Page] = []
+        self.holds: dict[Name, int] = {}
+        self.below: set[Name] = set()
+        self.failed: set[Name] = set()
+        self.confirmed: list[tuple[NaiveRequest, int]] = []
+        self.computed_now: list[tuple[NaiveRequest, int]] = []
+        self.spills: list[Name] = []
+        self.loading: list[NaiveRequest] = []
+        self.ended_loads: list[tuple[NaiveRequest, int, list[int]]] = []
+        self.ready: list[tuple[NaiveRequest, int, list[int]]] = []
+        self.below_tokens: dict[int, list[int]] = {}
+        self.counts: list[tuple[tuple[int, int], ...]] = []
+        self.is_stuck = False
+        self.now_ns = 0
+        self.all_names: dict[tuple[object, object], PageName] = {}
+        self.names_of: dict[int, list[PageName]] = {}
+
+    def name_of(self, request: NaiveRequest, page: int) -> PageName:
+        names = self.names_of.setdefault(request.seq, [])
+        while len(names) <= page:
+            key = super().name_of(request, len(names))
+            assert isinstance(key, tuple)
+            name = self.all_names.get(key)
+            if name is None:
+                name = self.all_names[key] = PageName(key)
+                name.known_hash = hash(key)
+                name.before = names[-1] if names else None
+            names.append(name)
+        return names[page]
+
+    # Pages of the device ----------------------------------------------------------------------------------
+
+    def is_held(self, page: Page) -> bool:
+        return page.name is not None and self.holds.get(page.name, 0) > 0  # type: ignore[call-overload]
+
+    def is_used(self, page: Page) -> bool:
+        return page.refs > 0 or self.is_held(page)
+
+    def cached(self) -> list[Page]:
+        return [page for page in self.safe + self.lru if not self.is_held(page)]
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_empty - len(self.cached())
+
+    def higher(self, mark: tuple[int, int, int]) -> tuple[int, int, int]:
+        return (self.num_used, len(self.cached()), self.num_released) if self.num_used > mark[0] else mark
+
+    def unsafe_names(self) -> set[Any]:
+        """Of resident pages: it is not below, or something resident after it is not."""
+        if not self.is_lazy:
+            return set(self.index)
+        unsafe: set[Any] = set()
+        for name in self.index:
+            if name not in self.below:
+                page: Any = name
+                while page is not None and page not in unsafe:
+                    unsafe.add(page)
+                    page = page.before
+        return unsafe
+
+    def settle_lists(self) -> None:
+        if not self.is_lazy:
+            return
+        unsafe = self.unsafe_names()
+        newly_safe = [page for page in self.lru if page.name not in unsafe]
+        newly_unsafe = [page for page in self.safe if page.name in unsafe]
+        self.lru = newly_unsafe + [page for page in self.lru if page.name in unsafe]
+        self.safe = [page for page in self.safe if page.name not in unsafe] + newly_safe
+
+    def unlist(self, page: Page) -> None:
+        (self.safe if page in self.safe else self.lru).remove(page)
+
+    def take_page(self) -> Page:
+        if self.num_empty:
+            self.num_empty -= 1
+            return Page(refs=1)
+        old = self.cached()[0]
+        self.unlist(old)
+        copies = self.index[old.name]
+        copies.remove(old)
+        if not copies:
+            del self.index[old.name]
+            self.evicted.append(old.name)
+            self.below.discard(old.name)
+            self.failed.discard(old.name)
+            self.lost(old.name)  # type: ignore[arg-type]
+        self.settle_lists()
+        return Page(refs=1)
+
+    def lost(self, name: Name) -> None:
+        """A page has left the device: what follows it below may be out of reach."""
+        self.tiers[0].lose(name)
+        self.lose_below(name)
+        self.after_host()
+
+    def lose_below(self, name: Name) -> None:
+        if len(self.tiers) > 1 and name not in self.index and not self.tiers[0].is_stored(name):
+            self.tiers[1].lose(name)
+
+    def after_host(self) -> None:
+        """Pages have left host memory: what follows them in files may be out of reach."""
+        removed, self.tiers[0].removed = self.tiers[0].removed, []
+        for name in removed:
+            self.lose_below(name)
+
+    def release(self, request: NaiveRequest) -> None:
+        for index, page in enumerate(request.pages[: request.computed // self.page_size]):
+            if page.name is None:
+                self.give_name(request, index)
+        self.settle_lists()
+        self.mark_held(request)
+        unsafe = self.unsafe_names()
+        for page in reversed(request.pages):
+            page.refs -= 1
+            if page.refs == 0:
+                if page.name is None:
+                    self.num_empty += 1
+                    self.num_released += 1
+                else:
+                    (self.lru if page.name in unsafe else self.safe).append(page)
+                    self.num_released += not self.is_held(page)
+        request.pages = []
+
+    def give_name(self, request: NaiveRequest, index: int) -> None:
+        page = request.pages[index]
+        page.name = self.name_of(request, index)
+        self.index.setdefault(page.name, []).append(page)
+
+    def is_known(self, request: NaiveRequest, index: int) -> bool:
+        end = (index + 1) * self.page_size
+        return end <= len(request.tokens) or (request.output is not None and request.know_output)
+
+    def compute(self, request: NaiveRequest, upto: int) -> None:
+        """As in the naive engine, but a page of unknown tokens gets its name when its request lets go of it: until then
+        nobody could look for it, and it must not count as something that can be lost."""
+        request.recomputed_tokens += max(0, min(upto, request.furthest) - request.computed)
+        request.computed_first += max(0, upto - max(request.furthest, request.computed))
+        request.furthest = max(request.furthest, upto)
+        first_new = request.computed // self.page_size
+        request.computed = upto
+        for index in range(first_new, upto // self.page_size):
+            if request.pages[index].name is None and self.is_known(request, index):
+                self.give_name(request, index)
+        self.settle_lists()
+        self.mark_held(request)
+        num_full = upto // self.page_size
+        num_known = next((i for i in range(num_full) if not self.is_known(request, i)), num_full)
+        if num_known > first_new:
+            self.computed_now.append((request, num_known))
+
+    def mark_held(self, request: NaiveRequest) -> None:
+        """The device has pages again that a tier had all along."""
+        if not self.is_lazy:
+            return
+        for page in request.pages:
+            if page.name is not None and page.name not in self.below and self.is_below(page.name):
+                self.below.add(page.name)  # type: ignore[arg-type]
+        self.settle_lists()
+
+    def is_below(self, name: Any) -> bool:
+        return any(tier.is_stored(name) for tier in self.tiers)
+
+    def unmark_removed(self) -> None:
+        gone = {name for name in self.below if not self.is_below(name)}
+        self.below -= gone
+        self.failed |= gone  # not stored again while it lies there
+        self.settle_lists()
+
+    # A step -----------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(
+            self.running
+            or self.waiting
+            or self.loading
+            or self.ended_loads
+            or self.ready
+            or self.transfers
+            or self.spills
+            or (self.confirmed and not self.is_lazy)
+        )
+
+    def num_seated(self) -> int:
+        return len(self.running) + len(self.loading) + len(self.ended_loads) + len(self.ready)
+
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.loading) + len(self.ended_loads) + len(self.ready)
+
+    def begin_step(self, now_ns: int) -> None:
+        for request, num_pages, by_tier in self.ended_loads:
+            for index in range(num_pages):
+                if request.pages[index].name is None:
+                    self.give_name(request, index)
+            self.settle_lists()
+            self.mark_held(request)
+            self.ready.append((request, num_pages, by_tier))
+        self.ended_loads = []
+        self.plan_stores()
+
+    def end_transfers(self, now_ns: int) -> None:
+        self.now_ns = now_ns
+        for transfer in sorted(self.transfers, key=lambda t: (t.end_ns, t.number)):
+            if transfer.end_ns <= now_ns:
+                self.transfers.remove(transfer)
+                self.end_transfer(transfer)
+
+    def pause_until(self) -> int:
+        self.is_pausing = True
+        return min((transfer.end_ns for transfer in self.transfers), default=self.now_ns)
+
+    def end_step(self) -> None:
+        self.counts.append(
+            tuple((tier.size() - tier.num_empty - tier.num_cached(), tier.num_cached()) for tier in self.tiers)
+        )
+
+    def step(self, now_ns: int) -> int:
+        self.end_transfers(now_ns)
+        if not self.has_work():
+            return now_ns  # at rest: nothing is begun for its own sake
+        num_steps = len(self.steps)
+        end_ns = super().step(now_ns)
+        if len(self.steps) == num_steps:
+            self.counts.pop()  # a pause
+        else:
+            self.confirmed += self.computed_now
+            self.computed_now = []
+        return end_ns
+
+    # Stores -----------------------------------------------------------------------------------------------
+
+    def names(self, request: NaiveRequest, end: int) -> list[Name]:
+        return [self.name_of(request, page) for page in range(end)]
+
+    def plan_stores(self) -> None:
+        wanted: list[tuple[list[Name], int]] = []
+        if self.is_lazy:
+            wanted = [] if self.is_stuck else self.scan()
+        else:
+            for request, num_pages in sorted(self.confirmed, key=lambda pair: pair[0].seq):
+                wanted.append((self.names(request, num_pages), 0))
+        self.confirmed = []
+        stores = []
+        held = []
+        host = self.tiers[0]
+        for sequence, start in wanted:
+            names = sequence[: next((i for i, name in enumerate(sequence) if name not in self.index), len(sequence))]
+            num_missing = sum(1 for name in names[start:] if not host.has(name))
+            if not num_missing:
+                for name in names[start:]:
+                    if self.is_lazy and self.is_below(name):
+                        self.below.add(name)
+                self.settle_lists()
+                continue
+            room_before = sum(1 for name in names[start:] if host.has(name))
+            placement = host.place(names, start, deepest_first=self.is_lazy)
+            self.after_host()
+            self.unmark_removed()
+            num_placed = 0 if placement is None else len(placement.new)
+            assert room_before + num_missing == len(names) - start
+            if num_placed < num_missing and self.is_lazy:
+                self.is_stuck = True
+            if placement is not None:
+                stores.append((names, placement))
+                held.append(placement.names)
+                for name in placement.names:
+                    self.holds[name] = self.holds.get(name, 0) + 1
+        if stores:
+            num_pages = sum(len(placement.new) for _, placement in stores)
+            self.begin(NaiveTransfer(-1, self.lane("d2h", num_pages), "store", stores, held))
+        if self.spills:
+            self.plan_spills()
+
+    def scan(self) -> list[tuple[list[Name], int]]:
+        """The oldest pages that would be lost, until the next `target_free` would not be."""
+        num_covered = self.num_empty + sum(1 for page in self.safe if not self.is_held(page))
+        chosen: list[Name] = []
+        # A store that was overtaken by a loss is still under way.
+        coming = {
+            entry.name
+            for transfer in self.transfers
+            if transfer.kind == "store"
+            for _, placement in transfer.stores
+            for entry in placement.new
+        }
+        for page in self.lru:
+            if num_covered >= self.target_free:
+                break
+            num_covered += 1
+            name: Any = page.name
+            is_known = all(token[0] == "token" for token in name[1])
+            if is_known and name not in self.below | self.failed | coming:
+                chosen.append(name)
+        # Neighbours that follow each other in a sequence go together.
+        runs: list[list[Name]] = []
+        for name in chosen:
+            if runs and runs[-1][0].before is name:  # type: ignore[attr-defined]
+                runs[-1].insert(0, name)
+            else:
+                runs.append([name])
+        wanted = []
+        for run in runs:
+            assert isinstance(run[-1], PageName)
+            chain = run[-1].chain()
+            wanted.append((chain, len(chain) - len(run)))
+        return wanted
+
+    def plan_spills(self) -> None:
+        host, disk = self.tiers
+        spills, self.spills = self.spills, []
+        stores = []
+        sources = []
+        runs: list[list[Any]] = []
+        for name in spills:
+            if runs and name.before is runs[-1][-1]:  # type: ignore[attr-defined]
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+        for run in runs:
+            run = run[: next((i for i, name in enumerate(run) if not host.is_stored(name)), len(run))]  # noqa: PLW2901
+            if not run:
+                continue
+            names = run[-1].chain()
+            placement = disk.place(names, len(names) - len(run))
+            if placement is not None:
+                stores.append((names, placement))
+                sources.append(host.pin(placement.names))
+        self.unmark_removed()
+        if stores:
+            end_ns = self.lane("disk_write", sum(len(placement.new) for _, placement in stores))
+            self.begin(NaiveTransfer(-1, end_ns, "spill", stores, [], sources))
+
+    # Transfers --------------------------------------------------------------------------------------------
+
+    def lane(self, name: str, num_pages: int) -> int:
+        self.lane_pages[name] += num_pages
+        start_ns = max(self.now_ns, self.lane_free_ns[name])
+        num_bytes = num_pages * self.page_bytes
+        self.lane_free_ns[name] = start_ns + self.latency_ns[name] + -(-num_bytes * 10**9 // self.rates[name])
+        return self.lane_free_ns[name]
+
+    def begin(self, transfer: NaiveTransfer) -> None:
+        transfer.number = self.num_transfers
+        self.num_transfers += 1
+        self.transfers.append(transfer)
+
+    def end_transfer(self, transfer: NaiveTransfer) -> None:
+        is_good = not self.fail_every or (transfer.number + 1) % self.fail_every != 0
+        self.is_stuck = False
+        if transfer.kind == "load":
+            self.end_load(transfer, is_good=is_good)
+            return
+        tier = self.tiers[1] if transfer.kind == "spill" else self.tiers[0]
+        for _, placement in transfer.stores:
+            tier.settle(placement, is_stored=is_good)
+            if is_good and transfer.kind == "store" and len(self.tiers) > 1:
+                self.spills += [entry.name for entry in placement.new if entry.state == "stored"]
+        for entries in transfer.sources:
+            self.tiers[0].unpin(entries)
+        if transfer.kind == "spill" and not is_good:
+            for _, placement in transfer.stores:
+                for entry in placement.new:
+                    self.lose_below(entry.name)
+        if self.is_lazy:
+            for _, placement in transfer.stores:
+                for entry in placement.new:
+                    if entry.name in self.index and self.is_below(entry.name):
+                        self.below.add(entry.name)
+                    elif transfer.kind == "store" and not is_good:
+                        self.failed.add(entry.name)
+            self.settle_lists()
+        self.unmark_removed()
+        for names in transfer.held:
+            for name in names:
+                self.holds[name] -= 1
+                copies = self.index[name]
+                if not self.holds[name]:
+                    self.num_released += sum(1 for page in copies if not page.refs)
+
+    # Loads ------------------------------------------------------------------------------------------------
+
+    def starts_load(self, head: NaiveRequest, hits: list[Page], now_ns: int) -> bool:
+        limit = (head.known if self.full_prompt_hits else head.known - 1) // self.page_size
+        names = self.names(head, limit)
+        position = len(hits)
+        offers = []
+        for tier in self.tiers:
+            count = tier.find(names, position)
+            if count:
+                offers.append((tier, tier.pin(names[: position + count]), position, position + count))
+            position += count
+        if not offers:
+            return False
+        head.pages += [self.take_page() for _ in range(self.pages_for(head.known) - len(hits))]
+        ends_ns = []
+        for tier, _, start, end in offers:
+            ends_ns.append(self.lane("h2d" if tier is self.tiers[0] else "disk_read", end - start))
+        self.begin(NaiveTransfer(-1, max(ends_ns), "load", request=head, loads=offers))
+        self.loading.append(head)
+        return True
+
+    def end_load(self, transfer: NaiveTransfer, *, is_good: bool) -> None:
+        request = transfer.request
+        assert request is not None
+        by_tier = [0] * len(self.tiers)
+        good_end = transfer.loads[0][2]
+        for tier, entries, start, end in transfer.loads:
+            if is_good:
+                by_tier[self.tiers.index(tier)] = end - start
+                good_end = end
+            elif entries[start].name in tier.entries:
+                tier.drop(entries[start].name)
+            tier.touch(entries)
+            tier.unpin(entries)
+            self.after_host()
+        self.unmark_removed()
+        self.loading.remove(request)
+        self.ended_loads.append((request, good_end, by_tier))
+
+    def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
+        while self.ready and budget:
+            request, num_pages, by_tier = self.ready.pop(0)
+            hit_tokens = min(num_pages * self.page_size, request.known - 1)
+            seen = request.furthest
+            tokens = self.below_tokens.setdefault(request.seq, [0] * len(self.tiers))
+            position = (num_pages - sum(by_tier)) * self.page_size
+            for index, count in enumerate(by_tier):
+                for _ in range(count * self.page_size):
+                    tokens[index] += seen <= position < hit_tokens
+                    position += 1
+            before[request.seq] = hit_tokens
+            budget -= self.enter(request, hit_tokens, budget, now_ns)
+        return budget

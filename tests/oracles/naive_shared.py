@@ -1,0 +1,426 @@
+"""Naive models on one device: page by page, turn by turn, and budgets poured out drop by drop.
+
+Restates the rules of docs/guide-sharing.md on top of the naive engine, and shares no code with kvarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import product
+
+from oracles.naive import NaiveEngine, NaiveRequest, Page, polynomial_ns
+
+
+class SeveralWaysError(Exception):
+    """Work could be lost in more than one way that is the least."""
+
+
+class NaiveDevice:
+    def __init__(self, num_bytes: int, total_tokens: int) -> None:
+        self.num_bytes = num_bytes
+        self.total_tokens = total_tokens
+        self.tenants: list[NaiveTenant] = []
+        self.num_releases = self.num_claims = 0
+
+    @property
+    def empty(self) -> int:
+        return self.num_bytes - sum(tenant.held for tenant in self.tenants)
+
+    @property
+    def free(self) -> int:
+        return self.num_bytes - sum(tenant.used_bytes for tenant in self.tenants)
+
+    def oldest(self, tenants: Sequence[NaiveTenant]) -> NaiveTenant:
+        return min(tenants, key=lambda tenant: tenant.released_at[tenant.lru[0]])
+
+    def make_room(self, asker: NaiveTenant) -> None:
+        """For one page of `asker`, one page after the other."""
+        while self.empty < asker.page_bytes:
+            over = [tenant for tenant in self.tenants if tenant.lru and tenant.held > tenant.guaranteed]
+            if over:
+                self.oldest(over).evict()
+            elif asker.lru:
+                asker.evict()
+            else:
+                self.oldest([tenant for tenant in self.tenants if tenant.lru]).evict()
+
+    def wake(self, but: NaiveTenant | None) -> None:
+        for tenant in self.tenants:
+            if tenant is not but and tenant.why == "pages":
+                tenant.why = None
+
+    # Donors -----------------------------------------------------------------------------------------------
+
+    def donors(self, asker: NaiveTenant, below: int) -> list[NaiveTenant]:
+        return [
+            tenant
+            for tenant in self.tenants
+            if tenant is not asker
+            and tenant.used_bytes > tenant.guaranteed
+            and any(request.priority < below for request in tenant.running)
+        ]
+
+    def preempt_for(self, asker: NaiveTenant, request: NaiveRequest, num_pages: int) -> bool:
+        short = num_pages * asker.page_bytes - self.free
+        below = request.priority
+        donors = self.donors(asker, below)
+        best: tuple[tuple[int, int], list[list[NaiveRequest]]] | None = None
+        for counts in product(*(range(len(donor.victims(below)) + 1) for donor in donors)):
+            gone = [donor.victims(below)[:count] for donor, count in zip(donors, counts, strict=True)]
+            freed = sum(
+                min(donor.freed_by(victims), donor.used_bytes - donor.guaranteed)
+                for donor, victims in zip(donors, gone, strict=True)
+            )
+            cost = (sum(victim.computed for victims in gone for victim in victims), sum(counts))
+            if freed >= short:
+                if best is not None and cost == best[0]:
+                    raise SeveralWaysError
+                if best is None or cost < best[0]:
+                    best = cost, gone
+        if best is None:
+            return False
+        for donor, victims in zip(donors, best[1], strict=True):
+            for victim in victims:
+                donor.gave_way(victim)
+        self.wake(asker)
+        return True
+
+
+class NaiveTenant(NaiveEngine):
+    def __init__(
+        self,
+        device: NaiveDevice,
+        *,
+        page_bytes: int,
+        guaranteed: int,
+        weight: int,
+        floor: int,
+        ceiling: int | None,
+        page_size: int,
+        max_num_seqs: int,
+    ) -> None:
+        super().__init__(
+            num_pages=device.num_bytes // page_bytes,
+            page_size=page_size,
+            max_num_batched_tokens=device.total_tokens,
+            max_num_seqs=max_num_seqs,
+            cost=polynomial_ns,
+        )
+        self.device = device
+        self.num_taken = 0  # pages used or cached
+        self.page_bytes = page_bytes
+        self.guaranteed = guaranteed
+        self.weight, self.floor, self.ceiling = weight, floor, ceiling
+        self.saved = 0
+        self.owed = Fraction(0)
+        self.claimed = self.claim_number = 0
+        self.claimant: NaiveRequest | None = None
+        self.wanted = 0
+        self.why: str | None = None  # why the head was not admitted when last looked at
+        self.given = 0
+        self.num_given = 0
+        self.decoding: set[int] = set()
+        self.released_at: dict[Page, int] = {}
+        device.tenants.append(self)
+
+    # Pages ------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        return self.num_taken * self.page_bytes
+
+    @property
+    def num_used(self) -> int:
+        return self.num_taken - len(self.lru)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.num_used * self.page_bytes
+
+    def num_free(self) -> int:
+        return self.device.free // self.page_bytes
+
+    def take_page(self) -> Page:
+        self.device.make_room(self)
+        self.num_taken += 1
+        return Page(refs=1)
+
+    def evict(self) -> None:
+        old = self.lru.pop(0)
+        self.num_taken -= 1
+        del self.released_at[old]
+        copies = self.index[old.name]
+        copies.remove(old)
+        if not copies:
+            del self.index[old.name]
+            self.evicted.append(old.name)
+
+    def release(self, request: NaiveRequest) -> None:
+        self.decoding.discard(request.seq)
+        before, empty = len(self.lru), self.num_empty
+        super().release(request)
+        self.num_taken -= self.num_empty - empty
+        self.device.num_releases += 1
+        for page in self.lru[before:]:
+            self.released_at[page] = self.device.num_releases
+
+    def unlist(self, page: Page) -> None:
+        super().unlist(page)
+        del self.released_at[page]
+
+    # Giving way -------------------------------------------------------------------------------------------
+
+    def fits(self, head: NaiveRequest, num_pages: int) -> bool:
+        free = self.num_free()
+        within = self.used_bytes + num_pages * self.page_bytes <= self.guaranteed
+        claimed = sum(
+            other.claimed
+            for other in self.device.tenants
+            if other is not self and (not self.claimed or other.claim_number < self.claim_number)
+        )
+        if claimed and not within:
+            free -= -(-claimed // self.page_bytes)
+        self.wanted = num_pages
+        if num_pages <= free:
+            return True
+        return within and self.device.preempt_for(self, head, num_pages)
+
+    def others_make_way(self, request: NaiveRequest, num_pages: int) -> bool:
+        if min(other.priority for other in self.running) < request.priority:
+            return False
+        return self.device.preempt_for(self, request, num_pages)
+
+    def victims(self, below: int) -> list[NaiveRequest]:
+        """In the order in which they go."""
+        order = sorted(enumerate(self.running), key=lambda pair: (pair[1].priority, -pair[0]))
+        return [request for _, request in order if request.priority < below]
+
+    def freed_by(self, victims: list[NaiveRequest]) -> int:
+        pages = {id(page): page for victim in victims for page in victim.pages}
+        gone = [
+            page
+            for page in pages.values()
+            if page.refs == sum(1 for victim in victims for other in victim.pages if other is page)
+        ]
+        return len(gone) * self.page_bytes
+
+    def gave_way(self, victim: NaiveRequest) -> None:
+        self.preempted.append((victim.seq, -1, victim.computed))
+        self.running.remove(victim)
+        self.release(victim)
+        victim.computed = 0
+        victim.preemptions += 1
+        self.waiting.insert(0, victim)
+        self.waiting.sort(key=lambda r: -r.priority)
+        self.given += 1
+        self.num_given += 1
+        self.why = None
+
+    def take_given(self) -> int:
+        given, self.given = self.given, 0
+        return given
+
+    # Turns ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: NaiveRequest) -> None:
+        others = sum(tenant.guaranteed for tenant in self.device.tenants if tenant is not self)
+        if (
+            self.pages_for(len(request.tokens) + request.num_output - 1) * self.page_bytes
+            > self.device.num_bytes - others
+        ):
+            request.rejected = True
+            self.finished.append(request)
+            return
+        super().submit(request)
+        if not request.rejected and self.waiting[0] is request:
+            self.why = None
+
+    def begin_step(self, now_ns: int) -> None:
+        self.wanted = 0
+
+    def end_step(self) -> None:
+        self.why = None
+        if self.waiting and not self.num_preempted:
+            if len(self.running) >= self.max_num_seqs:
+                self.why = "seqs"
+            elif self.budget_left == 0:
+                self.why = "budget"
+            else:
+                self.why = "pages"
+
+    def pause_until(self) -> int:
+        return -1
+
+    def num_decoding(self) -> int:
+        return sum(request.seq in self.decoding for request in self.running)
+
+    def wants_more(self) -> bool:
+        unfinished = any(request.seq not in self.decoding for request in self.running)
+        return unfinished or (bool(self.waiting) and self.why in (None, "budget"))
+
+    def is_stalled(self) -> bool:
+        return not self.running and (not self.waiting or self.why == "pages")
+
+    def can_step(self) -> bool:
+        if not self.is_stalled():
+            return True
+        entitled = self.used_bytes + self.claimed <= self.guaranteed
+        return self.claimed > 0 and entitled and bool(self.device.donors(self, self.waiting[0].priority))
+
+    def num_ended(self) -> int:
+        return sum(not request.rejected for request in self.finished)
+
+    def turn(self, now_ns: int, budget: int, arrive: Callable[[int], None]) -> int:
+        self.max_num_batched_tokens = budget
+        made = {request.seq: request.made for request in [*self.running, *self.waiting]}
+        everybody = [*self.running, *self.waiting]
+        released = self.num_released
+        num_finished = self.num_ended()
+        end_ns = self.step(now_ns)
+        if end_ns < 0:
+            end_ns = now_ns
+        arrive(end_ns - 1)
+        self.decoding |= {r.seq for r in everybody if r in self.running and r.made > made[r.seq]}
+        if self.num_ended() > num_finished:
+            self.why = None
+        claimed, claimant = 0, None
+        if self.why == "pages":
+            claimed, claimant = self.wanted * self.page_bytes, self.waiting[0]
+        fewer = claimed < self.claimed or (self.claimed > 0 and claimant is not self.claimant)
+        if claimed and (not self.claimed or claimant is not self.claimant):
+            self.device.num_claims += 1
+            self.claim_number = self.device.num_claims
+        self.claimed, self.claimant = claimed, claimant
+        if fewer or self.num_released != released:
+            self.device.wake(self)
+        return end_ns
+
+
+def pour(
+    tenants: Sequence[NaiveTenant], lowest: list[Fraction], highest: list[Fraction], total: Fraction
+) -> list[Fraction]:
+    """Everybody stands on its floor; the level rises from breakpoint to breakpoint, until all is poured out."""
+    weights = [tenant.weight for tenant in tenants]
+    points = sorted(
+        {bound / weight for bounds in (lowest, highest) for bound, weight in zip(bounds, weights, strict=True)}
+    )
+
+    def at(level: Fraction) -> list[Fraction]:
+        return [max(low, min(high, level * w)) for low, high, w in zip(lowest, highest, weights, strict=True)]
+
+    level = max((point for point in points if sum(at(point)) <= total), default=Fraction(0))
+    shares = at(level)
+    missing = total - sum(shares)
+    rising = [place for place, w in enumerate(weights) if lowest[place] <= level * w < highest[place]]
+    for place in rising if missing > 0 else []:
+        shares[place] += missing * weights[place] / sum(weights[other] for other in rising)
+    return shares
+
+
+class NaiveLane:
+    def __init__(self, device: NaiveDevice) -> None:
+        self.device = device
+        self.shares: dict[int, Fraction] = {}
+        self.given: dict[int, int] = {}
+
+    def ceiling(self, tenant: NaiveTenant, num_working: int) -> int:
+        total = self.device.total_tokens
+        per_mille = tenant.ceiling or (900 if num_working > 1 else 1000)
+        return min(total, max(1, total * per_mille // 1000))
+
+    def divide(self, working: list[NaiveTenant]) -> dict[NaiveTenant, int]:
+        """Weighted max-min, whole tokens by largest remainder; what rounding took is owed."""
+        places = {tenant: place for place, tenant in enumerate(self.device.tenants)}
+        for place, share in self.shares.items():
+            self.device.tenants[place].owed += share - self.given[place]
+        total = self.device.total_tokens
+        ceilings = [Fraction(self.ceiling(tenant, len(working))) for tenant in working]
+        floors = [Fraction(total * tenant.floor // 1000) for tenant in working]
+        wanted = [
+            ceiling if tenant.wants_more() else min(ceiling, max(floor, Fraction(tenant.num_decoding())))
+            for tenant, floor, ceiling in zip(working, floors, ceilings, strict=True)
+        ]
+        whole = min(Fraction(total), sum(ceilings, Fraction(0)))
+        shares = pour(working, floors, wanted, min(whole, sum(wanted, Fraction(0))))
+        left = whole - sum(shares, Fraction(0))
+        room = [ceiling - share for ceiling, share in zip(ceilings, shares, strict=True)]
+        more = pour(working, [Fraction(0)] * len(working), room, left)
+        shares = [share + extra for share, extra in zip(shares, more, strict=True)]
+        due = [share + tenant.owed for share, tenant in zip(shares, working, strict=True)]
+        tokens = [
+            max(floor, min(ceiling, Fraction(d.__floor__())))
+            for d, floor, ceiling in zip(due, floors, ceilings, strict=True)
+        ]
+        while sum(tokens) != whole:
+            sign = 1 if sum(tokens) < whole else -1
+            bounds = ceilings if sign > 0 else floors
+            open_to = [place for place in range(len(working)) if tokens[place] != bounds[place]]
+            # One to each, the largest remainder first, before anybody gets a second.
+            for place in sorted(open_to, key=lambda place: sign * (tokens[place] - due[place])):
+                if sum(tokens) != whole:
+                    tokens[place] += sign
+        self.shares = {places[tenant]: share for tenant, share in zip(working, shares, strict=True)}
+        self.given = {places[tenant]: int(number) for tenant, number in zip(working, tokens, strict=True)}
+        return {tenant: int(number) for tenant, number in zip(working, tokens, strict=True)}
+
+    def only_decode(self, working: list[NaiveTenant]) -> bool:
+        return (
+            not any(tenant.wants_more() for tenant in working)
+            and all(tenant.num_decoding() <= self.ceiling(tenant, len(working)) for tenant in working)
+            and sum(tenant.num_decoding() for tenant in working) <= self.device.total_tokens
+        )
+
+    def run(self, traffic: list[list[NaiveRequest]]) -> None:
+        device = self.device
+        tenants = device.tenants
+        pending = [list(requests) for requests in traffic]
+        now = 0
+
+        def arrive(until: int) -> None:
+            while True:
+                times = [(requests[0].arrival_ns, place) for place, requests in enumerate(pending) if requests]
+                if not times or min(times)[0] > until:
+                    return
+                place = min(times)[1]
+                tenants[place].submit(pending[place].pop(0))
+
+        while True:
+            arrive(now)
+            if not any(tenant.can_step() for tenant in tenants):
+                times = [requests[0].arrival_ns for requests in pending if requests]
+                if not times:
+                    break
+                now = min(times)
+                continue
+            granted: dict[NaiveTenant, int] | None = None
+            num_working = spent = 0
+            for place, tenant in enumerate(tenants):
+                arrive(now)
+                if not tenant.can_step():
+                    continue
+                budget = device.total_tokens
+                if granted is None:
+                    working = [other for other in tenants if other.can_step()]
+                    if not self.only_decode(working):
+                        granted = self.divide(working)
+                        num_working, spent = len(working), 0
+                if granted is not None:
+                    if tenant in granted:
+                        budget = granted[tenant]
+                    else:
+                        num_working += 1
+                        to_come = sum(granted.get(other, 0) for other in tenants[place + 1 :])
+                        budget = device.total_tokens - spent - to_come
+                        budget = max(0, min(budget, self.ceiling(tenant, num_working)))
+                    budget += tenant.saved
+                tenant.saved = 0
+                if budget < max(1, tenant.num_decoding()):
+                    tenant.saved = budget
+                    continue
+                num_steps = len(tenant.steps)
+                end = tenant.turn(now, min(budget, device.total_tokens), arrive)
+                if len(tenant.steps) > num_steps:
+                    spent += tenant.steps[-1].tokens
+                now = end
+        assert not any(tenant.has_work() for tenant in tenants)

@@ -1,0 +1,245 @@
+"""Several models on one device: whole random workloads against naive models, and what must hold of any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.report.requests import REJECTED
+from kvarts.sharing.config import resolve_sharing
+from kvarts.sharing.loans import debts
+from kvarts.sharing.replay import replay_shared
+from kvarts.sharing.report import SharedReport
+from kvarts.sim.replay import replay
+
+from builders.models import Case, Kept, assert_steps_as_in_naive, cases, evicted_names
+from oracles.naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
+
+pytestmark = pytest.mark.laws
+
+
+@dataclass
+class Sharing:
+    """Traffic of each model is that of a case; the device is this."""
+
+    cases: list[Case]
+    page_size: int
+    page_bytes: list[int]
+    guarantees: list[int]
+    weights: list[int]
+    floors: list[int]
+    ceilings: list[int | None]
+    num_bytes: int
+    total_tokens: int
+    max_num_seqs: int
+
+    def values(self, **changes: Any) -> dict[str, Any]:
+        return {
+            "models": {
+                f"m{place}": {
+                    "cost": "polynomial",
+                    "kv_bytes_per_token": self.page_bytes[place] // self.page_size,
+                    "weight": self.weights[place],
+                    "floor": self.floors[place],
+                    "ceiling": self.ceilings[place],
+                    "guarantee": str(self.guarantees[place]) + "B",
+                }
+                for place in range(len(self.cases))
+            },
+            "kv_memory": self.num_bytes,
+            "page_size": self.page_size,
+            "max_batched_tokens": self.total_tokens,
+            "max_seqs": self.max_num_seqs,
+            **changes,
+        }
+
+    def run(self, kept: list[Kept] | None = None, **changes: Any) -> SharedReport:
+        traces = {f"m{place}": case.trace() for place, case in enumerate(self.cases)}
+        observers_of = None if kept is None else lambda name: [kept[int(name[1:])]]
+        return replay_shared(traces, resolve_sharing(self.values(**changes)), observers_of=observers_of)
+
+
+@st.composite
+def sharings(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 12) -> Sharing:
+    count = draw(st.integers(1, max_models))
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    of_models = [draw(cases(max_requests=max_requests)) for _ in range(count)]
+    for case in of_models:
+        case.profile, case.replicas, case.page_size = "default", 1, page_size
+    page_bytes = [page_size * draw(st.sampled_from([1, 2, 3, 5])) for _ in of_models]
+    most = max(
+        -(-(row.num_prompt_tokens + row.num_output_tokens - 1) // page_size) * size
+        for case, size in zip(of_models, page_bytes, strict=True)
+        for row in case.rows
+    )
+    num_bytes = max(*page_bytes, most + draw(st.sampled_from([-1, 0, 1, 7, 30, 200])), 1)
+    left = num_bytes
+    guarantees = []
+    for _ in of_models:
+        guarantees.append(draw(st.sampled_from([0, left // 4, left // 2, left])))
+        left -= guarantees[-1]
+    total_tokens = draw(st.sampled_from([3, 4, 16, 64, 8192]))
+    max_num_seqs = min(total_tokens, draw(st.sampled_from([1, 2, 4, 8])))
+    floors_left = 1000
+    floors, ceilings = [], []
+    for _ in of_models:
+        ceilings.append(draw(st.sampled_from([None, None, 300, 1000])))
+        floors.append(min(draw(st.sampled_from([0, 0, 100, 300])), floors_left, ceilings[-1] or 900))
+        floors_left -= floors[-1]
+    weights = [draw(st.sampled_from([1, 1, 2, 3, 19])) for _ in of_models]
+    return Sharing(
+        of_models, page_size, page_bytes, guarantees, weights, floors, ceilings, num_bytes, total_tokens, max_num_seqs
+    )
+
+
+@given(sharings())
+def test_every_turn_and_every_eviction_is_as_in_the_naive_models(case: Sharing) -> None:
+    """L4, L8: turns, budgets, who is evicted and who gives way, against a device that shares no code."""
+    device = NaiveDevice(case.num_bytes, case.total_tokens)
+    tenants = [
+        NaiveTenant(
+            device,
+            page_bytes=case.page_bytes[place],
+            guaranteed=case.guarantees[place],
+            weight=case.weights[place],
+            floor=case.floors[place],
+            ceiling=case.ceilings[place],
+            page_size=case.page_size,
+            max_num_seqs=case.max_num_seqs,
+        )
+        for place in range(len(case.cases))
+    ]
+    traffic = [of_model.naive_requests() for of_model in case.cases]
+    try:
+        NaiveLane(device).run(traffic)
+    except SeveralWaysError:
+        return  # any of them is right
+    kept = [Kept() for _ in tenants]
+    report = case.run(kept, audit=True)
+    for place, tenant in enumerate(tenants):
+        of_model = report.reports[f"m{place}"]
+        log = report._logs[f"m{place}"]
+        assert evicted_names(kept[place].events) == tenant.evicted
+        preempted = [(p.victim, -1 if p.model else p.asker, p.num_computed_tokens) for _, p in log.preemptions]
+        assert preempted == tenant.preempted
+        assert_steps_as_in_naive(log, tenant)
+        columns = of_model._request_log.columns
+        for index, request in enumerate(traffic[place]):
+            row = {name: int(column[index]) for name, column in columns.items()}
+            if request.rejected:
+                assert row["status"] == REJECTED
+                continue
+            assert row["first_token_ns"] == request.first_token_ns
+            assert row["last_token_ns"] == request.last_token_ns
+            assert row["cached_tokens"] == request.others_hit_tokens
+            assert row["recomputed_tokens"] == request.recomputed_tokens
+        assert report.summary["models"][f"m{place}"]["num_preemptions_for_others"] == tenant.num_given
+
+
+def everything(report: SharedReport) -> list[bytes]:
+    return [
+        report.to_json(),
+        report.loans_jsonl(),
+        *(of_model.requests_jsonl() for of_model in report.reports.values()),
+        *(of_model.timelines[0].to_json() for of_model in report.reports.values()),
+    ]
+
+
+@given(sharings(max_requests=30), st.booleans())
+def test_fast_forward_equals_turn_by_turn(case: Sharing, is_static: bool) -> None:
+    """L5: the same bytes, whatever is looked at."""
+    if is_static and min(case.guarantees) < max(case.page_bytes):
+        is_static = False  # somebody could not hold a page
+    fast, slow = (case.run(step_by_step=slowly, static_split=is_static) for slowly in (False, True))
+    assert everything(fast) == everything(slow)
+
+
+@given(sharings())
+def test_loans_over_time_are_what_is_owed_at_each_moment(case: Sharing) -> None:
+    """The columns of the report against the function that a device asks, up to what rounding to bytes may move."""
+    report = case.run()
+    config = report.config
+    times_ns, used = report._used()
+    _, owed = report._debts()
+    for place in range(len(times_ns)):
+        mine = {pair: num_bytes[place] for pair, num_bytes in owed.items() if num_bytes[place]}
+        theirs = debts(
+            config.kv_bytes, config.guaranteed_bytes, dict(zip(config.shares, used[:, place].tolist(), strict=True))
+        )
+        for pair in {*mine, *theirs}:
+            assert abs(mine.get(pair, 0) - theirs.get(pair, 0)) <= 1
+
+
+@given(sharings(), st.booleans())
+def test_at_rest_nobody_owes_anything(case: Sharing, is_static: bool) -> None:
+    """L1, L2 for every model and the device after every step; loans end with what was run on them."""
+    if is_static and min(case.guarantees) < max(case.page_bytes):
+        is_static = False
+    report = case.run(audit=True, static_split=is_static)
+    for name, log in report._logs.items():
+        rests = log.rests
+        if len(log):
+            assert len(rests["step"]) and rests["used"].max() == 0
+        used = log.used() * report.config.page_bytes[name]
+        assert not len(used) or used.max() <= (case.guarantees[int(name[1:])] if is_static else case.num_bytes)
+    last_ms = max((period.until_ms for period in report.loans), default=0.0)
+    assert last_ms <= report.summary["device"]["duration_ms"] + 1e-6
+    assert not (is_static and report.loans)
+    for pair in {(period.lender, period.borrower) for period in report.loans}:
+        times = [
+            (period.since_ms, period.until_ms) for period in report.loans if (period.lender, period.borrower) == pair
+        ]
+        assert all(until < since for (_, until), (since, _) in pairwise(times)) or len(times) == 1
+
+
+@given(sharings(max_models=2), st.integers(0, 2))
+def test_models_without_traffic_change_nothing(case: Sharing, place: int) -> None:
+    """Wherever they are registered, and whatever their weight."""
+    alone = case.run()
+    place = min(place, len(case.cases))
+    idle = Case([], 1, case.page_size, 1, 1, 1, "default", 1)
+    values = case.values()
+    others = list(values["models"].items())
+    model = {"cost": "polynomial", "kv_bytes_per_token": 1, "weight": 3.0, "guarantee": "0B"}
+    values["models"] = dict([*others[:place], ("idle", model), *others[place:]])
+    traces = {f"m{number}": of_model.trace() for number, of_model in enumerate(case.cases)}
+    beside = replay_shared({**traces, "idle": idle.trace()}, resolve_sharing(values))
+    for name, of_model in alone.reports.items():
+        assert of_model.requests_jsonl() == beside.reports[name].requests_jsonl()
+        assert of_model.timelines[0].to_json() == beside.reports[name].timelines[0].to_json()
+
+
+@given(sharings(max_models=2))
+def test_a_model_alone_runs_as_it_would_without_a_device_to_share(case: Sharing) -> None:
+    """One model with all of the memory and all of the tokens is a replay of one."""
+    of_model = case.cases[0]
+    case = Sharing([of_model], case.page_size, case.page_bytes[:1], [0], [1], [0], [1000], case.num_bytes,
+                   case.total_tokens, case.max_num_seqs)  # fmt: skip
+    report = case.run().reports["m0"]
+    alone = replay(of_model.trace(), report.config)
+    assert report.requests_jsonl() == alone.requests_jsonl()
+    assert report.summary == alone.summary
+    columns, expected = report.timelines[0].columns, alone.timelines[0].columns
+    assert not columns["withheld_blocks"].any()
+    for name, column in expected.items():
+        assert columns[name].tolist() == column.tolist(), name
+
+
+@given(sharings(max_models=3))
+def test_everybody_ends(case: Sharing) -> None:
+    """L7, L8: every request that fits the device ends, and every token is counted once."""
+    report = case.run()
+    for name, of_model in report.reports.items():
+        summary = of_model.summary
+        assert summary["num_failed"] == 0
+        rows = of_model._request_log.columns
+        done = rows["status"] == 0
+        needed = (rows["input_tokens"] + rows["output_tokens"] - 1 - rows["cached_tokens"] + rows["recomputed_tokens"])[
+            done
+        ]
+        assert report._logs[name].columns["tokens"].sum() == needed.sum()

@@ -1,0 +1,233 @@
+"""`kvarts replay` with several models, Azure's traces, and what these commands say of bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvarts.errors import ConfigError, InputError
+from kvarts.sharing.config import parse_health, parse_share, resolve_sharing
+from kvarts.sharing.replay import replay_shared
+from kvarts.sharing.report import jain_index
+from kvarts.traffic.azure import load_azure
+from kvarts.traffic.formats import load_trace
+from kvarts.verify.verifier import verify_file
+
+DATA = Path(__file__).parents[2] / "src" / "kvarts" / "data"
+CHAT, CODE = DATA / "azure-conv-1000.csv", DATA / "azure-code-1000.csv"
+MODELS = ["--model", "chat=llama-3.1-8b:weight=2", "--model", "code=qwen3-8b:weight=1"]
+TRACES = ["--trace", f"chat={CHAT}", "--trace", f"code={CODE}"]
+DEVICE = ["--device", "h100-80gb", "--kv-memory", "4GiB"]
+
+
+def test_the_command_writes_everything_and_says_the_same_twice(
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    command = ["replay", *MODELS, *TRACES, *DEVICE, "--json", "--audit"]
+    assert run_command(*command, "--run-dir", first, "--loans", tmp_path / "loans.jsonl") == 0
+    printed = capsysbinary.readouterr().out
+    # Observed, it goes step by step; unobserved, many turns at once.
+    assert run_command(*command, "--timeline", tmp_path / "timeline.json") == 0
+    assert capsysbinary.readouterr().out == printed
+    assert run_command(*command, "--run-dir", again) == 0
+    for path in sorted(first.rglob("*")):
+        if path.is_file():
+            assert path.read_bytes() == (again / path.relative_to(first)).read_bytes(), path
+    assert (first / "report.json").read_bytes() == printed
+    assert (first / "loans.jsonl").read_bytes() == (tmp_path / "loans.jsonl").read_bytes()
+    summary = msgspec.json.decode(printed)
+    device, models = summary["device"], summary["models"]
+    assert device["num_completed"] + device["num_rejected"] == device["num_requests"] == 2000
+    assert abs(models["chat"]["guaranteed_bytes"] - 2 * models["code"]["guaranteed_bytes"]) <= 1
+    assert sum(model["num_tokens"] for model in models.values()) == device["num_tokens"]
+    assert device["loans"] and models["code"]["peak_borrowed_bytes"] > 0
+    assert {loan["borrower"] for loan in device["loans"]} <= {"chat", "code"}
+    for name in ("chat", "code"):
+        for path in (first / name / "timeline.json.gz", tmp_path / f"timeline-{name}.json"):
+            assert verify_file(path).verdict == "ok"
+        assert run_command("report", first / name, "--html", tmp_path / f"{name}.html") == 0
+
+
+def test_memory_that_others_have_is_withheld_in_a_timeline(tmp_path: Path) -> None:
+    values = {
+        "models": {"chat": {"model": "llama-3.1-8b"}, "code": {"model": "qwen3-8b", "priority": 1}},
+        "device": "h100-80gb",
+        "kv_memory": "3GiB",
+    }
+    traces = {"chat": load_trace(CHAT), "code": load_trace(CODE)}
+    report = replay_shared(traces, resolve_sharing(values))
+    timeline = report.reports["chat"].timelines[0]
+    columns = timeline.columns
+    assert (columns["used_blocks"] + columns["withheld_blocks"] <= timeline.total_blocks).all()
+    assert columns["withheld_blocks"].max() > 0
+    asked = [ask for asks in timeline.asked.values() for ask in asks]
+    across = [ask for ask in asked if ask.model == "code"]
+    assert len(across) == report.summary["models"]["chat"]["num_preemptions_for_others"] > 0
+    assert timeline.preemption_count == len(asked)
+    timeline.write(tmp_path / "timeline.json")
+    assert verify_file(tmp_path / "timeline.json").verdict == "ok"
+    # Without what is withheld, nobody would have had to give way.
+    rows = msgspec.json.decode((tmp_path / "timeline.json").read_bytes())
+    for row in rows["timeline"]:
+        row.pop("withheld_blocks", None)
+    (tmp_path / "tampered.json").write_bytes(msgspec.json.encode(rows))
+    if len(across) < len(asked):
+        assert verify_file(tmp_path / "tampered.json").verdict == "violated"
+
+
+def test_a_split_lends_nothing(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--static-split") == 0
+    printed = capsys.readouterr().out
+    assert "split, nothing is lent" in printed
+    assert "loans" not in printed
+
+
+def test_a_configuration_file_says_the_same(
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    config = tmp_path / "share.toml"
+    config.write_text(
+        'device = "h100-80gb"\nkv_memory = "4GiB"\n'
+        f'[models.chat]\nmodel = "llama-3.1-8b"\nweight = 2\ntrace = "{CHAT}"\n'
+        f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{CODE}"\n'
+    )
+    assert run_command("replay", "--config", config, "--json") == 0
+    from_file = capsysbinary.readouterr().out
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--json") == 0
+    assert capsysbinary.readouterr().out == from_file
+    assert run_command("replay", "--config", config, "--model", "chat=:weight=1", "--json") == 0
+    models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
+    assert models["chat"]["share_owned"] == 0.5
+
+
+def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    places = ["--json", "--requests", tmp_path / "requests.jsonl"]
+    health = ["--health", "code=dead@200", "--health", "chat=degraded@30", "--health", "chat=healthy@50"]
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, *places, *health) == 0
+    models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
+    assert models["chat"]["num_completed"] == 1000
+    assert models["code"]["num_failed"] > 0
+    assert sum(models["code"][name] for name in ("num_completed", "num_failed", "num_rejected")) == 1000
+    rows = msgspec.json.Decoder(dict[str, object]).decode_lines((tmp_path / "requests-code.jsonl").read_bytes())
+    reasons = {row["status"]: row["reason"] for row in rows}
+    assert reasons == {"completed": None, "failed": "its model died at 200 s", "rejected": "its model is dead"}
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--json", "--health", "code=degraded@200") == 0
+    models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]
+    assert models["code"]["num_failed"] > 0 == models["code"]["num_rejected"]
+    assert models["chat"]["num_completed"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--model", "a=llama-3.1-8b", "--device", "h100-80gb"], "a: has no trace. Give --trace a=FILE."),
+        ([*MODELS, *TRACES, "--trace", "x=y", *DEVICE], "trace: is for 'x', which is no model. There are: chat, code."),
+        ([*MODELS, "--trace", "chat"], "trace: 'chat' is not NAME=FILE. Name the model it is for."),
+        ([*MODELS, *TRACES], "device: is missing. Models and device go together: --device NAME."),
+        ([CHAT, *MODELS, *DEVICE], "trace: each model has its own. Give --trace NAME=FILE for each."),
+        ([*MODELS, *TRACES, *DEVICE, "--replicas", "2"], "replicas: is for a replay of one model."),
+        ([*MODELS, *TRACES, *DEVICE, "--host-pages", "9"], "offload_host_pages: is for a replay of one model."),
+        ([*MODELS, *TRACES, *DEVICE, "--health", "x=dead@1"], "x: is not registered. There are: chat, code."),
+        (["--model", "llama-3.1-8b", "--model", "qwen3-8b"], "model: several models need names."),
+        (["--static-split"], "static_split: is for several models on one device."),
+        (["--model", "a=llama-3.1-8b:wieght=2"], "a.wieght: 'wieght=2' is not known. Known: weight, floor,"),
+        (["--model", "a=llama-3.1-8b:weight=two"], "a.weight: 'two' is no number"),
+        (["--model", "a=llama-3.1-8b:weight=0", *DEVICE], "a.weight: must be a finite number above 0, got 0.0"),
+        (["--model", "a=llama-3.1-8b:guarantee=5GiB", *DEVICE], "guarantee: all guarantees are 5,368,709,120 bytes;"),
+        (["--model", "a=llama-3.1-8b:guarantee=5", *DEVICE], "a.guarantee: must be a size as 20GiB, or a part from 0"),
+        (["--model", "a=llama-3.1-8b:guarantee=-1", *DEVICE], "a.guarantee: '-1' is no size in bytes. Write 20GiB, or"),
+        (["--model", "a=llama-3.1-70b", "--device", "h100-80gb"], "device: llama-3.1-70b does not fit h100-80gb"),
+        (
+            ["--model", "a=llama-3.1-8b", "--model", "b=qwen3-32b", "--device", "h100-80gb"],
+            "device: the models do not fit h100-80gb together: 0.9 x 80.0 memory - 76.0 weights",
+        ),
+        (["--model", "a=:cost=polynomial", "--kv-memory", "1GiB"], "a.model: is missing. Name a model, or give both"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    args: list[str], says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("replay", *args) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"kvarts: {says}")
+    assert not captured.out
+
+
+def test_texts_of_the_command_line() -> None:
+    assert parse_share("a=m:weight=2,guarantee=1GiB,priority=-1") == (
+        "a",
+        {"model": "m", "weight": 2.0, "guarantee": "1GiB", "priority": -1},
+    )
+    assert parse_health("a-b=degraded@1.5").time_ns == 1_500_000_000
+    for text in ("a=ill@1", "a=dead", "dead@1", "a=dead@x"):
+        with pytest.raises(ConfigError, match="is not NAME=STATE@SECONDS"):
+            parse_health(text)
+    with pytest.raises(ConfigError, match="is not NAME=MODEL"):
+        parse_share("=m")
+
+
+def test_jains_index() -> None:
+    assert jain_index([1.0, 1.0, 1.0]) == 1.0
+    assert jain_index([1.0, 0.0]) == 0.5
+    assert jain_index([]) is None
+
+
+# Azure's traces -------------------------------------------------------------------------------------------
+
+
+def test_an_azure_trace_is_read() -> None:
+    trace = load_trace(CODE)
+    requests = trace.requests
+    assert requests is not None and len(requests) == 1000
+    first = requests[0]
+    assert (first.arrival_ns, first.num_prompt_tokens, first.num_output_tokens) == (0, 4808, 10)
+    assert requests[1].arrival_ns == 52_000_000
+    contents = {request.units for request in requests}
+    assert len(contents) == 1000, "every prompt is unlike any other"
+    assert load_trace(CHAT).requests[-1].num_output_tokens == 18  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "begins with ''"),
+        ("time,in,out\n", "begins with 'time,in,out'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,1\n", ":2: has 2 columns instead of 3"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n", ":2: TIMESTAMP: 'noon' is no time"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.x,1,1\n", ":2: TIMESTAMP: "),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1,1\n2023-11-16 18:17:03,0,1\n",
+            ":3: ContextTokens: must be a whole number of at least 1, got '0'",
+        ),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1,x\n",
+            ":2: GeneratedTokens: must be a whole number of at least 1, got 'x'",
+        ),
+    ],
+)
+def test_a_bad_azure_line_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_azure(path)
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_bad_azure_lines_can_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n\n2023-11-16 18:17:05,7,1\nx\n2023-11-16 18:17:03.5,9,2\n"
+    )
+    trace = load_azure(path, skip_bad_lines=True)
+    assert trace.num_skipped_lines == 1
+    assert [(row.row, row.arrival_ns, row.num_prompt_tokens) for row in trace] == [(1, 0, 9), (0, 1_500_000_000, 7)]
+    with pytest.raises(ConfigError, match="is given, and the trace has no hash ids"):
+        load_trace(path, trace_block_size=16)
