@@ -20,13 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from kvarts import ReplayConfig, Trace, load_mooncake, replay
-from kvarts.engine import Engine
-from kvarts.events import StepSink
-from kvarts.executor.simulated import SimExecutor
 from kvarts.record.timeline import Timeline
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.sim.driver import Driver
+from kvarts.sim.replay import open_replica
 from kvarts.sim.router import RoundRobin
 from kvarts.traffic.source import OpenLoop
 from processes import Cost, kvarts_command, median_of, run
@@ -44,9 +42,9 @@ def timed(work: Callable[[], object]) -> float:
     return seconds
 
 
-def run_engine(trace: Trace, sink: StepSink | None) -> None:
-    engine = Engine(CONFIG, SimExecutor(CONFIG.cost_model), sink=sink)
-    Driver(trace, OpenLoop(trace), [engine], RoundRobin(), RequestLog(largest_hit_counts=True)).run()
+def run_engine(trace: Trace, log: StepLog | None) -> None:
+    replica = open_replica(CONFIG, [] if log is None else [log])
+    Driver(trace, OpenLoop(trace), [replica], RoundRobin(), RequestLog(largest_hit_counts=True)).run()
 
 
 def write_long(path: Path, num_steps: int, timeline: Timeline) -> None:

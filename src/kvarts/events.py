@@ -8,7 +8,6 @@ the order in which they happened, after the `StepStarted` or `StepEnded` that th
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
 
 import msgspec
 
@@ -34,7 +33,6 @@ __all__ = [
     "Rejected",
     "StepDone",
     "StepEnded",
-    "StepSink",
     "StepStarted",
     "StoreStarted",
     "TransferEnded",
@@ -132,7 +130,7 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     time_ns: int
     content: Content
     num_prompt_tokens: int
-    num_output_tokens: int
+    max_tokens: int
     priority: int
     request_id: str | None
     num_ahead: int
@@ -231,24 +229,6 @@ class StepEnded(msgspec.Struct, frozen=True, gc=False):
     end_ns: int
 
 
-Event = (
-    PageEvent
-    | Arrived
-    | Rejected
-    | HeadBlocked
-    | Admitted
-    | ChunkComputed
-    | Preemption
-    | Finished
-    | Cancelled
-    | StoreStarted
-    | LoadStarted
-    | TransferEnded
-    | StepStarted
-    | StepEnded
-)
-
-
 class Turns(msgspec.Struct, frozen=True, gc=False):
     """What each step of a leap found, where other models had their turns between them.
 
@@ -318,14 +298,22 @@ class AtRest(msgspec.Struct, frozen=True, gc=False):
     tiers: tuple[int, ...] = ()
 
 
-class StepSink(Protocol):
-    """Receives what was done. Promises to change nothing."""
-
-    def record_step(self, done: StepDone) -> None:
-        """A scheduled step."""
-
-    def record_leap(self, done: LeapDone) -> None:
-        """Steps alike."""
-
-    def record_rest(self, rest: AtRest) -> None:
-        """The engine ran out of work."""
+Event = (
+    PageEvent
+    | Arrived
+    | Rejected
+    | HeadBlocked
+    | Admitted
+    | ChunkComputed
+    | Preemption
+    | Finished
+    | Cancelled
+    | StoreStarted
+    | LoadStarted
+    | TransferEnded
+    | StepStarted
+    | StepEnded
+    | StepDone
+    | LeapDone
+    | AtRest
+)

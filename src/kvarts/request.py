@@ -1,37 +1,86 @@
 """A request on its way through one engine.
 
-The first fields are what was asked for and never change. The rest is written by the scheduler alone; everyone else
+The first fields are what was asked for and never change. The rest is written by the scheduler alone; everything else
 reads. A request is *known* up to its prompt plus what was generated, and *computed* as far as the KV of its tokens is
 in pages: the scheduler makes computed catch up with known.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import msgspec
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
 
-__all__ = ["Request"]
+__all__ = ["NEXT_STATES", "Request", "RequestState"]
+
+
+class RequestState(IntEnum):
+    """Where a request is on its way. NEXT_STATES says which state may follow which."""
+
+    NEW = 0
+    WAITING = 1
+    PREEMPTED = 2
+    """Waiting again: it lost its pages."""
+    LOADING = 3
+    """It has pages, and waits for a transfer from a tier below to fill the first of them."""
+    LOADED = 4
+    """Its load has ended; it runs as soon as the token budget allows."""
+    PREFILLING = 5
+    """It runs, and has more than one token to compute, or computes the last of its known tokens in this step."""
+    DECODING = 6
+    """It runs, and computes one token a step."""
+    ABANDONED = 7
+    """It was cancelled while its load was under way; its pages are freed when that ends."""
+    FINISHED = 8
+    CANCELLED = 9
+    REJECTED = 10
+
+
+_S = RequestState
+
+NEXT_STATES: tuple[frozenset[RequestState], ...] = tuple(
+    {
+        _S.NEW: frozenset({_S.WAITING, _S.REJECTED}),
+        _S.WAITING: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
+        _S.PREEMPTED: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
+        _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED}),
+        _S.LOADED: frozenset({_S.PREFILLING, _S.CANCELLED}),
+        _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
+        _S.DECODING: frozenset({_S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
+        _S.ABANDONED: frozenset({_S.CANCELLED}),
+        _S.FINISHED: frozenset(),
+        _S.CANCELLED: frozenset(),
+        _S.REJECTED: frozenset(),
+    }[state]
+    for state in RequestState
+)
+"""By state, the states that may follow it."""
 
 
 class Request(msgspec.Struct, eq=False):
     """One request. `index` is its place in arrival order and ends every sort key; times are integer nanoseconds.
 
-    `num_output_tokens` is how many tokens it generates, unless it stops before.
+    `max_tokens` is how many tokens it generates, unless it stops before.
     """
 
     index: int
     content: Content
     num_prompt_tokens: int
-    num_output_tokens: int
+    max_tokens: int
     arrival_ns: int = 0
     priority: int = 0
     request_id: str | None = None
     """What it is called outside."""
 
-    # Progress. While the request decodes, `num_computed` and `num_made` are as of when it joined the wheel.
-    num_made: int = 0
+    state: RequestState = RequestState.NEW
+    """Written through `become` only."""
+
+    # Progress. While the request decodes, `num_computed` and `num_output_tokens` are as of when it joined the wheel.
+    num_output_tokens: int = 0
+    """Tokens generated so far."""
     num_computed: int = 0
     holding: Holding | None = None
     admission: int = -1
@@ -53,17 +102,24 @@ class Request(msgspec.Struct, eq=False):
     """Hit in the present admission."""
     largest_hit_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens whose KV others had left; what it found of its own after a preemption is not in here."""
+    """Prompt tokens whose KV other requests had left; what it found of its own after a preemption is not counted."""
     cached_tokens_below: tuple[int, ...] = ()
     """Those of `cached_tokens` that each tier below the device had; empty for none."""
     recomputed_tokens: int = 0
     furthest_computed: int = 0
     """Tokens it had in pages before its last preemption."""
+    stalls_ns: tuple[int, ...] = ()
+    """For each token made after a preemption: the time since the token before it."""
 
     @property
     def num_known(self) -> int:
         """Prompt and generated tokens. While it decodes: as of when it joined the wheel."""
-        return self.num_prompt_tokens + self.num_made
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    def become(self, state: RequestState) -> None:
+        """Enter `state`, which must be one that may follow the present one."""
+        assert state in NEXT_STATES[self.state], f"{self!r} cannot become {state.name}"
+        self.state = state
 
     def __repr__(self) -> str:
-        return f"Request({self.index}, {self.num_computed} of {self.num_known} tokens computed)"
+        return f"Request({self.index}, {self.state.name}, {self.num_computed} of {self.num_known} tokens computed)"

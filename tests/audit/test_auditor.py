@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from kvarts.audit.auditor import AuditError, Finding
+from kvarts.audit.reader import AuditReader
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.engine import Engine
 from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.executor.cost import LinearCost
-from kvarts.executor.simulated import SimExecutor
 from kvarts.request import Request
+from kvarts.sim.replica import Replica
+
+from builders.engines import make_replica
 
 PAGE_SIZE = 4
 
 
 def request(index: int, tokens: list[int], num_output: int) -> Request:
     content = Content.from_tokens(tokens, page_size=PAGE_SIZE, owner=index)
-    return Request(index, content, num_prompt_tokens=len(tokens), num_output_tokens=num_output)
+    return Request(index, content, num_prompt_tokens=len(tokens), max_tokens=num_output)
 
 
 SHARED = list(range(12))
 
 
-def run(plant: Callable[[Engine], None] | None, *, num_pages: int = 40) -> list[Finding]:
+def run(plant: Callable[[Replica], None] | None, *, num_pages: int = 40) -> list[Finding]:
     """Four requests with a shared prefix of three pages, one after the other half way; what the audit says."""
-    engine = Engine(
-        EngineConfig(num_pages=num_pages, page_size=PAGE_SIZE), SimExecutor(LinearCost(step_ms=1.0)), audit=True
-    )
+    engine = make_replica(EngineConfig(num_pages=num_pages, page_size=PAGE_SIZE), audit=True)
     if plant is not None:
         plant(engine)
     now_ns = 0
@@ -56,22 +55,16 @@ def wrap(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(target, name, lambda *args: wrapper(original, *args))
 
 
-class Tampering(list[Event]):
-    """The engine's list of events, with a hand in it."""
-
-    def __init__(self, change: Callable[[Event], Event | None]) -> None:
-        super().__init__()
-        self.change = change
-
-    def append(self, event: Event) -> None:
-        changed = self.change(event)
-        if changed is not None:
-            super().append(changed)
+def hear(engine: Replica, change: Callable[[Sequence[Event]], list[Event]]) -> None:
+    """Lets the auditor hear something else than what happened."""
+    reader = engine.engine.log._readers[-1]
+    assert isinstance(reader, AuditReader)
+    wrap(reader.auditor, "observe", lambda original, events: original(change(events)))
 
 
-def tamper(engine: Engine, change: Callable[[Event], Event | None]) -> None:
-    events = Tampering(change)
-    engine._events = engine.scheduler._events = engine.scheduler.cache.tree.events = events
+def tamper(engine: Replica, change: Callable[[Event], Event | None]) -> None:
+    """As `hear`, event by event."""
+    hear(engine, lambda events: [changed for event in events if (changed := change(event)) is not None])
 
 
 @pytest.mark.parametrize("num_pages", [40, 16, 11])
@@ -82,7 +75,7 @@ def test_an_engine_in_order_passes(num_pages: int) -> None:
 def test_a_double_free_is_found() -> None:
     """When request 0 ends, its references to the shared prefix are dropped twice."""
 
-    def plant(engine: Engine) -> None:
+    def plant(engine: Replica) -> None:
         tree = engine.scheduler.cache.tree
         num_releases = 0
 
@@ -108,7 +101,7 @@ def test_a_double_free_is_found() -> None:
 def test_a_leak_is_found() -> None:
     """When request 1 ends, its last run of pages is not released."""
 
-    def plant(engine: Engine) -> None:
+    def plant(engine: Replica) -> None:
         num_releases = 0
 
         def release(original: Callable[..., None], path: Any) -> None:
@@ -128,7 +121,7 @@ def test_a_leak_is_found() -> None:
 def test_a_leaked_private_page_is_found() -> None:
     """A page that is only counted is not given back."""
 
-    def plant(engine: Engine) -> None:
+    def plant(engine: Replica) -> None:
         cache = engine.scheduler.cache
         original_close = type(cache).close
 
@@ -197,7 +190,7 @@ def test_an_invented_event_is_found() -> None:
 def test_a_hit_of_what_is_gone_is_found() -> None:
     """The tree answers a page too many."""
 
-    def plant(engine: Engine) -> None:
+    def plant(engine: Replica) -> None:
         from kvarts.events import Admitted
 
         def change(event: Event) -> Event | None:

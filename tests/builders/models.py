@@ -10,14 +10,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.engine import Engine
 from kvarts.events import Event, PagesRemoved, PagesStored, StepStarted
-from kvarts.executor.simulated import SimExecutor
 from kvarts.report.requests import REJECTED, RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver
-from kvarts.sim.replay import replay
+from kvarts.sim.replay import open_replica, replay
+from kvarts.sim.replica import Replica
 from kvarts.sim.router import RoundRobin
 from kvarts.traffic.source import OpenLoop
 from kvarts.traffic.trace import Trace, TraceRequest
@@ -172,7 +171,7 @@ class Kept:
 @dataclass
 class Outcome:
     requests: RequestLog
-    engines: list[Engine]
+    engines: list[Replica]
     steps: list[StepLog]
     events: list[list[Event]]
 
@@ -185,18 +184,7 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]
-    engines = [
-        Engine(
-            config,
-            SimExecutor(config.cost_model),
-            sink=log,
-            observers=[seen],
-            step_by_step=config.step_by_step,
-            audit=config.audit,
-            offload=config.offload,
-        )
-        for log, seen in zip(steps, kept, strict=True)
-    ]
+    engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]
     Driver(trace, OpenLoop(trace), engines, RoundRobin(), requests).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])
 

@@ -52,6 +52,8 @@ def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class ToyExecutor:
     """An Executor of pages. `stop_token`: ends a sequence when it is sampled."""
 
+    needs_page_ids = True
+
     def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, *, stop_token: int | None = None) -> None:
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.build import build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.engine import Engine, Observer
+from kvarts.engine import Engine
+from kvarts.event_log import EventReader
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 
@@ -35,7 +37,7 @@ def make_request(index: int, arrival: Arrival, page_size: int) -> Request:
         index,
         Content.from_tokens(arrival.prompt, page_size=page_size, owner=index),
         num_prompt_tokens=len(arrival.prompt),
-        num_output_tokens=arrival.num_output,
+        max_tokens=arrival.num_output,
         priority=arrival.priority,
     )
 
@@ -44,13 +46,13 @@ def serve(
     arrivals: list[Arrival],
     config: EngineConfig,
     executor: Any,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[EventReader] = (),
     *,
     between_steps: Callable[[Engine, int], object] = lambda _engine, _step: None,
     **below: Any,
 ) -> tuple[Engine, list[Request], set[int]]:
     """Runs all arrivals, one step at a time; the laws of page accounting are checked after each."""
-    engine = Engine(config, executor, audit=True, observers=observers, **below)
+    engine = build_engine(config, executor, audit=True, readers=observers, **below)
     requests = [make_request(index, arrival, config.page_size) for index, arrival in enumerate(arrivals)]
     unfinished = set()
     cancelled = set()

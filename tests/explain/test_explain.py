@@ -13,10 +13,7 @@ from hypothesis import given
 from kvarts import ReplayConfig, Trace, load_mooncake, replay
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.engine import Engine
 from kvarts.errors import InputError, MissingFileError
-from kvarts.executor.cost import LinearCost
-from kvarts.executor.simulated import SimExecutor
 from kvarts.explain.hits import KINDS, hit_ledger
 from kvarts.explain.story import longest_waits, story_of_block, story_of_request
 from kvarts.keys import BlockKeys
@@ -31,6 +28,7 @@ from kvarts.record.journal import (
 from kvarts.request import Request
 from kvarts.verify.verifier import verify
 
+from builders.engines import make_replica
 from builders.models import Case, cases
 from builders.toy_model import ToyExecutor
 from oracles.naive import polynomial_ns, run_naive
@@ -128,21 +126,21 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Journal:
     file = io.BytesIO()
     writer = JournalWriter(file, total_blocks=10, block_size_tokens=4)
     config = EngineConfig(num_pages=10, page_size=4)
-    engine = Engine(config, SimExecutor(LinearCost(step_ms=1.0)), observers=[writer], step_by_step=True)
+    engine = make_replica(config, readers=[writer], step_by_step=True)
     now_ns = 0
 
     def submit(index: int, name: str, text: str, num_output: int) -> None:
         content = Content.from_tokens([ord(letter) for letter in text], page_size=4, owner=index)
         engine.submit(
-            Request(index, content, num_prompt_tokens=len(text), num_output_tokens=num_output, request_id=name), now_ns
+            Request(index, content, num_prompt_tokens=len(text), max_tokens=num_output, request_id=name), now_ns
         )
 
     def run(steps: int) -> None:
         nonlocal now_ns
         for _ in range(steps):
             if engine.has_work:
-                engine.step(now_ns)
-                now_ns = engine.now_ns
+                now_ns = engine.start(now_ns)
+                engine.finish()
 
     submit(0, "A", "You are helpful. Hi!", 6)
     run(1)

@@ -128,7 +128,7 @@ class CacheMachine(RuleBasedStateMachine):
     def build(self, num_pages: int, page_size: int) -> None:
         self.events: list[Event] = []
         self.cache = PageCache(
-            num_pages, with_page_ids=self.with_page_ids, events=self.events, safe_first=self.safe_first
+            num_pages, with_page_ids=self.with_page_ids, tell=self.events.append, safe_first=self.safe_first
         )
         self.model = PageByPage(num_pages, self.safe_first)
         self.transfers: list[Transfer] = []

@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvarts.calibrate.stepfit import load_steps
 from kvarts.config import EngineConfig
 from kvarts.content import Content, pack_units
-from kvarts.engine import Engine as Core
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.cost import CallableCost
 from kvarts.executor.simulated import SimExecutor
@@ -44,6 +43,7 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
 from kvarts.verify.verifier import verify_file
 
+from builders.engines import make_replica
 from builders.flash_standin import flash_module
 from builders.models import Kept, paged
 
@@ -228,7 +228,7 @@ def test_pages_that_went_through_host_memory_say_the_same(
     model, reference = models(family)
     kept = Kept()
     offload = OffloadConfig(host_pages=200, policy=policy, kv_bytes_per_token=1)
-    engine = engine_of(model, num_pages=30, budget=64, offload=offload, observers=[kept])
+    engine = engine_of(model, num_pages=30, budget=64, offload=offload, readers=[kept])
     prompts = prompts_with_prefixes()
     for prompt in [*prompts, *reversed(prompts)]:
         completion = engine.generate([prompt], GREEDY)[0]
@@ -438,12 +438,14 @@ def test_the_replay_of_what_was_run_decides_alike(models: Callable[[str], tuple[
         def __init__(self, executor: Any) -> None:
             self.executor = executor
 
+        needs_page_ids = True
+
         def execute(self, plan: Any) -> Any:
             result = self.executor.execute(plan)
             durations_ms.append(result.duration_ns / 1e6)
             return result
 
-    engine = engine_of(model, num_pages=30, budget=16, observers=[real], wrap=Timed)
+    engine = engine_of(model, num_pages=30, budget=16, readers=[real], wrap=Timed)
     for prompt in prompts:
         engine.submit(prompt, GREEDY)
     done = {}
@@ -451,15 +453,15 @@ def test_the_replay_of_what_was_run_decides_alike(models: Callable[[str], tuple[
         done.update({completion.index: completion for completion in engine.step()})
     config = engine.config
     times = iter(durations_ms)
-    core = Core(config, SimExecutor(CallableCost(lambda _: next(times))), observers=[replayed], step_by_step=True)
+    core = make_replica(config, SimExecutor(CallableCost(lambda _: next(times))), readers=[replayed], step_by_step=True)
     for index, prompt in enumerate(prompts):
         tokens = [*prompt, *done[index].tokens]
         content = Content(pack_units(tokens), num_tokens=len(tokens), page_size=PAGE_SIZE, owner=index)
         core.submit(Request(index, content, len(prompt), len(done[index].tokens)), 0)
     now_ns = 0
     while core.has_work:
-        core.step(now_ns)
-        now_ns = core.now_ns
+        now_ns = core.start(now_ns)
+        core.finish()
     assert paged(real.events) == paged(replayed.events)
 
     def decisions(kept: Kept) -> list[tuple[object, ...]]:

@@ -12,22 +12,21 @@ from kvarts.audit.auditor import AuditError, Finding
 from kvarts.audit.ledger import FullBlock
 from kvarts.audit.tiers import EvictionsTold, TierBooks
 from kvarts.config import EngineConfig
-from kvarts.engine import Engine
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
-from kvarts.executor.cost import LinearCost
-from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
+from kvarts.sim.replica import Replica
 
-from test_auditor import PAGE_SIZE, SHARED, Tampering, request, wrap
+from builders.engines import make_replica
+from builders.tiers import offloader_of
+from test_auditor import PAGE_SIZE, SHARED, hear, request, tamper, wrap
 
-Plant = Callable[[Engine], None]
+Plant = Callable[[Replica], None]
 
 
-def run(plant: Plant | None, policy: str = "eager") -> tuple[list[Finding], Engine]:
+def run(plant: Plant | None, policy: str = "eager") -> tuple[list[Finding], Replica]:
     """Two prompts that share a beginning, in turns, on a device for one of them and host memory for both."""
-    engine = Engine(
+    engine = make_replica(
         EngineConfig(num_pages=7, page_size=PAGE_SIZE),
-        SimExecutor(LinearCost(step_ms=1.0)),
         audit=True,
         offload=OffloadConfig(host_pages=20, policy=policy, target_free=3, d2h=10**6, kv_bytes_per_token=1000),  # type: ignore[arg-type]
     )
@@ -47,13 +46,6 @@ def run(plant: Plant | None, policy: str = "eager") -> tuple[list[Finding], Engi
     return [], engine
 
 
-def tamper(engine: Engine, change: Callable[[Event], Event | None]) -> None:
-    events = Tampering(change)
-    offloader = engine.scheduler.offloader
-    assert offloader is not None
-    engine._events = engine.scheduler._events = engine.scheduler.cache.tree.events = offloader._events = events
-
-
 def tampering(change: Callable[[Event], Event | None]) -> Plant:
     return lambda engine: tamper(engine, change)
 
@@ -62,14 +54,13 @@ def tampering(change: Callable[[Event], Event | None]) -> Plant:
 def test_an_engine_in_order_passes(policy: str) -> None:
     findings, engine = run(None, policy)
     assert findings == []
-    assert engine.scheduler.offloader is not None
-    assert engine.scheduler.offloader.counts.num_loads > 0
+    assert offloader_of(engine).counts.num_loads > 0
     assert engine.scheduler.cache.num_evicted > 0
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_pages_that_a_store_does_not_keep_are_found(policy: str) -> None:
-    def plant(engine: Engine) -> None:
+    def plant(engine: Replica) -> None:
         tree = engine.scheduler.cache.tree
         wrap(tree, "hold_path", lambda original, path: None)
         wrap(tree, "unhold", lambda original, path: None)
@@ -91,8 +82,8 @@ def test_a_load_of_more_than_is_below_is_found() -> None:
 
 
 def test_what_is_below_and_not_loaded_is_found() -> None:
-    def plant(engine: Engine) -> None:
-        wrap(engine.scheduler.offloader, "lookup", lambda original, *args: None)
+    def plant(engine: Replica) -> None:
+        wrap(engine.scheduler.tiers, "lookup", lambda original, *args: None)
 
     findings, _ = run(plant)
     assert "is in host and was not loaded" in findings[0].what
@@ -116,18 +107,14 @@ def test_a_store_of_what_is_not_there_is_found() -> None:
     [(PagesStored, "was stored in host a second time"), (PagesRemoved, "was removed from host, and was not there")],
 )
 def test_a_tier_that_says_something_twice_is_found(kind: type[Any], what: str) -> None:
-    def plant(engine: Engine) -> None:
-        events: list[Event] = []
-
-        def change(event: Event) -> Event | None:
+    def plant(engine: Replica) -> None:
+        def again(event: Event) -> list[Event]:
             if isinstance(event, PagesStored) and event.medium == "host":
                 told = event if kind is PagesStored else PagesRemoved(event.content, 0, 1, "host")
-                for _ in range(2):
-                    list.append(engine._events, told)  # type: ignore[arg-type]
-            events.append(event)
-            return event
+                return [told, told, event]
+            return [event]
 
-        tamper(engine, change)
+        hear(engine, lambda events: [told for event in events for told in again(event)])
 
     findings, _ = run(plant)
     assert what in findings[0].what

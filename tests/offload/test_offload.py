@@ -8,11 +8,8 @@ import pytest
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.engine import Engine
 from kvarts.errors import ConfigError
 from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, PagesStored, StoreStarted
-from kvarts.executor.cost import LinearCost
-from kvarts.executor.simulated import SimExecutor
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.safe import SafeFirstTree
 from kvarts.kv.transfer import TransferReport
@@ -21,8 +18,11 @@ from kvarts.offload.channel import Lane
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.offloader import Offloader
 from kvarts.request import Request
+from kvarts.sim.replica import Replica
 
+from builders.engines import make_replica
 from builders.models import Kept
+from builders.tiers import offloader_of
 
 NS_PER_MS = 1_000_000
 SLOW = 1_000  # bytes a second: a page takes a second
@@ -34,20 +34,20 @@ def content_of(tokens: Sequence[int], owner: int = 0) -> Content:
 
 def make_engine(
     num_pages: int = 32, budget: int = 64, num_seqs: int = 4, **offload: object
-) -> tuple[Engine, list[Event]]:
+) -> tuple[Replica, list[Event]]:
     """An engine with pages of one token, steps of one millisecond, and pages of a thousand bytes."""
     kept = Kept()
     below = OffloadConfig(**{"host_pages": 64, "latency_us": 0.0, "kv_bytes_per_token": 1000, **offload})  # type: ignore[arg-type]
     config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
-    engine = Engine(config, SimExecutor(LinearCost(step_ms=1.0)), offload=below, observers=[kept], audit=True)
+    engine = make_replica(config, offload=below, readers=[kept], audit=True)
     return engine, kept.events
 
 
 def request_of(index: int, tokens: Sequence[int], num_output: int = 1) -> Request:
-    return Request(index, content_of(tokens, index), num_prompt_tokens=len(tokens), num_output_tokens=num_output)
+    return Request(index, content_of(tokens, index), num_prompt_tokens=len(tokens), max_tokens=num_output)
 
 
-def run(engine: Engine, *requests: Request) -> None:
+def run(engine: Replica, *requests: Request) -> None:
     """All requests, and all transfers, to their end."""
     for request in requests:
         engine.submit(request, engine.now_ns)
@@ -198,7 +198,7 @@ def test_the_lazy_scan_looks_at_no_more_runs_than_its_target() -> None:
 # Loads ----------------------------------------------------------------------------------------------------
 
 
-def evict_all(engine: Engine, index: int) -> None:
+def evict_all(engine: Replica, index: int) -> None:
     num_pages = engine.config.num_pages
     run(engine, request_of(index, range(1000 * index, 1000 * index + num_pages)))
 
@@ -248,10 +248,9 @@ def test_a_failed_load_is_a_miss() -> None:
     evict_all(engine, 1)
     request = request_of(2, range(10))
     run(engine, request)
-    offloader = engine.scheduler.offloader
-    assert offloader is not None
+    offloader = offloader_of(engine)
     assert offloader.counts.num_failed == 1
-    assert request.num_made == 1
+    assert request.num_output_tokens == 1
     assert request.cached_tokens == 0
     assert offloader.host.find(request.content, 0, 10) == 10, "it was computed and stored anew"
 

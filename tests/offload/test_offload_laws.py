@@ -20,6 +20,7 @@ from builders.models import (
     cases,
     run_kvarts,
 )
+from builders.tiers import offloader_of
 from oracles.naive import NaiveRequest, polynomial_ns, run_naive
 from oracles.naive_offload import NaiveOffloadEngine
 
@@ -114,8 +115,7 @@ def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
             tier = ("host", "disk")[place]
             assert steps[f"{tier}_used"].tolist() == [count[place][0] for count in naive.counts]
             assert steps[f"{tier}_cached"].tolist() == [count[place][1] for count in naive.counts]
-        offloader = outcome.engines[index].scheduler.offloader
-        assert offloader is not None
+        offloader = offloader_of(outcome.engines[index])
         page_bytes = BYTES_PER_TOKEN * case.page_size
         assert {name: lane.num_bytes // page_bytes for name, lane in offloader.lanes.items()} == naive.lane_pages
         for tier_index, naive_tier in enumerate(naive.tiers):

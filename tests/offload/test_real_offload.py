@@ -20,10 +20,11 @@ from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.executor.copier import PageCopier
 from kvarts.kv.transfer import Direction, Transfer, TransferReport
-from kvarts.offload.config import OffloadConfig
+from kvarts.offload.config import FilesBelow, OffloadConfig
 from kvarts.offload.pagefiles import HEAD, PageFiles
 from kvarts.sched.plan import StepPlan, StepResult
 
+from builders.tiers import offloader_of
 from builders.toy_model import ToyExecutor, generate
 from test_real_tokens import Arrival, assert_undisturbed, output_of, serve, served
 
@@ -111,20 +112,18 @@ def check_outputs(
 
     def between_steps(engine: Engine, step: int) -> None:
         if resets and rng.random() < 0.05:
-            engine.reset_tiers()
+            assert engine.tiers is not None
+            engine.tiers.reset()
 
     engine, requests, cancelled = serve(
         arrivals,
         config,
         executor,
         between_steps=between_steps,
-        offload=offload,
-        known_keys=() if files is None else files.keys(),
-        namespace="toy",
+        offload=FilesBelow(config=offload, known_keys=() if files is None else tuple(files.keys()), namespace="toy"),
     )
     assert_undisturbed(arrivals, requests, cancelled)
-    offloader = engine.scheduler.offloader
-    assert offloader is not None
+    offloader = offloader_of(engine)
     for tier in offloader.tiers:
         assert tier.num_used == 0, "L2: at rest nothing is held"
     return engine, executor
@@ -153,8 +152,7 @@ def busy(policy: str = "eager", **kwargs: int) -> tuple[list[Arrival], EngineCon
 def test_pages_come_back_from_host_memory(policy: str) -> None:
     arrivals, config, offload = busy(policy)
     engine, _ = check_outputs(arrivals, config, offload, Random(0))
-    offloader = engine.scheduler.offloader
-    assert offloader is not None
+    offloader = offloader_of(engine)
     assert offloader.counts.num_loads > 0
     assert offloader.counts.num_stores > 0
 
@@ -193,8 +191,7 @@ def test_files_survive_a_restart(tmp_path: Path) -> None:
     assert found.keys()
     assert sorted(found.keys()) == sorted(files.keys())
     engine, _ = check_outputs(arrivals[:1], config, offload, Random(2), files=found)
-    assert engine.scheduler.offloader is not None
-    assert engine.scheduler.offloader.counts.num_loads == 1
+    assert offloader_of(engine).counts.num_loads == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "foreign", "gone"])
@@ -214,8 +211,7 @@ def test_a_damaged_file_is_a_miss(tmp_path: Path, damage: str) -> None:
         for path in sorted(tmp_path.glob("*/*.kv")):
             path.unlink()
     engine, _ = check_outputs(arrivals[:1], config, offload, Random(2), files=found)
-    assert engine.scheduler.offloader is not None
-    assert engine.scheduler.offloader.counts.num_failed >= 1
+    assert offloader_of(engine).counts.num_failed >= 1
 
 
 def test_files_keep_their_byte_limit(tmp_path: Path) -> None:

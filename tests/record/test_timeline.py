@@ -20,9 +20,7 @@ from hypothesis import strategies as st
 from kvarts import ReplayConfig, load_mooncake, replay
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.engine import Engine
 from kvarts.errors import ConfigError
-from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.record.live import LiveTimeline
 from kvarts.record.timeline import Timeline, columns_of
@@ -35,6 +33,7 @@ from kvarts.sim.router import RoundRobin
 from kvarts.traffic.source import OpenLoop
 from kvarts.verify.verifier import verify, verify_file
 
+from builders.engines import make_replica
 from builders.models import Case, cases
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz", ".parquet.gz")
@@ -150,7 +149,7 @@ def run_live(path: Path, config: ReplayConfig, *, step_by_step: bool) -> Timelin
     sample = Path(__file__).parents[2] / "src" / "kvarts" / "data" / "mooncake-conversation-1000.jsonl"
     trace = load_mooncake(sample)
     with LiveTimeline(path, total_blocks=config.num_pages, block_size_tokens=config.page_size) as live:
-        engine = Engine(config, SimExecutor(config.cost_model), sink=live, step_by_step=step_by_step)
+        engine = make_replica(config, SimExecutor(config.cost_model), readers=[live], step_by_step=step_by_step)
         Driver(trace, OpenLoop(trace), [engine], RoundRobin(), RequestLog(largest_hit_counts=False)).run()
     return replay(trace, config).timelines[0]
 
@@ -168,12 +167,13 @@ def test_a_live_file_ends_as_one_written_at_the_end(tmp_path: Path, suffix: str)
 def test_who_is_cancelled_leaves_nothing_and_the_timeline_says_so() -> None:
     log = StepLog(8)
     config = EngineConfig(num_pages=8, page_size=4)
-    engine = Engine(config, SimExecutor(LinearCost(step_ms=1.0)), sink=log, audit=True, step_by_step=True)
+    engine = make_replica(config, readers=[log], audit=True, step_by_step=True)
     content = Content.from_tokens(range(10), page_size=4, owner=0)
-    request = Request(0, content, num_prompt_tokens=10, num_output_tokens=9)
+    request = Request(0, content, num_prompt_tokens=10, max_tokens=9)
     assert engine.submit(request, 0) is None
-    engine.step(0)
-    engine.step(engine.now_ns)
+    for _ in range(2):
+        engine.start(engine.now_ns)
+        engine.finish()
     engine.cancel(request)
     rows = rows_of(Timeline.of(log, page_size=4))
     assert [(row["step"], row["active_seqs"], row["used_blocks"], row["freed"]) for row in rows] == [

@@ -10,20 +10,23 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Blocked
-from kvarts.request import Request
-from kvarts.sched.policy import RunningSet, WaitingQueue
+from kvarts.request import Request, RequestState
+from kvarts.sched.policy import PriorityPolicy, WaitingQueue
+from kvarts.sched.running import RunningOrder
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sched.wheel import DecodeWheel
+
+from builders.engines import make_scheduler
 
 
 def request(index: int, num_prompt: int = 4, num_output: int = 4, *, priority: int = 0, page_size: int = 4) -> Request:
     content = Content.from_tokens([index] * num_prompt, page_size=page_size, owner=index)
-    return Request(index, content, num_prompt_tokens=num_prompt, num_output_tokens=num_output, priority=priority)
+    return Request(index, content, num_prompt_tokens=num_prompt, max_tokens=num_output, priority=priority)
 
 
 def decoding(index: int, num_computed: int, num_left: int) -> Request:
     made = request(index, num_computed, num_left + 1)
-    made.num_computed, made.num_made, made.admission = num_computed, 1, index
+    made.num_computed, made.num_output_tokens, made.admission = num_computed, 1, index
     return made
 
 
@@ -61,7 +64,7 @@ def test_the_wheel_knows_pages_and_ends(page_size: int, joins: list[tuple[int, i
         for index in ended:
             made, computed, _ = left.pop(index)
             assert made.num_computed == computed
-            assert made.num_made == made.num_output_tokens
+            assert made.num_output_tokens == made.max_tokens
 
 
 def test_a_request_that_left_early_never_finishes() -> None:
@@ -71,26 +74,32 @@ def test_a_request_that_left_early_never_finishes() -> None:
     wheel.join(second)
     assert wheel.turn(1) == []
     wheel.leave(first)
-    assert (first.num_computed, first.num_made) == (6, 2)
+    assert (first.num_computed, first.num_output_tokens) == (6, 2)
     assert wheel.steps_to_finish() == 2
     assert wheel.turn(2) == [second]
 
 
 def test_waiting_is_by_priority_then_preempted_then_arrival() -> None:
-    queue = WaitingQueue()
+    queue = WaitingQueue(PriorityPolicy())
     low, first, second, high = (request(i, priority=p) for i, p in enumerate([-1, 0, 0, 5]))
+    order = []
     for each in (low, first, second, high):
         queue.push(each)
     preempted = request(9)
-    queue.push_front(preempted)
+    for state in (RequestState.WAITING, RequestState.PREFILLING, RequestState.PREEMPTED):
+        preempted.become(state)
+    queue.push(preempted)
     assert list(queue) == [high, preempted, first, second, low]
     queue.remove(first)
-    assert [queue.pop() for _ in range(4)] == [high, preempted, second, low]
+    while queue.num_waiting:
+        order.append(queue.head(0))
+        queue.remove(order[-1])
+    assert order == [high, preempted, second, low]
     assert queue.num_waiting == queue.num_waiting_tokens == 0
 
 
 def test_the_victim_is_the_last_admitted_of_the_lowest_priority() -> None:
-    running = RunningSet()
+    running = RunningOrder()
     requests = [request(i, priority=p) for i, p in enumerate([0, -1, -1, 3])]
     for admission, each in enumerate(requests):
         each.admission = admission
@@ -110,14 +119,14 @@ def run(scheduler: Scheduler, steps: int) -> None:
 
 
 def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
-    scheduler = Scheduler(EngineConfig(num_pages=3, page_size=4))
+    scheduler = make_scheduler(EngineConfig(num_pages=3, page_size=4))
     reason = scheduler.add(request(0, 10, 4))
     assert reason == "needs 4 pages of 4 tokens for 10 prompt and 4 output tokens; the pool has 3"
     assert scheduler.add(request(1, 9, 4)) is None, "the last token is never computed"
 
 
 def test_a_shortage_preempts_and_says_who_asked_and_what_was_lost() -> None:
-    scheduler = Scheduler(EngineConfig(num_pages=4, page_size=4))
+    scheduler = make_scheduler(EngineConfig(num_pages=4, page_size=4))
     first, second = request(0, 6, 9), request(1, 6, 9)
     scheduler.add(first)
     scheduler.add(second)
@@ -130,11 +139,11 @@ def test_a_shortage_preempts_and_says_who_asked_and_what_was_lost() -> None:
     assert plan.admitted == ()
     scheduler.commit(4)
     assert second.num_preemptions == 1
-    assert scheduler.waiting.head() is second
+    assert scheduler.waiting.head(4) is second
 
 
 def test_a_more_important_request_preempts_a_less_important_one_and_never_the_reverse() -> None:
-    scheduler = Scheduler(EngineConfig(num_pages=4, page_size=4))
+    scheduler = make_scheduler(EngineConfig(num_pages=4, page_size=4))
     low, high = request(0, 6, 9, priority=0), request(1, 6, 9, priority=1)
     scheduler.add(low)
     run(scheduler, 1)
@@ -146,14 +155,14 @@ def test_a_more_important_request_preempts_a_less_important_one_and_never_the_re
 
 
 def test_the_horizon_ends_before_a_page_is_missing() -> None:
-    scheduler = Scheduler(EngineConfig(num_pages=4, page_size=4))
+    scheduler = make_scheduler(EngineConfig(num_pages=4, page_size=4))
     for index in range(2):
         scheduler.add(request(index, 6, 9))
     run(scheduler, 1)
-    assert scheduler.horizon() == 2
+    assert scheduler.horizon(3) == 2
     assert scheduler.advance(2) == [0, 0]
     assert scheduler.commit_many(2, 3) == []
-    assert scheduler.horizon() == 0
+    assert scheduler.horizon(3) == 0
 
 
 @pytest.mark.parametrize(
@@ -165,7 +174,7 @@ def test_the_horizon_ends_before_a_page_is_missing() -> None:
     ],
 )
 def test_the_scheduler_says_why_the_head_waits(config: EngineConfig, blocked: Blocked) -> None:
-    scheduler = Scheduler(config)
+    scheduler = make_scheduler(config)
     for index in range(2):
         scheduler.add(request(index, 9, 2))
     scheduler.schedule(0)

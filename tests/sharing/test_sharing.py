@@ -18,6 +18,8 @@ from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.donors import Victims, cheapest
 from kvarts.sharing.loans import Loan, debts
 
+from builders.engines import make_scheduler
+
 PAGE_SIZE = 4
 
 
@@ -36,7 +38,7 @@ class Rig:
             config = EngineConfig(
                 num_pages=cache.pool.total, page_size=PAGE_SIZE, max_num_batched_tokens=1000, max_num_seqs=64
             )
-            self.schedulers[name] = Scheduler(config, cache=cache)
+            self.schedulers[name] = make_scheduler(config, cache=cache, pages=self.device.pages_of(name))
             self.device.attach(name, self.schedulers[name])
 
     def add(self, model: str, num_pages: int, *, num_output: int = 2, priority: int = 0) -> Request:
@@ -83,7 +85,7 @@ def test_who_is_idle_lends_and_has_it_back_when_it_asks() -> None:
     for _ in range(40):
         rig.turn("a")
         rig.turn("b")
-    assert waits.num_made == 2
+    assert waits.num_output_tokens == 2
     assert rig.used() == {"a": 0, "b": 0}
     assert rig.device.loans(99) == []
 
@@ -170,7 +172,7 @@ def test_a_preemption_for_another_model_is_told_with_its_name() -> None:
     low = grown(rig, "a", [4, 4], priority=0)[1]
     high = rig.add("b", 2, num_output=1, priority=3)
     rig.turn("b")
-    assert high.num_made == 1
+    assert high.num_output_tokens == 1
     assert low.num_preemptions == 1
     preemption = rig.schedulers["a"].schedule(0).preemptions[0]
     assert (preemption.model, preemption.asker, preemption.victim) == ("b", high.index, low.index)
@@ -204,11 +206,11 @@ def test_a_degraded_model_goes_on_with_what_runs_and_admits_nobody() -> None:
     waiting = rig.add("a", 2, num_output=1)
     for _ in range(5):
         rig.turn("a")
-    assert running.num_made == 3
-    assert waiting.num_made == 0
+    assert running.num_output_tokens == 3
+    assert waiting.num_output_tokens == 0
     rig.device.set_health("a", "healthy")
     rig.turn("a")
-    assert waiting.num_made == 1
+    assert waiting.num_output_tokens == 1
 
 
 def test_a_model_can_leave() -> None:

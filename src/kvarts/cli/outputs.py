@@ -16,7 +16,7 @@ from kvarts.record.timeline import form_of, import_parquet
 from kvarts.report.rundir import DISTRIBUTIONS, EVENTS, REPORT, REQUESTS, TIMELINE, per_replica
 
 if TYPE_CHECKING:
-    from kvarts.engine import Observer
+    from kvarts.event_log import EventReader
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
@@ -59,7 +59,7 @@ class Outputs:
             self._journals.append(list(per_replica(run_dir / EVENTS, config.replicas)))
 
     @contextmanager
-    def journals(self) -> Iterator[Callable[[int], list[Observer]]]:
+    def journals(self) -> Iterator[Callable[[int], list[EventReader]]]:
         """Who writes down the events of each replica, while the replay runs; files appear when it has ended well."""
         if not self._journals:
             yield lambda _: []
@@ -67,7 +67,7 @@ class Outputs:
         with ExitStack() as stack:
             from kvarts.record.journal import JournalWriter
 
-            writers: list[list[Observer]] = [[] for _ in range(self._config.replicas)]
+            writers: list[list[EventReader]] = [[] for _ in range(self._config.replicas)]
             closing = []
             for paths in self._journals:
                 for replica, path in enumerate(paths):

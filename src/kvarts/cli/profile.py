@@ -59,7 +59,7 @@ def profile_command(
             def wrap(executor: Any) -> Any:
                 return RecordingExecutor(executor, record)
 
-        engine = open_engine(values, sink=profile, wrap=wrap)
+        engine = open_engine(values, readers=[profile], wrap=wrap)
         if kv_timeline is not None:
             config = engine.config
             profile.live = stack.enter_context(

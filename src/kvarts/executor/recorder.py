@@ -20,6 +20,11 @@ class RecordingExecutor:
         self._file = file
         self._encoder = msgspec.json.Encoder()
 
+    @property
+    def needs_page_ids(self) -> bool:
+        """What the recorded executor says."""
+        return self._executor.needs_page_ids
+
     def execute(self, plan: StepPlan) -> StepResult:
         """See Executor."""
         result = self._executor.execute(plan)

@@ -9,12 +9,14 @@ __all__ = ["SimExecutor"]
 
 
 class SimExecutor:
-    """An Executor that can also say beforehand how long decodes will take: `decode_ns`, see CostModel."""
+    """A VirtualExecutor whose steps take as long as `cost` says."""
+
+    needs_page_ids = False
 
     def __init__(self, cost: CostModel) -> None:
         self._step_ns = cost.step_ns
         self.decode_ns = cost.decode_ns
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See Executor."""
+        """Return the duration of the step."""
         return StepResult(self._step_ns(plan.batch))

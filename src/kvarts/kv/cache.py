@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from kvarts.content import Content
-from kvarts.events import Event
+from kvarts.event_log import Tell
 from kvarts.kv.pool import CountPool, IdPool, PageId
 from kvarts.kv.tree import Match, Node, Path, PrefixTree
 
@@ -44,15 +44,15 @@ class PageCache:
         num_pages: int,
         *,
         with_page_ids: bool,
-        events: list[Event] | None = None,
+        tell: Tell | None = None,
         safe_first: bool = False,
     ) -> None:
         self.pool: CountPool | IdPool = IdPool(num_pages) if with_page_ids else CountPool(num_pages)
-        self.tree = PrefixTree(events)
+        self.tree = PrefixTree(tell)
         if safe_first:
             from kvarts.kv.safe import SafeFirstTree  # only those who have a tier below pay for it
 
-            self.tree = SafeFirstTree(events)
+            self.tree = SafeFirstTree(tell)
         self.has_page_ids = with_page_ids
         self.num_free = num_pages
         """Pages that can be taken now: empty or cached."""

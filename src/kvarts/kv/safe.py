@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 from kvarts.content import Content, PageKey
-from kvarts.events import Event, PagesRemoved
+from kvarts.event_log import Tell
+from kvarts.events import PagesRemoved
 from kvarts.kv.pool import PageId
 from kvarts.kv.tree import NOTHING, Match, Node, Path, PrefixTree
 
@@ -50,8 +51,8 @@ class SafeFirstTree(PrefixTree):
     Stamps are in the order of the lists, so that runs that change lists together keep their order.
     """
 
-    def __init__(self, events: list[Event] | None = None) -> None:
-        super().__init__(events)
+    def __init__(self, tell: Tell | None = None) -> None:
+        super().__init__(tell)
         self._knows_below = True
         self.num_safe = 0
         """Cached pages that are safe."""
@@ -205,8 +206,8 @@ class SafeFirstTree(PrefixTree):
             self.num_safe += sign * (node.end - node.start)
 
     def _tell_removed(self, node: Node, start: int, end: int) -> None:
-        if self.events is not None:
-            self.events.append(PagesRemoved(node.content, start, end))
+        if self.tell is not None:
+            self.tell(PagesRemoved(node.content, start, end))
         if self.gone is not None and (self.tells_all or (node.trails and node.below != STORED)):
             self.gone.append((node.content, start, end))
 

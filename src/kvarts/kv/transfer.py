@@ -8,7 +8,7 @@ import msgspec
 
 from kvarts.kv.pool import PageId
 
-__all__ = ["Direction", "Move", "Transfer", "TransferReport"]
+__all__ = ["Direction", "Loaded", "Move", "Offer", "Transfer", "TransferReport"]
 
 
 class Direction(StrEnum):
@@ -48,3 +48,18 @@ class TransferReport(msgspec.Struct, frozen=True, gc=False):
     transfer_id: int
     worker: int = 0
     num_good_pages: int | None = None
+
+
+class Offer(msgspec.Struct, frozen=True, gc=False):
+    """What the tiers below have for a request: pages from each in turn, after those of the device."""
+
+    num_pages: int
+    by_tier: tuple[int, ...]
+
+
+class Loaded(msgspec.Struct, frozen=True, gc=False):
+    """A load ended: the request has its first `num_pages` pages, so many of them from each tier below."""
+
+    request: int
+    num_pages: int
+    by_tier: tuple[int, ...]

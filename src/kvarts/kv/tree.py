@@ -23,7 +23,8 @@ from collections.abc import Iterator
 import msgspec
 
 from kvarts.content import Content, PageKey
-from kvarts.events import CopiesRemoved, Event, PagesRemoved, PagesStored
+from kvarts.event_log import Tell
+from kvarts.events import CopiesRemoved, PagesRemoved, PagesStored
 from kvarts.kv.pool import PageId
 
 __all__ = ["Match", "Node", "Path", "PrefixTree"]
@@ -79,25 +80,20 @@ class Match(msgspec.Struct, eq=False):
 class PrefixTree:
     """Owner of all nodes, of their references and of the LRU list. Takes no pages and frees none: it says which.
 
-    `events`, where given, is a list that receives what became findable and what was evicted.
+    `tell`, where given, receives what became findable and what was evicted.
     """
 
-    def __init__(self, events: list[Event] | None = None) -> None:
+    def __init__(self, tell: Tell | None = None) -> None:
         self.num_cached = 0
-        self.events = events
+        self.tell = tell
         self.gone: list[tuple[Content, int, int]] | None = None
         """See `tell_gone`."""
-        self._tells = events is not None
+        self._tells = tell is not None
         self._knows_below = False
         self._roots: dict[str | None, Node] = {}
         # One sentinel closes the LRU list to a ring: newer of it is the oldest run, older of it the youngest.
         self._lru = Node(NOTHING, b"", 0, 0, 0, None)
         self._lru.older = self._lru.newer = self._lru
-
-    def tell(self, events: list[Event] | None) -> None:
-        """From now on `events` receives what becomes findable and what is evicted; the tree is empty."""
-        self.events = events
-        self._tells = events is not None
 
     def tell_gone(self, gone: list[tuple[Content, int, int]]) -> None:
         """From now on `gone` receives runs that can no longer be found: content, first page, page after the last."""
@@ -210,8 +206,8 @@ class PrefixTree:
                 if page_ids is not None:
                     assert last.page_ids is not None
                     last.page_ids.extend(page_ids[start:end])
-                if self.events is not None:
-                    self.events.append(PagesStored(content, start, end, before))
+                if self.tell is not None:
+                    self.tell(PagesStored(content, start, end, before))
                 return
         else:
             if end == 0:
@@ -228,8 +224,8 @@ class PrefixTree:
                 last.children[key] = node
                 if self._knows_below:
                     self._on_birth(node)
-                if self.events is not None:
-                    self.events.append(PagesStored(content, start, end, last.content if start else None))
+                if self.tell is not None:
+                    self.tell(PagesStored(content, start, end, last.content if start else None))
             else:
                 node = self._add_twin(first_copy, content, end, last)
             if page_ids is not None:
@@ -332,8 +328,8 @@ class PrefixTree:
 
     def _tell_removed(self, node: Node, start: int, end: int) -> None:
         """Pages [start, end), the last ones of `node`, can no longer be found. For a tree that `_tells`."""
-        if self.events is not None:
-            self.events.append(PagesRemoved(node.content, start, end))
+        if self.tell is not None:
+            self.tell(PagesRemoved(node.content, start, end))
         if self.gone is not None:
             self.gone.append((node.content, start, end))
 
@@ -420,8 +416,8 @@ class PrefixTree:
             if self._tells:
                 self._tell_removed(node, node.start, node.end)
             return
-        if self.events is not None:
-            self.events.append(CopiesRemoved(node.content, node.start, node.end))
+        if self.tell is not None:
+            self.tell(CopiesRemoved(node.content, node.start, node.end))
         was_first = twins[0] is node
         twins.remove(node)
         if was_first:

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvarts.build import build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.engine import Engine as Core
-from kvarts.engine import Observer
 from kvarts.errors import ConfigError
-from kvarts.events import StepSink
+from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.loading import load_model
@@ -38,7 +37,7 @@ MOST_AUTO_BYTES = 4 << 30
 class Engine:
     """A model, its tokenizer, and the control plane that runs it. See `from_pretrained`.
 
-    `sink`, `observers` and `audit`: see kvarts.engine.Engine. `wrap`: puts something between the core and the executor
+    `readers` and `audit`: see kvarts.build.build_engine. `wrap`: puts something between the core and the executor
     of the model, for a record. `offload`: host memory below the pages. `attention`: who reads pages, see
     kvarts.executor.torch.reader.
     """
@@ -49,8 +48,7 @@ class Engine:
         tokenizer: Any,
         config: EngineConfig,
         *,
-        sink: StepSink | None = None,
-        observers: Sequence[Observer] = (),
+        readers: Sequence[EventReader] = (),
         audit: bool = False,
         wrap: Callable[[Executor], Executor] | None = None,
         offload: OffloadConfig | None = None,
@@ -64,7 +62,7 @@ class Engine:
             raise ConfigError("a real model has host memory below a CPU's pages, and no files", field="offload")
         self._executor = TorchExecutor(model, config, self, num_host_pages=tiers.get("host", 0), attention=attention)
         executor = self._executor if wrap is None else wrap(self._executor)
-        self._core = Core(config, executor, sink=sink, observers=observers, audit=audit, offload=offload)
+        self._core = build_engine(config, executor, readers=readers, audit=audit, offload=offload)
         self._generations: dict[int, Generation] = {}
         self._num_submitted = 0
         self._began_ns = perf_counter_ns()
@@ -139,7 +137,7 @@ class Engine:
             index,
             content,
             num_prompt_tokens=len(tokens),
-            num_output_tokens=params.max_tokens,
+            max_tokens=params.max_tokens,
             arrival_ns=self._now_ns(),
             priority=priority,
         )
@@ -221,11 +219,6 @@ class Engine:
     def request(self, index: int) -> Request:
         """A request under way, as the scheduler knows it."""
         return self._generations[index].request
-
-    @property
-    def stalls_ns(self) -> list[int]:
-        """For every token made after a preemption: the time since the token before it."""
-        return self._core.scheduler.stalls_ns
 
     @property
     def num_evicted_pages(self) -> int:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvarts.content import pack_units
-from kvarts.events import AtRest, LeapDone, StepDone, StepSink
+from kvarts.event_log import EventReader
+from kvarts.events import Event
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
@@ -24,29 +25,21 @@ __all__ = ["Profile"]
 
 
 class Profile:
-    """The StepSink of an engine, and what became of its requests. `live`: another sink that is told everything."""
+    """An EventReader of an engine, and what became of its requests. `live`: another reader of the same events."""
+
+    wants_details = False
 
     def __init__(self) -> None:
-        self.live: StepSink | None = None
+        self.live: EventReader | None = None
         self._log = StepLog(1)
         self._report: Report | None = None
         self._ran: list[tuple[Request, tuple[int, ...]]] = []
 
-    def record_step(self, done: StepDone) -> None:
-        """See StepSink."""
-        self._log.record_step(done)
+    def observe(self, events: Sequence[Event]) -> None:
+        """Keep what `events` say of steps, and pass them on to the timeline that is written meanwhile."""
+        self._log.observe(events)
         if self.live is not None:
-            self.live.record_step(done)
-
-    def record_leap(self, done: LeapDone) -> None:
-        """See StepSink."""
-        raise AssertionError("real steps come one by one")
-
-    def record_rest(self, rest: AtRest) -> None:
-        """See StepSink."""
-        self._log.record_rest(rest)
-        if self.live is not None:
-            self.live.record_rest(rest)
+            self.live.observe(events)
 
     def run(self, engine: Engine, prompts: Sequence[Any], params: SamplingParams) -> None:
         """Runs all of `prompts`, from an engine of which this is the sink; then there is a report."""
@@ -59,14 +52,14 @@ class Profile:
             for completion in engine.step():
                 request = requests[completion.index]
                 # It may have ended before it made as many tokens as it was allowed.
-                request = msgspec.structs.replace(request, num_output_tokens=len(completion.tokens))
+                request = msgspec.structs.replace(request, max_tokens=len(completion.tokens))
                 content = request.content
                 row = TraceRequest(
                     request.index,
                     request.arrival_ns,
                     pack_units(content.tokens(0, request.num_prompt_tokens)),
                     request.num_prompt_tokens,
-                    request.num_output_tokens,
+                    request.max_tokens,
                 )
                 rows.append(row)
                 log.end(request, row, 0)
@@ -82,7 +75,6 @@ class Profile:
             ),
             log,
             [self._log],
-            stalls_ns=engine.stalls_ns,
             num_evicted_pages=engine.num_evicted_pages,
         )
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
+from kvarts.event_log import Tell
+from kvarts.kv.cache import PageCache
 from kvarts.units import parse_bytes, parse_rate
 
-__all__ = ["OffloadConfig", "OffloadPolicy"]
+if TYPE_CHECKING:
+    from kvarts.offload.offloader import Offloader
+
+__all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy"]
 
 OffloadPolicy = Literal["eager", "lazy"]
 
@@ -91,6 +98,37 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         sizes = {"host": self.num_host_pages(page_size), "disk": self.num_disk_pages(page_size)}
         return {name: num_pages for name, num_pages in sizes.items() if num_pages} if sizes["host"] else {}
 
+    @property
+    def evicts_safe_first(self) -> bool:
+        """Whether the device evicts first what a tier below holds as well."""
+        return self.policy == "lazy" and any(getattr(self, field) for field in ("host_pages", "host_memory"))
+
+    def open_tiers(
+        self,
+        cache: PageCache,
+        config: EngineConfig,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        known_keys: Iterable[bytes] = (),
+        namespace: str = "",
+    ) -> Offloader | None:
+        """Open the tiers below `cache`; None if there are none. `known_keys` and `namespace`: see FileTier."""
+        from kvarts.offload.offloader import Offloader
+
+        if not self.tiers(config.page_size):
+            return None
+        return Offloader(
+            self,
+            cache,
+            page_size=config.page_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            with_page_ids=with_page_ids,
+            tell=tell,
+            known_keys=known_keys,
+            namespace=namespace,
+        )
+
     def bytes_per_s(self, field: str) -> int:
         """The bandwidth that is called `field`."""
         value: Rate = getattr(self, field)
@@ -107,6 +145,37 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def _bytes(self, field: str) -> int:
         value: Size = getattr(self, field)
         return value if isinstance(value, int) else _parsed(parse_bytes, value, field)
+
+
+class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
+    """Tiers whose files some other run has left: `known_keys` are theirs, in `namespace`; see FileTier."""
+
+    config: OffloadConfig
+    known_keys: tuple[bytes, ...] = ()
+    namespace: str = ""
+
+    @property
+    def evicts_safe_first(self) -> bool:
+        """Whether the device evicts first what a tier below holds as well."""
+        return self.config.evicts_safe_first
+
+    @property
+    def full_prompt_hits(self) -> bool:
+        """Whether a load may cover a whole prompt."""
+        return self.config.full_prompt_hits
+
+    def open_tiers(
+        self, cache: PageCache, config: EngineConfig, *, with_page_ids: bool, tell: Tell | None
+    ) -> Offloader | None:
+        """Open the tiers below `cache`; None if there are none."""
+        return self.config.open_tiers(
+            cache,
+            config,
+            with_page_ids=with_page_ids,
+            tell=tell,
+            known_keys=self.known_keys,
+            namespace=self.namespace,
+        )
 
 
 def _parsed(parse: object, text: str, field: str) -> int:

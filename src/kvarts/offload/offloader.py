@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from kvarts.content import Content
-from kvarts.events import Event, PagesRemoved, PagesStored, StoreStarted, TransferEnded
+from kvarts.event_log import Tell
+from kvarts.events import PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.safe import Below, SafeFirstTree
-from kvarts.kv.transfer import Direction, Move, Transfer, TransferReport
+from kvarts.kv.transfer import Direction, Loaded, Move, Offer, Transfer, TransferReport
 from kvarts.kv.tree import Path
 from kvarts.offload.channel import Lane
 from kvarts.offload.config import OffloadConfig
@@ -26,26 +27,10 @@ from kvarts.offload.filetier import FileTier
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy, precedes
 from kvarts.offload.tier import MemoryTier, TierLoad, TierStore
 
-__all__ = ["Loaded", "Offer", "OffloadCounts", "Offloader"]
+__all__ = ["OffloadCounts", "Offloader"]
 
 NEVER_NS = 1 << 62
 ALL = 1 << 62
-
-
-class Offer(msgspec.Struct, frozen=True, gc=False):
-    """What the tiers below have for a request: pages from each in turn, after those of the device."""
-
-    num_pages: int
-    by_tier: tuple[int, ...]
-    is_async: bool
-
-
-class Loaded(msgspec.Struct, frozen=True, gc=False):
-    """A load ended: the request has its first `num_pages` pages, so many of them from each tier below."""
-
-    request: int
-    num_pages: int
-    by_tier: tuple[int, ...]
 
 
 class OffloadCounts(msgspec.Struct):
@@ -78,7 +63,7 @@ class Offloader:
     """Owner of the tiers below one device, of their lanes, and of every transfer under way.
 
     `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end when their
-    lane says so. `events` receives what happens. `known_keys` and `namespace`: see FileTier.
+    lane says so. `tell` receives what happens. `known_keys` and `namespace`: see FileTier.
     """
 
     def __init__(
@@ -89,7 +74,7 @@ class Offloader:
         page_size: int,
         max_num_batched_tokens: int,
         with_page_ids: bool = False,
-        events: list[Event] | None = None,
+        tell: Tell | None = None,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
     ) -> None:
@@ -99,10 +84,12 @@ class Offloader:
         self.counts = OffloadCounts()
         self.page_bytes = config.kv_bytes_per_token * page_size
         self._cache = cache
-        self._events = events
+        self._tell = tell
         self._with_page_ids = with_page_ids
         self._sizes = config.tiers(page_size)
         self.tiers = [self._make_tier(name, num_pages) for name, num_pages in self._sizes.items()]
+        self.tier_names = tuple(self._sizes)
+        self.full_prompt_hits = config.full_prompt_hits
         self.host = self.tiers[0]
         self.disk = self.tiers[1] if len(self.tiers) > 1 else None
         in_memory = {"latency_us": config.latency_us}
@@ -149,7 +136,7 @@ class Offloader:
                 on_stored=partial(self._on_stored, name),
                 on_removed=partial(self._on_removed, name),
             )
-        is_told = self._events is not None or len(self._sizes) > 1
+        is_told = self._tell is not None or len(self._sizes) > 1
         return MemoryTier(
             name,
             num_pages,
@@ -179,15 +166,13 @@ class Offloader:
         """
         position = start
         by_tier = []
-        is_async = False
         for tier in self.tiers:
             offer = tier.lookup(request, content, position, limit)
             by_tier.append(offer.num_pages)
             position += offer.num_pages
-            is_async = is_async or (offer.num_pages > 0 and offer.is_async)
         if position == start:
             return None
-        return Offer(position - start, tuple(by_tier), is_async)
+        return Offer(position - start, tuple(by_tier))
 
     def forget(self, request: int) -> None:
         """`request` takes nothing of what was offered."""
@@ -394,13 +379,13 @@ class Offloader:
         transfer_id = self.num_transfers
         self.num_transfers += 1
         self._under_way[transfer_id] = under_way
-        if self._events is not None and under_way.stores:
+        if self._tell is not None and under_way.stores:
             runs = tuple(
                 (store.content, segment.start, segment.end)
                 for _, store in under_way.stores
                 for segment in store.segments
             )
-            self._events.append(StoreStarted(transfer_id, under_way.stores[0][0].name, runs))
+            self._tell(StoreStarted(transfer_id, under_way.stores[0][0].name, runs))
         if self._with_page_ids:
             dropped = self.disk.take_dropped() if isinstance(self.disk, FileTier) else ()
             self._planned.append(Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped))
@@ -431,9 +416,9 @@ class Offloader:
         is_stored = under_way.num_good_pages >= under_way.num_pages
         self.counts.num_stores += 1
         self.counts.num_failed += not is_stored
-        if self._events is not None:
+        if self._tell is not None:
             num_pages = under_way.num_pages if is_stored else 0
-            self._events.append(TransferEnded(transfer_id, -1, num_pages, self._now_ns))
+            self._tell(TransferEnded(transfer_id, -1, num_pages, self._now_ns))
         for tier, store in under_way.stores:
             tier.complete_store(store, is_stored=is_stored)
         for tier, source in under_way.loads:
@@ -483,8 +468,8 @@ class Offloader:
         num_pages = sum(by_tier.values())
         self.counts.num_loads += 1
         self.counts.num_failed += not is_whole
-        if self._events is not None:
-            self._events.append(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns))
+        if self._tell is not None:
+            self._tell(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns))
         loaded = Loaded(under_way.request, under_way.start_page + num_pages, tuple(by_tier.values()))
         self._loaded.append(loaded)
 
@@ -502,8 +487,8 @@ class Offloader:
         gone.clear()
 
     def _on_stored(self, name: str, content: Content, start: int, end: int, parent: Content | None) -> None:
-        if self._events is not None:
-            self._events.append(PagesStored(content, start, end, parent, name))
+        if self._tell is not None:
+            self._tell(PagesStored(content, start, end, parent, name))
         if self.disk is not None and name == "host":
             spills = self._spills
             if spills and precedes(spills[-1][0], spills[-1][2], content, start):
@@ -511,8 +496,8 @@ class Offloader:
             spills.append((content, start, end))
 
     def _on_removed(self, name: str, content: Content, start: int, end: int) -> None:
-        if self._events is not None:
-            self._events.append(PagesRemoved(content, start, end, name))
+        if self._tell is not None:
+            self._tell(PagesRemoved(content, start, end, name))
         if self._lazy is not None:
             self._removed.append((content, start, end))
         if self.disk is not None and name == "host":

@@ -256,7 +256,7 @@ class JournalWriter:
         self._write(self._encoder.encode(head) + b"\n")
 
     def observe(self, events: Sequence[Event]) -> None:
-        """See kvarts.engine.Observer."""
+        """Write a line for each of `events` that a journal has."""
         lines = []
         for event in events:
             for line in self._lines(event):
@@ -327,7 +327,7 @@ class JournalWriter:
             request=event.request,
             request_id=event.request_id if event.request_id is not None else str(event.request),
             prompt_tokens=event.num_prompt_tokens,
-            output_tokens=event.num_output_tokens,
+            output_tokens=event.max_tokens,
             num_ahead=event.num_ahead,
             unit_tokens=content.unit_tokens,
             num_known_tokens=content.num_known_tokens,

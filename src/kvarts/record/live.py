@@ -7,14 +7,14 @@ end of the file are written in one go, and the next step is written over that en
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from kvarts.errors import ConfigError, OutputError
-from kvarts.events import AtRest, LeapDone, StepDone
+from kvarts.events import AtRest, Event, LeapDone, StepDone
 from kvarts.files import check_writable
 from kvarts.record.timeline import NS_PER_MS, Row, ask_of, form_of, head_of
 
@@ -22,12 +22,16 @@ __all__ = ["LiveTimeline"]
 
 
 class LiveTimeline:
-    """A StepSink that appends to a file. `close` it, or use it in a `with`, to write the totals of a .jsonl.
+    """An EventReader that appends a row for each step to a file.
+
+    `close` it, or use it in a `with`, to write the totals of a .jsonl.
 
     `name_of`: the outside name of a request's index; left out, the index. `tiers`: blocks of each tier below the
     device, by its name. Raises ConfigError for a suffix that cannot be written live, OutputError for a file that cannot
     be written.
     """
+
+    wants_details = False
 
     def __init__(
         self,
@@ -66,8 +70,19 @@ class LiveTimeline:
         except OSError as error:
             raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
 
+    def observe(self, events: Sequence[Event]) -> None:
+        """Write what `events` say of steps."""
+        for event in events:
+            match event:
+                case StepDone():
+                    self.record_step(event)
+                case LeapDone():
+                    self.record_leap(event)
+                case AtRest():
+                    self.record_rest(event)
+
     def record_step(self, done: StepDone) -> None:
-        """See StepSink."""
+        """Keep a scheduled step."""
         asked = [ask_of(preemption, name_of=self._name_of) for preemption in done.preemptions]
         row = self._row(
             done.step,
@@ -86,7 +101,7 @@ class LiveTimeline:
         self._write([row])
 
     def record_leap(self, done: LeapDone) -> None:
-        """See StepSink."""
+        """Keep steps that were alike."""
         rows = []
         num_used, start_ns, turns = done.num_used, done.start_ns, done.turns
         for index, (duration_ns, num_taken) in enumerate(zip(done.durations_ns, done.pages_taken, strict=True)):
@@ -112,7 +127,7 @@ class LiveTimeline:
         self._write(rows)
 
     def record_rest(self, rest: AtRest) -> None:
-        """See StepSink."""
+        """Keep a time when the engine ran out of work."""
         counts = rest.num_used, rest.num_cached, rest.num_released
         self._write([self._row(rest.step, rest.time_ns, *counts, 0, 0, rest.tiers)])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import fsum, isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,9 +23,6 @@ from kvarts.report.steps import StepLog
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.working_set import working_set_pages
-
-if TYPE_CHECKING:
-    from kvarts.offload.offloader import Offloader
 
 __all__ = ["REPORT_VERSION", "Report"]
 
@@ -53,16 +50,15 @@ class Report:
         requests: RequestLog,
         steps: Sequence[StepLog],
         *,
-        stalls_ns: Sequence[int],
         num_evicted_pages: int,
-        offloaders: Sequence[Offloader] = (),
+        offloaders: Sequence[Any] = (),
     ) -> None:
         self.config = config
         self.trace_name = trace.name
         self._trace = trace
         self._request_log = requests
         self._step_logs = steps
-        self._stalls_ns = stalls_ns
+        self._stalls_ns = requests.stalls_ns
         self._num_evicted_pages = num_evicted_pages
         self._offloaders = offloaders
         self._tiers = list(steps[0].tiers)

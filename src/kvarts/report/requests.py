@@ -42,6 +42,8 @@ class RequestLog:
         self._largest_hit_counts = largest_hit_counts
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
+        self.stalls_ns: list[int] = []
+        """For each token made after a preemption: the time since the token before it."""
 
     def end(self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED) -> None:
         """`request` made its last token, or was rejected."""
@@ -53,7 +55,7 @@ class RequestLog:
                 replica,
                 request.arrival_ns,
                 request.num_prompt_tokens,
-                request.num_output_tokens,
+                request.max_tokens,
                 request.first_admitted_ns,
                 request.first_token_ns,
                 request.last_token_ns,
@@ -64,6 +66,8 @@ class RequestLog:
                 request.recomputed_tokens,
             )
         )
+        if request.stalls_ns:
+            self.stalls_ns += request.stalls_ns
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
 

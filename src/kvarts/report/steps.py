@@ -6,14 +6,14 @@ Every step has only its duration and the pages taken for it; the rest is worked 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from kvarts.columns import Column, Rows
-from kvarts.events import AtRest, LeapDone, Preemption, StepDone
+from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
 
 __all__ = ["StepLog"]
 
@@ -36,11 +36,15 @@ _REST_FIELDS = ("step", "time_ns", "used", "cached", "released")
 
 
 class StepLog:
-    """The StepSink of one engine of `num_pages` pages, from step 0 on. Pages are as at each step's mark.
+    """An EventReader that keeps the steps of one engine of `num_pages` pages, from step 0 on.
+
+    Pages are as at each step's mark.
 
     `tiers`: the pages of each tier below the device, by its name; their counts are columns `NAME_used` and
     `NAME_cached`.
     """
+
+    wants_details = False
 
     def __init__(self, num_pages: int, tiers: Mapping[str, int] | None = None) -> None:
         self.num_pages = num_pages
@@ -54,9 +58,22 @@ class StepLog:
         self._rests = Rows(len(self._rest_fields))
         self._durations_ns = array("q")
         self._pages_taken = array("i")
+        self._keep: dict[type, Callable[[Any], None]] = {
+            StepDone: self.record_step,
+            LeapDone: self.record_leap,
+            AtRest: self.record_rest,
+        }
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Keep what `events` say of steps."""
+        keep_of = self._keep.get
+        for event in events:
+            keep = keep_of(type(event))
+            if keep is not None:
+                keep(event)
 
     def record_step(self, done: StepDone) -> None:
-        """See StepSink."""
+        """Keep a scheduled step."""
         preemptions = done.preemptions
         if preemptions:
             self.preemptions += [(done.step, preemption) for preemption in preemptions]
@@ -82,7 +99,7 @@ class StepLog:
         self._pages_taken.append(0)
 
     def record_leap(self, done: LeapDone) -> None:
-        """See StepSink."""
+        """Keep steps that were alike."""
         num_decodes = done.num_running
         self._spans.add(
             (
@@ -106,7 +123,7 @@ class StepLog:
         self._pages_taken.fromlist(done.pages_taken)
 
     def record_rest(self, rest: AtRest) -> None:
-        """See StepSink."""
+        """Keep a time when the engine ran out of work."""
         self._rests.add((rest.step, rest.time_ns, rest.num_used, rest.num_cached, rest.num_released, *rest.tiers))
 
     @property

@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
-from kvarts.sched.plan import DecodeRows, StepResult
+from kvarts.sched.plan import Chunk, DecodeRows, StepResult
 
-__all__ = ["LiveRows"]
+__all__ = ["InputBatch"]
 
 
-class LiveRows:
+class InputBatch:
     """Owner of each request's `row`, and of sampled tokens until they enter the request's content."""
 
     __slots__ = (
@@ -60,6 +60,21 @@ class LiveRows:
             self._decoding[row] = False
             self._rows = None
         request.row = -1
+
+    def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
+        """Return a chunk of `request` that names its row, tokens and pages."""
+        holding = request.holding
+        assert holding is not None and holding.page_ids is not None
+        return Chunk(
+            start,
+            num_tokens,
+            request.num_prompt_tokens,
+            num_known,
+            row=request.row,
+            request_index=request.index,
+            tokens=np.frombuffer(request.content.tokens(start, start + num_tokens).tobytes(), np.uint64),
+            page_ids=tuple(holding.page_ids),
+        )
 
     def start_decoding(self, request: Request) -> None:
         """From the next step on `request` computes one token a step."""

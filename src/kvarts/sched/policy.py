@@ -1,119 +1,119 @@
-"""Who is admitted first and who is preempted first: total orders over what waits and what runs.
-
-Larger priorities are more important. Among equals, who waits is admitted in arrival order, a preempted request
-before all others; who runs is preempted in reverse admission order.
-"""
+"""Which waiting request is admitted next."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Protocol
 
-from kvarts.request import Request
+from kvarts.request import Request, RequestState
 
-__all__ = ["RunningSet", "WaitingQueue"]
+__all__ = ["NEVER_NS", "AdmissionPolicy", "PriorityPolicy", "WaitingQueue"]
+
+NEVER_NS = 1 << 62
 
 
-class WaitingQueue:
-    """Requests that wait, by priority, then preempted before new, then arrival."""
+class AdmissionPolicy(Protocol):
+    """Which of the waiting requests is admitted next, and until when that answer holds.
 
-    __slots__ = ("_by_priority", "_top", "num_waiting", "num_waiting_tokens")
+    Promises: the same calls give the same answers, in any process. While requests wait there is a head. The head
+    changes only when a request is pushed or removed, or at a time that `holds_until_ns` has named: steps that are alike
+    are done at once up to that time, with the same outcome as one by one.
+    """
+
+    def push(self, request: Request) -> None:
+        """Add `request`, which is WAITING, or PREEMPTED if it ran before."""
+
+    def remove(self, request: Request) -> None:
+        """Take out `request`: it was admitted or cancelled."""
+
+    def head(self, now_ns: int) -> Request:
+        """Return the request to be admitted next; at least one waits."""
+
+    def holds_until_ns(self, now_ns: int) -> int:
+        """Return the first time after `now_ns` at which another request may be the head; NEVER_NS if there is none."""
+
+    def num_ahead(self, request: Request) -> int:
+        """Return how many requests go before `request`, which was just pushed."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over all that wait, in a fixed order."""
+
+
+class PriorityPolicy:
+    """Larger priorities first; among equals preempted requests, the last preempted first; then new ones by arrival."""
+
+    __slots__ = ("_by_priority", "_top")
 
     def __init__(self) -> None:
         self._by_priority: dict[int, deque[Request]] = {}
         self._top: deque[Request] | None = None
-        self.num_waiting = 0
-        self.num_waiting_tokens = 0
-        """Tokens known of all that wait."""
 
     def push(self, request: Request) -> None:
-        """Behind its equals."""
-        self._queue(request.priority).append(request)
-        self.num_waiting += 1
-        self.num_waiting_tokens += request.num_known
-
-    def push_front(self, request: Request) -> None:
-        """Before its equals: a preempted request."""
-        self._queue(request.priority).appendleft(request)
-        self.num_waiting += 1
-        self.num_waiting_tokens += request.num_known
-
-    def head(self) -> Request:
-        """Who is next; somebody waits."""
-        assert self._top is not None
-        return self._top[0]
-
-    def pop(self) -> Request:
-        """Takes the head out."""
-        top = self._top
-        assert top
-        request = top.popleft()
-        self._took(request, top)
-        return request
+        """Add `request` behind its equals; one that was preempted before them."""
+        queue = self._by_priority.get(request.priority)
+        if queue is None:
+            queue = self._by_priority[request.priority] = deque()
+            self._top = self._by_priority[max(self._by_priority)]
+        if request.state is RequestState.PREEMPTED:
+            queue.appendleft(request)
+        else:
+            queue.append(request)
 
     def remove(self, request: Request) -> None:
-        """Takes out a request from anywhere: it was cancelled. Costs the length of its queue."""
+        """Take out `request`. Costs the length of its queue, unless it is the head of it."""
         queue = self._by_priority[request.priority]
-        queue.remove(request)
-        self._took(request, queue)
-
-    def num_ahead(self, request: Request) -> int:
-        """How many wait that go before `request`, which waits and came last."""
-        return sum(len(queue) for priority, queue in self._by_priority.items() if priority >= request.priority) - 1
-
-    def _took(self, request: Request, queue: deque[Request]) -> None:
-        self.num_waiting -= 1
-        self.num_waiting_tokens -= request.num_known
+        if queue[0] is request:
+            queue.popleft()
+        else:
+            queue.remove(request)
         if not queue:
             del self._by_priority[request.priority]
             self._top = self._by_priority[max(self._by_priority)] if self._by_priority else None
 
-    def _queue(self, priority: int) -> deque[Request]:
-        queue = self._by_priority.get(priority)
-        if queue is None:
-            queue = self._by_priority[priority] = deque()
-            self._top = self._by_priority[max(self._by_priority)]
-        return queue
+    def head(self, now_ns: int) -> Request:
+        """Return the first of the highest priority."""
+        assert self._top is not None
+        return self._top[0]
+
+    def holds_until_ns(self, now_ns: int) -> int:
+        """Return NEVER_NS: waiting does not change the order."""
+        return NEVER_NS
+
+    def num_ahead(self, request: Request) -> int:
+        """Return how many requests go before `request`, which was just pushed and is new."""
+        return sum(len(queue) for priority, queue in self._by_priority.items() if priority >= request.priority) - 1
 
     def __iter__(self) -> Iterator[Request]:
         for priority in sorted(self._by_priority, reverse=True):
             yield from self._by_priority[priority]
 
 
-class RunningSet:
-    """Requests that run, by priority, then admission."""
+class WaitingQueue:
+    """Requests that wait to be admitted, in the order of `policy`. Owner of how many they are."""
 
-    __slots__ = ("_by_priority", "num_running")
+    __slots__ = ("head", "holds_until_ns", "num_ahead", "num_waiting", "num_waiting_tokens", "policy")
 
-    def __init__(self) -> None:
-        self._by_priority: dict[int, dict[int, Request]] = {}
-        self.num_running = 0
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self.policy = policy
+        self.head = policy.head
+        self.holds_until_ns = policy.holds_until_ns
+        self.num_ahead = policy.num_ahead
+        self.num_waiting = 0
+        self.num_waiting_tokens = 0
+        """Known tokens of all that wait."""
 
-    def add(self, request: Request) -> None:
-        """`request.admission` is larger than all before."""
-        same = self._by_priority.get(request.priority)
-        if same is None:
-            same = self._by_priority[request.priority] = {}
-        same[request.admission] = request
-        self.num_running += 1
+    def push(self, request: Request) -> None:
+        """Add `request`."""
+        self.policy.push(request)
+        self.num_waiting += 1
+        self.num_waiting_tokens += request.num_prompt_tokens + request.num_output_tokens
 
     def remove(self, request: Request) -> None:
-        """Takes out a request that ended or was preempted."""
-        same = self._by_priority[request.priority]
-        del same[request.admission]
-        if not same:
-            del self._by_priority[request.priority]
-        self.num_running -= 1
-
-    def victim(self) -> Request:
-        """Who loses its pages when one is missing: of the lowest priority, the last admitted.
-
-        Whoever asks is among the candidates, so a victim is never more important than the asker, and of its equals
-        only those admitted after it go before it.
-        """
-        lowest = self._by_priority[min(self._by_priority)]
-        return lowest[next(reversed(lowest))]
+        """Take out `request`."""
+        self.policy.remove(request)
+        self.num_waiting -= 1
+        self.num_waiting_tokens -= request.num_prompt_tokens + request.num_output_tokens
 
     def __iter__(self) -> Iterator[Request]:
-        for priority in sorted(self._by_priority):
-            yield from self._by_priority[priority].values()
+        return iter(self.policy)

@@ -38,7 +38,7 @@ class DecodeWheel:
         """From the next step on `request` computes a token a step, until it has made all its tokens."""
         base = request.num_computed - self.step
         request.wheel_base = base
-        request.stop_step = self.step + request.num_output_tokens - request.num_made - 1
+        request.stop_step = self.step + request.max_tokens - request.num_output_tokens - 1
         slot = -base % self.page_size
         self._num_due[slot] += 1
         self._members[slot][request.admission] = request
@@ -47,7 +47,7 @@ class DecodeWheel:
         heappush(self._finishing, (request.stop_step, request.admission, request))
 
     def leave(self, request: Request) -> None:
-        """Takes `request` off the wheel and brings its `num_computed` and `num_made` up to date."""
+        """Takes `request` off the wheel and brings its `num_computed` and `num_output_tokens` up to date."""
         base = request.wheel_base
         slot = -base % self.page_size
         self._num_due[slot] -= 1
@@ -56,7 +56,7 @@ class DecodeWheel:
         self.num_decoding -= 1
         num_steps = base + self.step - request.num_computed
         request.num_computed += num_steps
-        request.num_made += num_steps
+        request.num_output_tokens += num_steps
         request.stop_step = -1
 
     # Questions --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.errors import ConfigError
+from kvarts.event_log import Tell
 from kvarts.kv.cache import PageCache
 from kvarts.kv.pool import PageId
 from kvarts.kv.tree import Node, Path, PrefixTree
@@ -45,8 +46,8 @@ class SharedPool:
 class AgedTree(PrefixTree):
     """A PrefixTree whose cached runs say when they were released. Writes `stamp` of its nodes."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        super().__init__()
+    def __init__(self, memory: DeviceMemory, tell: Tell | None) -> None:
+        super().__init__(tell)
         self._memory = memory
 
     @property
@@ -76,7 +77,15 @@ class SharedCache(PageCache):
     pool: SharedPool  # type: ignore[assignment]
     tree: AgedTree
 
-    def __init__(self, name: str, memory: DeviceMemory, *, page_bytes: int, guaranteed_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: DeviceMemory,
+        *,
+        page_bytes: int,
+        guaranteed_bytes: int = 0,
+        tell: Tell | None = None,
+    ) -> None:
         if not 1 <= page_bytes <= memory.num_bytes:
             raise ConfigError(
                 f"one page has {page_bytes:,} bytes; the device has {memory.num_bytes:,}", field=f"{name}.page_bytes"
@@ -93,7 +102,7 @@ class SharedCache(PageCache):
         self.claim = 0
         """The number of the claim; earlier ones go first."""
         self.pool = SharedPool(memory, page_bytes)
-        self.tree = AgedTree(memory)
+        self.tree = AgedTree(memory, tell)
         self.match = self.tree.match
         memory.add(self)
 

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.event_log import Tell
 from kvarts.events import Blocked
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
@@ -28,6 +29,7 @@ from kvarts.sharing.cache import SharedCache
 from kvarts.sharing.donors import cheapest, victims_of
 from kvarts.sharing.loans import Loan, debts
 from kvarts.sharing.memory import DeviceMemory
+from kvarts.sharing.part import DevicePages
 
 __all__ = ["Donation", "Health", "SharedDevice"]
 
@@ -84,23 +86,29 @@ class SharedDevice:
         guaranteed_bytes: int = 0,
         floor: int = 0,
         ceiling: int | None = None,
+        tell: Tell | None = None,
     ) -> SharedCache:
         """Adds `model`; returns its cache, for the scheduler that `attach` then brings. A model that is there gets the
         new weight, and keeps everything else.
 
         `weight`, `floor` and `ceiling`: see TokenBudgets. `guaranteed_bytes`: what it can always have back.
+        `tell` receives what happens to its pages.
         """
         self.budgets.register(model, weight, floor=floor, ceiling=ceiling)
         member = self._members.get(model)
         if member is None:
             try:
                 memory = DeviceMemory(guaranteed_bytes) if self.is_static else self.memory
-                cache = SharedCache(model, memory, page_bytes=page_bytes, guaranteed_bytes=guaranteed_bytes)
+                cache = SharedCache(model, memory, page_bytes=page_bytes, guaranteed_bytes=guaranteed_bytes, tell=tell)
             except ConfigError:
                 self.budgets.deregister(model)
                 raise
             member = self._members[model] = _Member(cache)
         return member.cache
+
+    def pages_of(self, model: str) -> DevicePages:
+        """Return where a scheduler of `model` takes its pages and tokens from."""
+        return DevicePages(self._member(model).cache, self, token_budget=self.budgets.total)
 
     def attach(self, model: str, scheduler: Scheduler, cancel: Callable[[Request], object] | None = None) -> None:
         """`scheduler`, made with the cache of `model`, is the one of `model`. `cancel`: how to, if an engine wants to
@@ -109,7 +117,6 @@ class SharedDevice:
         assert scheduler.cache is member.cache, f"{model} has another cache"
         member.scheduler = scheduler
         member.cancel = cancel or scheduler.cancel
-        scheduler.make_way = lambda request, num_pages, to_admit: self._make_way(model, request, num_pages, to_admit)
 
     def deregister(self, model: str) -> list[Request]:
         """Takes `model` out, with everything it holds; returns its requests, which are cancelled."""
@@ -136,7 +143,8 @@ class SharedDevice:
         scheduler = member.scheduler
         num_pages, head = 0, -1
         if scheduler is not None and scheduler.blocked is Blocked.PAGES and scheduler.waiting.num_waiting:
-            num_pages, head = scheduler.num_pages_wanted, scheduler.waiting.head().index
+            assert scheduler.blocked_head is not None
+            num_pages, head = scheduler.num_pages_wanted, scheduler.blocked_head.index
         is_new, member.claimant = head != member.claimant, head
         if member.cache.make_claim(num_pages, is_new=is_new):
             self._somebody_released(but=member.cache.name)
@@ -190,7 +198,8 @@ class SharedDevice:
             if count:
                 member = self._members[name]
                 pages = -(-short_bytes // member.cache.page_bytes)
-                victims_gone = scheduler.give_way(count, model, asker, pages)
+                victims_gone = scheduler.preemptor.give_way(count, model, asker, pages)
+                scheduler.blocked = Blocked.NOT
                 gone += [(name, victim.index) for victim in victims_gone]
                 lost_tokens += choice[count - 1].lost_tokens
                 member.num_reclaimed += count
@@ -199,8 +208,8 @@ class SharedDevice:
         self._somebody_released(but=model)
         return Donation(True, 0, tuple(gone), lost_tokens)
 
-    def _make_way(self, model: str, request: Request, num_pages: int, to_admit: bool) -> bool:
-        """See Scheduler.make_way."""
+    def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
+        """Ask other models for pages until `num_pages` can be taken for `request` of `model`; whether they can."""
         member = self._members[model]
         cache = member.cache
         is_within = cache.is_within(num_pages)
@@ -208,7 +217,7 @@ class SharedDevice:
             return False
         return self.request_pages(model, num_pages, request.priority, asker=request.index).is_granted
 
-    def may_make_way(self, model: str) -> bool:
+    def may_make_way(self, model: str, now_ns: int) -> bool:
         """Whether others may give way to the head of `model`, which waits for pages that it is entitled to, as soon as
         they have enough. What they have grows while they decode."""
         member = self._members[model]
@@ -216,7 +225,7 @@ class SharedDevice:
             return False
         if not member.cache.is_within(member.scheduler.num_pages_wanted):
             return False
-        return self._has_donors(member, member.scheduler.waiting.head().priority)
+        return self._has_donors(member, member.scheduler.waiting.head(now_ns).priority)
 
     def _has_donors(self, member: _Member, below_priority: int) -> bool:
         """Whether somebody else uses more than its guarantee and has running work `below_priority`."""
@@ -260,7 +269,7 @@ class SharedDevice:
         member = self._member(model)
         member.health = health
         if member.scheduler is not None:
-            member.scheduler.is_draining = health != "healthy"
+            member.scheduler.pages.is_draining = health != "healthy"
         member.cache.make_claim(0, is_new=True)
         member.claimant = -1
         requests: list[Request] = []

@@ -33,13 +33,13 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
     for count, request in enumerate(_in_order(scheduler, below_priority), 1):
         holding = request.holding
         assert holding is not None
-        num_private = scheduler.num_pages_of(request) - (holding.path[-1].end if holding.path else 0)
+        num_private = scheduler.running.num_pages_of(request) - (holding.path[-1].end if holding.path else 0)
         num_pages += num_private
         for node in scheduler.cache.tree.walk(holding.path):
             held[id(node)] += 1
             if held[id(node)] == node.refs:
                 num_pages += node.end - node.start
-        lost += scheduler.wheel.num_computed(request) if request.stop_step >= 0 else request.num_computed
+        lost += scheduler.running.num_computed(request)
         found.append(Victims(count, num_pages * page_bytes, lost))
         if found[-1].num_bytes >= enough_bytes:
             break

@@ -23,14 +23,14 @@ class TurnLog(StepLog):
         self._withheld = array("i")
 
     def record_step(self, done: StepDone) -> None:
-        """See StepSink."""
+        """Keep a scheduled step."""
         super().record_step(done)
         self._starts_ns.append(done.start_ns)
         self._cached.append(done.num_cached)
         self._withheld.append(done.num_withheld)
 
     def record_leap(self, done: LeapDone) -> None:
-        """See StepSink."""
+        """Keep steps that were alike."""
         super().record_leap(done)
         turns = done.turns
         assert turns is not None

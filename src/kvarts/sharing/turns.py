@@ -17,16 +17,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvarts.engine import NEVER_NS, Engine
-from kvarts.events import Turns
+from kvarts.engine import Engine
+from kvarts.events import Blocked, LeapDone, Turns
+from kvarts.executor.base import VirtualExecutor
 from kvarts.report.requests import FAILED, RequestLog
 from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.cache import SharedCache
 from kvarts.sharing.device import Health, SharedDevice
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
 
-__all__ = ["HealthChange", "Lane", "Tenant"]
+__all__ = ["HealthChange", "Tenant", "TurnLoop"]
 
 NS_PER_S = 1e9
 
@@ -49,6 +51,7 @@ class Tenant:
         self,
         name: str,
         engine: Engine,
+        executor: VirtualExecutor,
         trace: Trace,
         source: Source,
         log: RequestLog,
@@ -59,6 +62,7 @@ class Tenant:
         self.name = name
         self.engine = engine
         self.scheduler = engine.scheduler
+        self._decode_ns = executor.decode_ns
         cache = engine.scheduler.cache
         assert isinstance(cache, SharedCache)
         self.cache = cache
@@ -77,8 +81,58 @@ class Tenant:
         self.contested_share = 0.0
         """What its weight entitled it to in these rounds, of what they computed."""
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a step would do nothing until others give back pages, or requests may be admitted again."""
+        scheduler = self.scheduler
+        can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
+        return not (scheduler.running.num_running or (can_admit and scheduler.blocked is not Blocked.PAGES))
 
-class Lane:
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether it could compute more than a token for each decode."""
+        scheduler = self.scheduler
+        if scheduler.running.chunked is not None:
+            return True
+        can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
+        return bool(can_admit) and scheduler.blocked in (Blocked.NOT, Blocked.BUDGET)
+
+    def decode_ns(self, num_steps: int) -> list[int]:
+        """Return how long the next `num_steps` steps take, if they are alike."""
+        wheel, pool_tokens = self.scheduler.wheel, self.engine.config.pool_tokens
+        return self._decode_ns(wheel.num_decoding, wheel.known_tokens, pool_tokens, num_steps)
+
+    def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> None:
+        """Start steps that are alike, each when its turn comes; their pages were taken. `end_leap` must follow."""
+        engine, scheduler = self.engine, self.scheduler
+        assert engine.log.tell_details is None, "what happens in many turns at once is not told in detail"
+        scheduler.advance(len(durations_ns), is_taken=True)
+        if engine.log.tell is not None:
+            engine.log.tell(
+                LeapDone(
+                    scheduler.wheel.step,
+                    turns.starts_ns[0],
+                    durations_ns,
+                    pages_taken,
+                    scheduler.cache.num_used - sum(pages_taken),
+                    turns.cached[0],
+                    scheduler.cache.num_released,
+                    scheduler.running.num_running,
+                    scheduler.num_waiting,
+                    scheduler.blocked,
+                    turns=turns,
+                )
+            )
+        engine.now_ns = turns.starts_ns[-1] + durations_ns[-1]
+
+    def end_leap(self, num_steps: int) -> list[Request]:
+        """End the `num_steps` steps that `leap` started; return the requests that finished."""
+        finished = self.scheduler.commit_many(num_steps, self.engine.now_ns)
+        self.engine.emit()
+        return finished
+
+
+class TurnLoop:
     """Runs one replay. `device` knows the models by the names of `tenants`.
 
     `changes`: of health. `on_progress`, where given, is told how many more requests have ended.
@@ -144,7 +198,7 @@ class Lane:
                     self._fail(tenant, request, "its model was degraded, and admitted nobody until the end")
             self._arrivals(NEVER_NS - 1)
         for tenant in self._tenants:
-            tenant.engine.flush()
+            tenant.engine.log.flush()
         self._device.check()
 
     # What comes from outside ------------------------------------------------------------------------------
@@ -179,7 +233,7 @@ class Lane:
             index,
             tenant.trace.content(row, page_size=tenant.engine.config.page_size, owner=index),
             num_prompt_tokens=row.num_prompt_tokens,
-            num_output_tokens=row.num_output_tokens,
+            max_tokens=row.num_output_tokens,
             arrival_ns=now_ns,
             priority=row.priority + tenant.priority,
             request_id=row.request_id or str(row.row),
@@ -228,7 +282,7 @@ class Lane:
     # Turns ------------------------------------------------------------------------------------------------
 
     def _can_step(self, tenant: Tenant) -> bool:
-        return not tenant.scheduler.is_stalled or self._device.may_make_way(tenant.name)
+        return not tenant.is_stalled or self._device.may_make_way(tenant.name, self._now_ns)
 
     def _next(self) -> Tenant | None:
         """Whose turn it is, of those that can do something; a round ends with its last model."""
@@ -256,19 +310,25 @@ class Lane:
             tenant.saved = budget
             return
         tenant.saved = 0
-        scheduler.token_budget = min(budget, tenant.engine.config.max_num_batched_tokens)
+        scheduler.pages.token_budget = min(budget, tenant.engine.config.max_num_batched_tokens)
         tenant.cache.refresh()
         num_released = tenant.cache.num_released
-        end_ns = tenant.engine.start(self._now_ns)
-        is_step = not tenant.engine.is_pausing
+        engine = tenant.engine
+        engine.now_ns = self._now_ns
+        is_step = engine.begin(self._now_ns)
+        end_ns = engine.now_ns
         if self._arrival_ns < end_ns:
             self._arrivals(end_ns - 1)
-        finished = tenant.engine.finish()
+        finished: list[Request] = []
+        if is_step:
+            finished = engine.end()
+        else:
+            engine.emit()
         self._now_ns = end_ns
         self._end(tenant, finished)
         self._device.end_turn(tenant.name, has_released=tenant.cache.num_released != num_released)
         if is_step:
-            num_tokens = tenant.engine.batch.num_tokens
+            num_tokens = tenant.engine.plan.batch.num_tokens
             self._num_spent += num_tokens
             if tenant in self._contestants:
                 self._account(tenant, num_tokens)
@@ -308,7 +368,7 @@ class Lane:
         budgets = self._device.budgets
         total = 0
         for tenant in working:
-            if tenant.scheduler.wants_tokens:
+            if tenant.wants_tokens:
                 return False
             num_decoding = tenant.scheduler.wheel.num_decoding
             total += num_decoding
@@ -326,7 +386,7 @@ class Lane:
         contestants = []
         for tenant in working:
             demands[tenant.name] = tenant.scheduler.wheel.num_decoding
-            if tenant.scheduler.wants_tokens:
+            if tenant.wants_tokens:
                 demands[tenant.name] = None
                 contestants.append(tenant)
         self._contestants = contestants if len(contestants) > 1 else []
@@ -344,22 +404,28 @@ class Lane:
         if self._granted is not None:
             return False
         for tenant in self._tenants:
-            if tenant.scheduler.wants_tokens:  # the most frequent reason, before anything is made
+            if tenant.wants_tokens:  # the most frequent reason, before anything is made
                 return False
         tenants, place = self._tenants, self._place
-        active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.scheduler.is_stalled]
-        if not self._only_decode(active) or any(self._device.may_make_way(tenant.name) for tenant in tenants):
+        active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.is_stalled]
+        if not self._only_decode(active) or any(
+            self._device.may_make_way(tenant.name, self._now_ns) for tenant in tenants
+        ):
             return False
         num_active = len(active)
         num_turns = NEVER_NS
         for position, tenant in enumerate(active):
             tenant.cache.refresh()
-            tenant.scheduler.token_budget = self._device.budgets.total
-            num_steps = tenant.scheduler.horizon()
+            tenant.scheduler.pages.token_budget = self._device.budgets.total
+            num_steps = tenant.scheduler.horizon(self._now_ns)
             if num_steps < 1:
                 return False
             num_turns = min(num_turns, position + (num_steps - 1) * num_active + 1)
         until_ns = self._next_ns()
+        for tenant in active:
+            waiting = tenant.scheduler.waiting
+            if waiting.num_waiting:
+                until_ns = min(until_ns, waiting.holds_until_ns(self._now_ns))
         # No more durations than it takes to get there, as far as the last round tells.
         num_wanted = (until_ns - self._now_ns) // self._last_round_ns + 2
         num_turns = min(num_turns, num_wanted * num_active)
@@ -416,11 +482,11 @@ class Lane:
             tenant = stride.tenant
             num_released = tenant.cache.num_released
             turns = Turns(stride.starts_ns, stride.cached, stride.withheld)
-            tenant.engine.leap(stride.durations_ns[:num_steps], stride.due[:num_steps], turns)
+            tenant.leap(stride.durations_ns[:num_steps], stride.due[:num_steps], turns)
             tenant.saved = 0
             if stride is strides[last]:
                 self._arrivals(self._now_ns - 1)
-            self._end(tenant, tenant.engine.finish())
+            self._end(tenant, tenant.end_leap(num_steps))
             self._device.end_turn(tenant.name, has_released=tenant.cache.num_released != num_released)
         self._place = self._tenants.index(strides[last].tenant) + 1
         if self._audit:
@@ -444,7 +510,7 @@ class _Stride:
     def __init__(self, tenant: Tenant, num_steps: int) -> None:
         self.tenant = tenant
         self.cache = cache = tenant.cache
-        self.durations_ns = tenant.engine.decode_ns(num_steps) if num_steps > 0 else []
+        self.durations_ns = tenant.decode_ns(num_steps) if num_steps > 0 else []
         self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps > 0 else []
         self.num_unused = cache.pool.total - cache.num_used
         """Pages of the device, by their number, that the model does not use."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvarts.engine import NEVER_NS, Engine
 from kvarts.report.requests import RequestLog
 from kvarts.request import Request
+from kvarts.sim.replica import NEVER_NS, Replica
 from kvarts.sim.router import Router
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
@@ -29,7 +29,7 @@ class Driver:
         self,
         trace: Trace,
         source: Source,
-        engines: Sequence[Engine],
+        replicas: Sequence[Replica],
         router: Router,
         log: RequestLog,
         *,
@@ -37,19 +37,19 @@ class Driver:
     ) -> None:
         self._trace = trace
         self._source = source
-        self._engines = engines
+        self._replicas = replicas
         self._router = router
         self._log = log
         self._on_progress = on_progress
-        self._page_size = engines[0].config.page_size
+        self._page_size = replicas[0].config.page_size
         # To the mocker, every generated token is unlike any other.
-        self._know_output = engines[0].config.profile != "mocker"
+        self._know_output = replicas[0].config.profile != "mocker"
         self._rows: dict[int, TraceRequest] = {}
         """Requests that are in an engine, by index."""
         self._num_arrived = 0
         self._finished: list[Request] = []
-        self._ends_ns = [NEVER_NS] * len(engines)
-        self._quiet_ns = [NEVER_NS] * len(engines)
+        self._ends_ns = [NEVER_NS] * len(replicas)
+        self._quiet_ns = [NEVER_NS] * len(replicas)
         """For engines with a step under way: until when no request ends there, if none arrives there."""
 
     def run(self) -> None:
@@ -58,23 +58,23 @@ class Driver:
             self._run_by_event()
         else:
             self._run_by_arrival()
-        for engine in self._engines:
-            engine.flush()
-        assert not any(engine.has_work for engine in self._engines), "L8: the replay ended with requests left over"
+        for replica in self._replicas:
+            replica.flush()
+        assert not any(replica.has_work for replica in self._replicas), "L8: the replay ended with requests left over"
 
     def _run_by_arrival(self) -> None:
-        source, engines, router = self._source, self._engines, self._router
+        source, replicas, router = self._source, self._replicas, self._router
         while (now_ns := source.next_ns()) is not None:
             if router.looks_at_engines:
-                for index in range(len(engines)):
+                for index in range(len(replicas)):
                     self._run_engine(index, now_ns)
             self._arrive(source.pop(), now_ns)
-        for index in range(len(engines)):
+        for index in range(len(replicas)):
             self._run_engine(index, NEVER_NS)
 
     def _run_engine(self, index: int, until_ns: int) -> None:
         finished = self._finished
-        self._engines[index].run_until(until_ns, finished)
+        self._replicas[index].run_until(until_ns, finished)
         if finished:
             self._end(index, finished)
             finished.clear()
@@ -91,7 +91,7 @@ class Driver:
             for index, end_ns in enumerate(ends_ns):
                 if end_ns == now_ns:
                     ends_ns[index] = self._quiet_ns[index] = NEVER_NS
-                    self._end(index, self._engines[index].finish())
+                    self._end(index, self._replicas[index].finish())
             while (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
                 self._arrive(source.pop(), now_ns)
             self._start(now_ns, NEVER_NS if arrival_ns is None else arrival_ns)
@@ -111,18 +111,18 @@ class Driver:
             index,
             self._trace.content(row, page_size=self._page_size, owner=index, know_output=self._know_output),
             num_prompt_tokens=row.num_prompt_tokens,
-            num_output_tokens=row.num_output_tokens,
+            max_tokens=row.num_output_tokens,
             arrival_ns=now_ns,
             priority=row.priority,
             request_id=row.request_id or str(row.row),
         )
-        engines = self._engines
-        replica = self._router.choose(request, engines) if len(engines) > 1 else 0
+        replicas = self._replicas
+        replica = self._router.choose(request, replicas) if len(replicas) > 1 else 0
         if not self._source.is_reactive:
             self._run_engine(replica, now_ns)
-        if engines[replica].is_pausing:
+        if replicas[replica].is_pausing:
             self._ends_ns[replica] = NEVER_NS
-        reason = engines[replica].submit(request, now_ns)
+        reason = replicas[replica].submit(request, now_ns)
         if reason is None:
             self._rows[index] = row
             # It may be admitted in the next step there, and end before all others.
@@ -139,22 +139,22 @@ class Driver:
         A request that ends elsewhere may send one here. So first come those that do a single step, whose end is then
         known; then those that could do many, up to the first possible end of a request in any of the others.
         """
-        engines, ends_ns, quiet_ns = self._engines, self._ends_ns, self._quiet_ns
-        if len(engines) == 1:
-            if ends_ns[0] == NEVER_NS and engines[0].has_work:
-                ends_ns[0] = engines[0].start(now_ns, arrival_ns)
+        replicas, ends_ns, quiet_ns = self._replicas, self._ends_ns, self._quiet_ns
+        if len(replicas) == 1:
+            if ends_ns[0] == NEVER_NS and replicas[0].has_work:
+                ends_ns[0] = replicas[0].start(now_ns, arrival_ns)
             return
         leaping = []
-        for index, engine in enumerate(engines):
-            if ends_ns[index] == NEVER_NS and engine.has_work:
-                quiet_until_ns = engine.quiet_until(now_ns)
+        for index, replica in enumerate(replicas):
+            if ends_ns[index] == NEVER_NS and replica.has_work:
+                quiet_until_ns = replica.quiet_until(now_ns)
                 if quiet_until_ns is None:
-                    ends_ns[index] = quiet_ns[index] = engine.start(now_ns)
+                    ends_ns[index] = quiet_ns[index] = replica.start(now_ns)
                 else:
                     quiet_ns[index] = quiet_until_ns
                     leaping.append(index)
         for index in leaping:
             until_ns = min(arrival_ns, *quiet_ns[:index], *quiet_ns[index + 1 :])
-            ends_ns[index] = engines[index].start(now_ns, until_ns)
+            ends_ns[index] = replicas[index].start(now_ns, until_ns)
             if ends_ns[index] > quiet_ns[index]:
                 quiet_ns[index] = ends_ns[index]  # a transfer ends while the last of its steps is under way

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from kvarts.engine import Engine
 from kvarts.request import Request
+from kvarts.sim.replica import Replica
 
 __all__ = ["LeastLoaded", "PrefixAware", "RoundRobin", "Router", "RouterName", "make_router"]
 
@@ -14,12 +14,12 @@ RouterName = Literal["round-robin", "least-loaded", "prefix"]
 
 
 class Router(Protocol):
-    """Promises: looks at the engines and changes nothing in them."""
+    """Promises: looks at the replicas and changes nothing in them."""
 
     looks_at_engines: bool
-    """Whether the choice depends on what the engines are doing."""
+    """Whether the choice depends on what the replicas are doing."""
 
-    def choose(self, request: Request, engines: Sequence[Engine]) -> int:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
         """The index of the engine that `request` goes to."""
 
 
@@ -31,9 +31,9 @@ class RoundRobin:
     def __init__(self) -> None:
         self._num_routed = 0
 
-    def choose(self, request: Request, engines: Sequence[Engine]) -> int:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
         """See Router."""
-        index = self._num_routed % len(engines)
+        index = self._num_routed % len(replicas)
         self._num_routed += 1
         return index
 
@@ -43,9 +43,9 @@ class LeastLoaded:
 
     looks_at_engines = True
 
-    def choose(self, request: Request, engines: Sequence[Engine]) -> int:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
         """See Router."""
-        return min(range(len(engines)), key=lambda index: num_requests(engines[index]))
+        return min(range(len(replicas)), key=lambda index: num_requests(replicas[index]))
 
 
 class PrefixAware:
@@ -57,24 +57,24 @@ class PrefixAware:
 
     looks_at_engines = True
 
-    def choose(self, request: Request, engines: Sequence[Engine]) -> int:
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
         """See Router."""
 
         def cost(index: int) -> int:
-            engine = engines[index]
-            config, scheduler = engine.config, engine.scheduler
+            replica = replicas[index]
+            config, scheduler = replica.config, replica.scheduler
             limit = (request.num_known - 1) // config.page_size
             hit_pages = scheduler.cache.match(request.content, limit).num_pages
             num_waiting_pages = config.pages_for(scheduler.waiting.num_waiting_tokens)
             to_compute = config.pages_for(request.num_prompt_tokens) - hit_pages
             return to_compute + scheduler.cache.num_used + num_waiting_pages
 
-        return min(range(len(engines)), key=cost)
+        return min(range(len(replicas)), key=cost)
 
 
-def num_requests(engine: Engine) -> int:
+def num_requests(replica: Replica) -> int:
     """Requests running or waiting."""
-    return engine.scheduler.running.num_running + engine.scheduler.waiting.num_waiting
+    return replica.scheduler.running.num_running + replica.scheduler.waiting.num_waiting
 
 
 def make_router(name: RouterName) -> Router:

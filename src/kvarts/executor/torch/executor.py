@@ -36,6 +36,8 @@ class TorchExecutor:
     the pages, see `choose_reader`.
     """
 
+    needs_page_ids = True
+
     def __init__(
         self,
         model: Any,

@@ -1,0 +1,84 @@
+"""How many steps from now on are certain to be alike."""
+
+from __future__ import annotations
+
+from kvarts.events import Blocked
+from kvarts.kv.cache import PageCache
+from kvarts.request import Request
+from kvarts.sched.loads import Loads
+from kvarts.sched.page_source import PageSource
+from kvarts.sched.policy import WaitingQueue
+from kvarts.sched.running import Running
+
+__all__ = ["Horizon"]
+
+
+class Horizon:
+    """Says how many steps every decode gets a token in, and nothing else happens. Changes nothing.
+
+    `orders_matter`: the order in which pages are filled and evicted is told, so both may not happen in one leap.
+    """
+
+    __slots__ = ("_cache", "_loads", "_orders_matter", "_page_size", "_pages", "_running", "_waiting")
+
+    def __init__(
+        self,
+        running: Running,
+        waiting: WaitingQueue,
+        cache: PageCache,
+        pages: PageSource,
+        loads: Loads | None,
+        *,
+        orders_matter: bool,
+    ) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._cache = cache
+        self._pages = pages
+        self._loads = loads
+        self._orders_matter = orders_matter or loads is not None
+        self._page_size = running.wheel.page_size
+
+    def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None) -> int:
+        """Return the number of steps; 0 if the one at `now_ns` has to be scheduled.
+
+        `blocked`: why `blocked_head` waits, which was the head when the queue was last looked at.
+        """
+        running, loads = self._running, self._loads
+        wheel = running.wheel
+        if running.chunked is not None or not wheel.num_decoding or (loads is not None and loads.loaded):
+            return 0
+        if self._waiting.num_waiting and not self._pages.is_draining:
+            # Decodes only ever take more pages, so a head that was short of pages stays so; and of seats.
+            if blocked is Blocked.NOT or self._waiting.head(now_ns) is not blocked_head:
+                return 0
+            if blocked is Blocked.BUDGET and wheel.num_decoding < self._pages.token_budget:
+                return 0
+        num_steps = wheel.steps_to_finish()
+        page_size = self._page_size
+        most_pages = (num_steps // page_size + 1) * wheel.num_decoding
+        if running.num_sharing:
+            if blocked is Blocked.PAGES:
+                # A page that a decode fills may be one that the head needs, and then needs no more.
+                num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
+            elif self._orders_matter or not self._cache.has_empty(most_pages):
+                # What is filled and what is evicted may be copies of one page: their order matters. And what is
+                # filled may have to be stored.
+                num_steps = min(num_steps, wheel.steps_to_filled_page())
+        num_free = self._cache.num_free
+        if loads is not None:
+            num_to_spare = loads.tiers.pages_to_spare()
+            if num_to_spare is None:
+                return 0
+            num_free = min(num_free, num_to_spare)
+        if most_pages > num_free:
+            num_steps = self._steps_within(num_free, num_steps)
+        return num_steps
+
+    def _steps_within(self, num_free: int, num_steps: int) -> int:
+        """Return how many of the next `num_steps` steps `num_free` pages are enough for."""
+        for index, num_due in enumerate(self._running.wheel.pages_due_by_step(num_steps)):
+            num_free -= num_due
+            if num_free < 0:
+                return index
+        return num_steps

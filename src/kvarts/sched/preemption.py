@@ -1,0 +1,177 @@
+"""Pages for what runs, and which running request loses its own when they are short."""
+
+from __future__ import annotations
+
+from kvarts.event_log import Tell
+from kvarts.events import Preemption
+from kvarts.kv.cache import PageCache
+from kvarts.kv.pool import PageId
+from kvarts.request import Request, RequestState
+from kvarts.sched.page_source import PageSource
+from kvarts.sched.policy import WaitingQueue
+from kvarts.sched.running import Running
+
+__all__ = ["PageMark", "Preemptor"]
+
+
+class PageMark:
+    """Pages at the mark of the last scheduled step: the first moment in which the most were in use."""
+
+    __slots__ = ("_cache", "cached", "released", "used")
+
+    def __init__(self, cache: PageCache) -> None:
+        self._cache = cache
+        self.used = self.cached = self.released = 0
+
+    def begin(self) -> None:
+        """A step begins: the next `look` sets the mark."""
+        self.used = -1
+
+    def look(self) -> None:
+        """Set the mark here if more pages are in use than before in this step."""
+        cache = self._cache
+        num_used = cache.num_used
+        if num_used > self.used:
+            self.used, self.cached, self.released = num_used, cache.num_cached, cache.num_released
+
+
+class Preemptor:
+    """Takes pages for running requests, and preempts others for them. Writes `stalled` nowhere: see Running for owners.
+
+    `preemptions`: those of the step being planned, in order; `gave_way`: those for other models since the last step was
+    planned.
+    """
+
+    __slots__ = (
+        "_cache",
+        "_mark",
+        "_page_size",
+        "_pages",
+        "_running",
+        "_tell",
+        "_waiting",
+        "gave_way",
+        "last_end_ns",
+        "preemptions",
+    )
+
+    def __init__(
+        self,
+        running: Running,
+        waiting: WaitingQueue,
+        cache: PageCache,
+        pages: PageSource,
+        mark: PageMark,
+        tell: Tell | None,
+    ) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._cache = cache
+        self._pages = pages
+        self._mark = mark
+        self._tell = tell
+        self._page_size = running.wheel.page_size
+        self.preemptions: list[Preemption] = []
+        self.gave_way: list[Preemption] = []
+        self.last_end_ns = 0
+        """When the last step ended."""
+
+    def take_due(self, num_due: int, now_ns: int) -> None:
+        """Take the `num_due` pages that decodes need in this step."""
+        cache = self._cache
+        if num_due > cache.num_free:
+            self._take_due_one_by_one(now_ns)
+            return
+        page_ids = cache.take(num_due)
+        if page_ids is not None:
+            for request, page_id in zip(self._running.wheel.needing_page(), page_ids, strict=True):
+                _give_page(request, page_id)
+
+    def make_room(self, asker: Request, num_pages: int, now_ns: int) -> bool:
+        """Preempt until `num_pages` can be taken for chunks of `asker`; False if that cost `asker` its own pages.
+
+        The decodes have taken their pages for this step.
+        """
+        while num_pages > self._cache.num_free and not self.others_make_way(asker, num_pages):
+            if self._preempt_for(asker, num_pages, now_ns, None) is asker:
+                return False
+        return True
+
+    def others_make_way(self, request: Request, num_pages: int) -> bool:
+        """Whether `num_pages` can be taken for running `request` now, since other models gave way."""
+        if self._running.victim().priority < request.priority:
+            return False  # its own model has less important work, which is preempted first
+        return self._pages.make_way(request, num_pages, to_admit=False)
+
+    def give_way(self, num_victims: int, model: str, asker: int, num_pages: int) -> list[Request]:
+        """Preempt the next `num_victims` victims, between steps, for request `asker` of `model`; return them.
+
+        `num_pages`: how many pages of this pool would be enough for it.
+        """
+        running = self._running
+        victims = []
+        for _ in range(num_victims):
+            victim = running.victim()
+            if victim is not running.chunked:
+                victim.last_token_ns = self.last_end_ns
+            running.leave(victim)
+            num_used = self._cache.num_used
+            preemption = Preemption(victim.index, asker, num_pages, num_pages, num_used, victim.num_computed, model)
+            self.gave_way.append(preemption)
+            self._send_back(victim, preemption)
+            victims.append(victim)
+        return victims
+
+    def _take_due_one_by_one(self, now_ns: int) -> None:
+        """Not every decode can have its page: in admission order, each takes one or preempts for it."""
+        cache = self._cache
+        served: set[int] = set()
+        for request in self._running.wheel.needing_page():
+            if request.state is not RequestState.DECODING:
+                continue  # preempted for one before it
+            while not cache.num_free and not self.others_make_way(request, 1):
+                if self._preempt_for(request, 1, now_ns, served) is request:
+                    break
+            else:
+                served.add(request.index)
+                page_ids = cache.take(1)
+                if page_ids is not None:
+                    _give_page(request, page_ids[0])
+
+    def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:
+        """Preempt one request and return it. `served`: the decodes that took a page for this step; None: all."""
+        self._mark.look()
+        running, cache = self._running, self._cache
+        num_used = cache.num_used
+        victim = running.victim()
+        num_unused = 0
+        is_chunked = victim is running.chunked
+        running.leave(victim)
+        if not is_chunked:
+            victim.last_token_ns = now_ns  # it made one in the step that ended now
+            # A page taken for the step that it is now not part of.
+            if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
+                num_unused = 1
+        preemption = Preemption(
+            victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed
+        )
+        self.preemptions.append(preemption)
+        self._send_back(victim, preemption, num_unused)
+        return victim
+
+    def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0) -> None:
+        """Let `victim`, off the wheel, wait again."""
+        if self._tell is not None:
+            self._tell(preemption)
+        self._running.release(victim, num_unused)
+        victim.become(RequestState.PREEMPTED)
+        victim.num_preemptions += 1
+        victim.num_computed = 0
+        self._waiting.push(victim)
+
+
+def _give_page(request: Request, page_id: PageId) -> None:
+    holding = request.holding
+    assert holding is not None and holding.page_ids is not None
+    holding.page_ids.append(page_id)
+    holding.num_pages += 1

@@ -1,0 +1,163 @@
+"""What runs: the decode wheel, the one request whose known tokens are not all computed, and the order of preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvarts.kv.cache import Holding, PageCache
+from kvarts.request import Request, RequestState
+from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.wheel import DecodeWheel
+
+__all__ = ["Running", "RunningOrder"]
+
+
+class RunningOrder:
+    """Running requests, by priority, then admission."""
+
+    __slots__ = ("_by_priority", "num_running")
+
+    def __init__(self) -> None:
+        self._by_priority: dict[int, dict[int, Request]] = {}
+        self.num_running = 0
+
+    def add(self, request: Request) -> None:
+        """Add `request`, whose `admission` is larger than all before."""
+        same = self._by_priority.get(request.priority)
+        if same is None:
+            same = self._by_priority[request.priority] = {}
+        same[request.admission] = request
+        self.num_running += 1
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that ended or was preempted."""
+        same = self._by_priority[request.priority]
+        del same[request.admission]
+        if not same:
+            del self._by_priority[request.priority]
+        self.num_running -= 1
+
+    def victim(self) -> Request:
+        """Return the request that loses its pages when one is missing: of the lowest priority, the last admitted.
+
+        The request that asks is among the candidates, so a victim is never more important than it, and of its equals
+        only those admitted after it are preempted before it.
+        """
+        lowest = self._by_priority[min(self._by_priority)]
+        return lowest[next(reversed(lowest))]
+
+    def __iter__(self) -> Iterator[Request]:
+        for priority in sorted(self._by_priority):
+            yield from self._by_priority[priority].values()
+
+
+class Running(RunningOrder):
+    """Owner of running requests and of the pages they hold.
+
+    `batch`: the rows of an executor that needs page ids, else None.
+    """
+
+    __slots__ = ("_cache", "_num_admitted", "_page_size", "batch", "chunked", "num_sharing", "wheel")
+
+    def __init__(self, cache: PageCache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
+        super().__init__()
+        self._cache = cache
+        self._page_size = wheel.page_size
+        self._num_admitted = 0
+        self.wheel = wheel
+        self.batch = batch
+        self.chunked: Request | None = None
+        """The one request with known tokens that are not computed after the last step."""
+        self.num_sharing = 0
+        """Decodes whose generated pages other requests may hit, because their tokens are known."""
+
+    def enter(self, request: Request, hit_tokens: int, now_ns: int) -> None:
+        """Let `request` run from `now_ns` on, admitted last, with its first `hit_tokens` tokens in pages."""
+        request.become(RequestState.PREFILLING)
+        request.admission = self._num_admitted
+        self._num_admitted += 1
+        self.add(request)
+        request.num_computed = request.hit_tokens = hit_tokens
+        if request.num_admissions == 0:
+            request.first_admitted_ns = now_ns
+            request.cached_tokens = hit_tokens
+        elif hit_tokens > request.furthest_computed:
+            request.cached_tokens += hit_tokens - request.furthest_computed
+        if hit_tokens > request.largest_hit_tokens:
+            request.largest_hit_tokens = hit_tokens
+        request.num_admissions += 1
+        if self.batch is not None:
+            self.batch.enter(request)
+
+    def start_decoding(self, request: Request) -> None:
+        """Put `request`, all of whose known tokens are computed, on the wheel."""
+        request.become(RequestState.DECODING)
+        self.wheel.join(request)
+        if self.shares(request):
+            self.num_sharing += 1
+        if self.batch is not None:
+            self.batch.start_decoding(request)
+
+    def leave(self, request: Request) -> None:
+        """Take `request` off the wheel, or out of its chunks, before it has made all its tokens."""
+        if request is self.chunked:
+            self.chunked = None
+        else:
+            self.wheel.leave(request)
+            if self.shares(request):
+                self.num_sharing -= 1
+
+    def shares(self, request: Request) -> bool:
+        """Whether other requests may hit pages that `request` generates."""
+        return self.batch is not None or request.content.num_known_tokens > request.num_prompt_tokens
+
+    def release(self, request: Request, num_unused: int = 0) -> None:
+        """Give back all pages of `request`, which is off the wheel; what it computed stays cached.
+
+        `num_unused`: pages beyond its computed tokens.
+        """
+        page_size, batch = self._page_size, self.batch
+        holding = request.holding
+        assert holding is not None
+        num_computed = request.num_computed
+        if batch is not None:
+            batch.bring_home(request, request.num_known, self.wheel.step)
+            batch.leave(request)
+            num_pages = holding.num_pages
+        else:
+            # A decode takes pages in bulk with others'; a request that was loaded has them before it computes.
+            num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
+        self._cache.close(holding, request.content, num_computed // page_size, num_pages)
+        request.holding = None
+        self.remove(request)
+        request.admission = -1
+        if request.furthest_computed:
+            recomputed = min(num_computed, request.furthest_computed) - request.hit_tokens
+            if recomputed > 0:
+                request.recomputed_tokens += recomputed
+        if num_computed > request.furthest_computed:
+            request.furthest_computed = num_computed
+
+    def num_computed(self, request: Request) -> int:
+        """Return how many tokens of running `request` are computed before the next step."""
+        if request.state is RequestState.DECODING:
+            return self.wheel.num_computed(request)
+        return request.num_computed
+
+    def num_pages_of(self, request: Request) -> int:
+        """Return how many pages running `request` holds."""
+        holding = request.holding
+        assert holding is not None
+        if holding.page_ids is not None or request.state is not RequestState.DECODING:
+            return holding.num_pages
+        return -(-self.wheel.num_computed(request) // self._page_size)
+
+    def holdings(self) -> list[tuple[Holding, int]]:
+        """Return the pages of all running requests, and how many each has. Asserts that states agree, between steps."""
+        held = []
+        for request in self:
+            expected = RequestState.PREFILLING if request is self.chunked else RequestState.DECODING
+            assert request.state is expected, f"{request!r} runs, and should be {expected.name}"
+            assert request.holding is not None
+            held.append((request.holding, self.num_pages_of(request)))
+        return held

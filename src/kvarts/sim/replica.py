@@ -1,0 +1,237 @@
+"""One engine in virtual time: steps, leaps over steps that are alike, and pauses.
+
+Whatever is told in a leap is the same as if its steps had been done one by one.
+"""
+
+from __future__ import annotations
+
+from kvarts.engine import Engine
+from kvarts.events import (
+    Blocked,
+    CopiesRemoved,
+    Event,
+    LeapDone,
+    PagesRemoved,
+    StepEnded,
+    StepStarted,
+)
+from kvarts.executor.base import VirtualExecutor
+from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
+from kvarts.sched.scheduler import Scheduler
+
+__all__ = ["NEVER_NS", "Replica", "tell_by_step"]
+
+
+class Replica:
+    """An engine whose steps take the time that its executor says.
+
+    Owner of what is under way: a step, a leap or a pause.
+    `step_by_step`: never do many steps at once.
+    """
+
+    def __init__(self, engine: Engine, executor: VirtualExecutor, *, step_by_step: bool = False) -> None:
+        self.engine = engine
+        self.config = engine.config
+        self.scheduler: Scheduler = engine.scheduler
+        self._executor = executor
+        self._tiers = engine.tiers
+        self._leaps = not step_by_step
+        self._pool_tokens = engine.config.pool_tokens
+        self._is_under_way = False
+        self._num_leapt = 0
+        """Steps under way that are alike; 0 for a scheduled step."""
+        self.is_pausing = False
+        """Whether what is under way is no step: nothing can be computed before a transfer ends or a request comes."""
+        self._last_decode_ns = 10_000_000  # a guess, to ask for about as many durations as are needed
+
+    @property
+    def now_ns(self) -> int:
+        """When what is under way ends; where nothing is, the time the engine has reached."""
+        return self.engine.now_ns
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to do or to wait for."""
+        return self.engine.has_work
+
+    def submit(self, request: Request, now_ns: int) -> str | None:
+        """Queue `request` at `now_ns`; or return why it can never run. A pause ends by it."""
+        if self.is_pausing:
+            self.is_pausing = self._is_under_way = False
+            self.engine.now_ns = now_ns
+        return self.engine.submit(request, now_ns)
+
+    def cancel(self, request: Request) -> None:
+        """Drop `request` between steps; its pages are free at once."""
+        self.engine.cancel(request)
+
+    def flush(self) -> None:
+        """Hand all events that wait to the readers of the log."""
+        self.engine.log.flush()
+
+    def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
+        """Start a step at `now_ns`, and as many after it as are alike and start before `until_ns`.
+
+        Return when the last one ends. `finish` must be called for that time before anything else is done.
+        """
+        assert not self._is_under_way
+        self._is_under_way = True
+        self._num_leapt = 0
+        engine, tiers = self.engine, self._tiers
+        if tiers is not None and tiers.advance_to(now_ns):
+            self.scheduler.blocked = Blocked.NOT
+            if not engine.has_work:
+                return self._pause(now_ns)
+        elif self._leaps:
+            num_steps = self.scheduler.horizon(now_ns)
+            if num_steps > 0:
+                if tiers is not None and tiers.next_ns < until_ns:
+                    until_ns = tiers.next_ns
+                waiting = self.scheduler.waiting
+                if waiting.num_waiting and (holds_until_ns := waiting.holds_until_ns(now_ns)) < until_ns:
+                    until_ns = holds_until_ns
+                return self._leap(now_ns, until_ns, num_steps)
+        if engine.begin(now_ns):
+            return engine.now_ns
+        next_ns = self._next_ns(now_ns) if engine.has_work else now_ns
+        return self._pause(next_ns)
+
+    def finish(self) -> list[Request]:
+        """End what `start` started; return the requests that finished, in admission order."""
+        self._is_under_way = False
+        engine = self.engine
+        if self.is_pausing:
+            self.is_pausing = False
+            engine.emit()
+            return []
+        if not self._num_leapt:
+            return engine.end()
+        scheduler, tell = self.scheduler, engine.log.tell_details
+        if tell is not None:
+            tell(StepEnded(scheduler.wheel.step + self._num_leapt - 1, engine.now_ns))
+        finished = scheduler.commit_many(self._num_leapt, engine.now_ns)
+        engine.emit()
+        return finished
+
+    def run_until(self, until_ns: int, finished: list[Request]) -> None:
+        """End steps, and start those that start before `until_ns`, for as long as there is work.
+
+        Add to `finished` the requests that finished.
+        """
+        engine, scheduler, tiers = self.engine, self.scheduler, self._tiers
+        while True:
+            if self._is_under_way:
+                if engine.now_ns > until_ns:
+                    return
+                finished += self.finish()
+            now_ns = engine.now_ns
+            # `has_work`, asked before every step.
+            if now_ns >= until_ns or not (scheduler.has_work or (tiers is not None and tiers.has_work)):
+                return
+            self.start(now_ns, until_ns)
+
+    def quiet_until(self, now_ns: int) -> int | None:
+        """If a step started now would be one of many alike: when the last would end. No request ends before."""
+        num_steps = self.scheduler.horizon(now_ns) if self._leaps else 0
+        next_ns = self._next_ns(now_ns)
+        if not num_steps or next_ns <= now_ns:
+            return None
+        return min(now_ns + sum(self._decode_ns(num_steps)), next_ns)
+
+    def _next_ns(self, now_ns: int) -> int:
+        """Return when the next transfer ends, or another request may become the head of the waiting queue."""
+        next_ns = NEVER_NS if self._tiers is None else self._tiers.next_ns
+        if self.scheduler.waiting.num_waiting:
+            next_ns = min(next_ns, self.scheduler.waiting.holds_until_ns(now_ns))
+        return next_ns
+
+    def _decode_ns(self, num_steps: int) -> list[int]:
+        """Return how long the next `num_steps` steps take, if they are alike."""
+        wheel = self.scheduler.wheel
+        return self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
+
+    def _pause(self, until_ns: int) -> int:
+        assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"
+        self.is_pausing = True
+        self.engine.now_ns = until_ns
+        return until_ns
+
+    def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
+        scheduler = self.scheduler
+        # No more durations than it takes to get there, as far as the last one tells.
+        num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
+        if num_wanted < num_steps:
+            num_steps = num_wanted
+        wheel = scheduler.wheel
+        durations_ns = self._decode_ns(num_steps)
+        end_ns = now_ns + sum(durations_ns)
+        while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
+            end_ns -= durations_ns.pop()
+            num_steps -= 1
+        self._last_decode_ns = durations_ns[-1] or 1
+        cache, log = scheduler.cache, self.engine.log
+        num_used, num_cached = cache.num_used, cache.num_cached
+        num_empty = cache.pool.num_empty
+        mark = log.mark
+        pages_taken = scheduler.advance(num_steps)
+        if log.tell_details is not None:
+            for event in tell_by_step(log.take_from(mark), wheel.step, now_ns, durations_ns, pages_taken, num_empty):
+                log.tell_details(event)
+        if log.tell is not None:
+            log.tell(
+                LeapDone(
+                    wheel.step,
+                    now_ns,
+                    durations_ns,
+                    pages_taken,
+                    num_used,
+                    num_cached,
+                    cache.num_released,
+                    scheduler.running.num_running,
+                    scheduler.num_waiting,
+                    scheduler.blocked,
+                    () if self._tiers is None else self._tiers.num_pages(),
+                )
+            )
+        self._num_leapt = num_steps
+        self.engine.now_ns = end_ns
+        return end_ns
+
+
+def tell_by_step(
+    happened: list[Event],
+    step: int,
+    start_ns: int,
+    durations_ns: list[int],
+    pages_taken: list[int],
+    num_empty: int,
+) -> list[Event]:
+    """Return what happened in a leap, told step by step.
+
+    In a leap, pages are evicted for those that no empty page was left for, and are made findable in its last step only.
+    """
+    evicted: list[PagesRemoved | CopiesRemoved] = []
+    rest: list[Event] = []
+    for event in happened:
+        if isinstance(event, PagesRemoved | CopiesRemoved):
+            evicted.append(event)
+        else:
+            rest.append(event)
+    told: list[Event] = []
+    evicted.reverse()
+    last = len(durations_ns) - 1
+    for index, (duration_ns, num_taken) in enumerate(zip(durations_ns, pages_taken, strict=True)):
+        num_empty -= num_taken
+        if num_empty < 0 or index == last:
+            told.append(StepStarted(step + index, start_ns))
+        while num_empty < 0 and evicted:
+            run = evicted.pop()
+            size = run.end_page - run.start_page
+            cut = max(run.start_page, run.end_page + num_empty)
+            told.append(type(run)(run.content, cut, run.end_page))
+            if cut > run.start_page:
+                evicted.append(type(run)(run.content, run.start_page, cut))
+            num_empty = min(0, num_empty + size)
+        start_ns += duration_ns
+    return told + evicted + rest
