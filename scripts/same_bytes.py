@@ -35,16 +35,18 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Checkout:
-    """One side: the directory of a checkout, and the interpreter that runs it."""
+    """One side: the directory of a checkout, the interpreter that runs it, and where that keeps its byte code."""
 
     name: str
     path: Path
     python: Path
+    caches: Path
 
     def environment(self) -> dict[str, str]:
         """Return the environment of its commands: its own kvarts, and another hash seed for each process."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVARTS_", "PYTHON"))}
-        return {**kept, "PYTHONPATH": str(self.path / "src"), "COLUMNS": "100", "NO_COLOR": "1"}
+        python = {"PYTHONPATH": str(self.path / "src"), "PYTHONPYCACHEPREFIX": str(self.caches / self.name)}
+        return {**kept, **python, "COLUMNS": "100", "NO_COLOR": "1"}
 
     def command(self, command: Command) -> list[str]:
         """Return what the system is to run for `command`."""
@@ -199,24 +201,24 @@ def main() -> int:
     parser.add_argument("--torch", action="store_true", help="run cases of real models as well")
     args = parser.parse_args()
     data = args.data or Path(os.environ.get("KVARTS_DATA") or ROOT.parent / "shared" / "data")
-    sides = (
-        Checkout("BEFORE", args.before.resolve(), args.python_before.absolute()),
-        Checkout("AFTER", args.after.resolve(), args.python_after.absolute()),
-    )
-    cases = all_cases(sides[0].path, data.resolve())
+    cases = all_cases(args.before.resolve(), data.resolve())
     if args.list:
         for case in cases:
             if args.only in case.name:
                 print(case.name, *(f"    {command}" for command in case.commands), sep="\n")
         return 0
-    for side in sides:
-        side.check()
     start = time.perf_counter()
     outcomes = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.jobs) as pool:
         folder = Path(name).resolve()
+        sides = (
+            Checkout("BEFORE", args.before.resolve(), args.python_before.absolute(), folder / "caches"),
+            Checkout("AFTER", args.after.resolve(), args.python_after.absolute(), folder / "caches"),
+        )
+        for side in sides:
+            side.check()
         inputs = folder / "inputs"
-        write_inputs(sides[0].path, inputs)
+        write_inputs(args.before.resolve(), inputs)
         started = [
             pool.submit(run_case, case, sides, folder / str(number), inputs)
             for number, case in enumerate(wanted(cases, args))

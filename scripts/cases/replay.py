@@ -186,7 +186,7 @@ WHOLE_DYNAMO = {
 def both_ways(name: str, trace: str, settings: str, *, audit: bool = False) -> Case:
     """A replay at once and step by step, and audited if it is small, with all outputs of the first two."""
     text = f"kvarts replay {trace} {settings} {EVERYTHING}\nkvarts replay {trace} {settings} --step-by-step --json"
-    text += " --requests slow.jsonl --timeline slow.jsonl --events slow-events.jsonl.gz"
+    text += " --requests slow-requests.jsonl --timeline slow-timeline.jsonl --events slow-events.jsonl.gz"
     if audit:
         text += f"\nkvarts replay {trace} {settings} --audit --json --report audited.json"
     return case(name, text)

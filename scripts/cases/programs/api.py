@@ -1,12 +1,14 @@
 """Replay from Python, with what no command can say, and write everything that the reports tell.
 
-Names that are imported here are those that the reference documents, so that the program runs in checkouts of any age.
+What is imported by name is exported by `kvarts` itself; what has moved is looked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,17 @@ from kvarts import (
     replay_shared,
     resolve_sharing,
 )
-from kvarts.timeline import verify
+
+
+def find(name: str, *modules: str) -> Any:
+    """Return what is called `name` in the first of `modules` that there is: checkouts of any age have one of them."""
+    for module in modules:
+        with contextlib.suppress(ModuleNotFoundError):
+            return getattr(import_module(module), name)
+    raise ModuleNotFoundError(f"{name} is in none of {modules}")
+
+
+verify = find("verify", "kvarts.verify.verifier", "kvarts.timeline")
 
 
 def tenants(seed: int, num_requests: int = 160) -> list[TraceRequest]:
