@@ -1,0 +1,1 @@
+"""Programs that run in either checkout, as files of their own."""
