@@ -226,7 +226,7 @@ def test_columns_may_have_other_names_and_units(tmp_path: Path) -> None:
         ({"last_token": 1.9}, "run.csv:3: last_token: is 0.1 before first_token: the clock goes back"),
         ({"prompt_tokens": 0}, "run.csv:3: prompt_tokens: must be a whole number, at least 1, got 0"),
         ({"output_tokens": 1.5}, "run.csv:3: output_tokens: must be a whole number, at least 1, got 1.5"),
-        ({"request_id": "a"}, "run.csv:3: request_id: 'a' stands in line 2 already"),
+        ({"request_id": "a"}, "run.csv:3: request_id: 'a' is in line 2 already"),
     ],
 )
 def test_a_row_that_does_not_add_up_is_named(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -251,7 +251,7 @@ def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
             load_measured(path)
     with pytest.raises(ConfigError, match="time_unit"):
         load_measured(path, time_unit="fortnight")
-    with pytest.raises(ConfigError, match="columns: 'ttft' is none"):
+    with pytest.raises(ConfigError, match="columns: 'ttft' is not a field"):
         load_measured(path, columns={"ttft": "x"})
 
 
@@ -272,9 +272,9 @@ def test_prompts_of_other_requests_are_refused(tmp_path: Path) -> None:
     [
         ("t,running,waiting\n1,2,3\n", "kv_cache_pct: is missing"),
         ("t,running,waiting,kv_cache_pct\n1,2,x,4\n", "series.csv:2: waiting: 'x' is no number"),
-        ("t,running,waiting,kv_cache_pct\n1,2,-3,4\n", "series.csv:2: waiting: '-3' cannot be"),
+        ("t,running,waiting,kv_cache_pct\n1,2,-3,4\n", "series.csv:2: waiting: '-3' is out of range"),
         ("t,running,waiting,kv_cache_pct\n1,2,3,4\n1,2,3,4\n", "series.csv:3: t: the clock goes back"),
-        ("t,running,waiting,kv_cache_pct\n", "holds no moment"),
+        ("t,running,waiting,kv_cache_pct\n", "holds no samples"),
     ],
 )
 def test_a_series_that_does_not_add_up_is_named(tmp_path: Path, text: str, says: str) -> None:
@@ -290,8 +290,8 @@ def test_a_series_that_does_not_add_up_is_named(tmp_path: Path, text: str, says:
     [
         ({"duration_ns": 0}, "duration_ns: must be above 0"),
         ({"num_decodes": 5}, "decode_known_tokens: 5 decodes cannot know 4 tokens"),
-        ({"chunks": [[4, 0, 9]]}, "chunks: [4, 0, 9] cannot be"),
-        ({"chunks": [[4, 6, 9]]}, "chunks: [4, 6, 9] cannot be"),
+        ({"chunks": [[4, 0, 9]]}, "chunks: [4, 0, 9] is not a valid chunk"),
+        ({"chunks": [[4, 6, 9]]}, "chunks: [4, 6, 9] is not a valid chunk"),
         ({"num_decodes": 0, "decode_known_tokens": 0}, "num_decodes: has no work"),
         ({"num_decodes": "x"}, "Expected `int`, got `str`"),
     ],

@@ -110,7 +110,7 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
     names = {field: field for field in FIELDS}
     for field, name in (columns or {}).items():
         if field not in names:
-            raise ConfigError(f"{field!r} is none", field="columns", hint=f"There are {', '.join(FIELDS)}.")
+            raise ConfigError(f"{field!r} is not a field", field="columns", hint=f"There are {', '.join(FIELDS)}.")
         names[field] = name
     text = read_text(path, hint="Check the path of the measured run.")
     rows = list(_json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text))
@@ -164,7 +164,7 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
         request_id = str(row.get(names["request_id"], number))
         if request_id in seen:
             raise InputError(
-                f"{request_id!r} stands in line {seen[request_id]} already",
+                f"{request_id!r} is in line {seen[request_id]} already",
                 path=path,
                 line=line,
                 field=names["request_id"],

@@ -61,10 +61,10 @@ def load_series(path: Path | str) -> Series:
             except (TypeError, ValueError):
                 raise InputError(f"{row[name]!r} is no number", path=path, line=reader.line_num, field=name) from None
             if not isfinite(number) or number < 0:
-                raise InputError(f"{row[name]!r} cannot be", path=path, line=reader.line_num, field=name)
+                raise InputError(f"{row[name]!r} is out of range", path=path, line=reader.line_num, field=name)
             column.append(number)
         if len(values["t"]) > 1 and values["t"][-1] <= values["t"][-2]:
             raise InputError("the clock goes back", path=path, line=reader.line_num, field="t")
     if not values["t"]:
-        raise InputError("holds no moment", path=path)
+        raise InputError("holds no samples", path=path)
     return Series(**{field: np.array(values[name]) for name, field in COLUMNS.items()})

@@ -74,13 +74,13 @@ def _cpu(name: str, text: str) -> Device:
     try:
         operations = float(values["cores"]) * float(values["ghz"]) * 1e9 * float(values["flops_per_cycle"])
     except ValueError:
-        raise ConfigError(f"{text!r} holds what is no number", field="device") from None
+        raise ConfigError(f"{text!r} has a value that is no number", field="device") from None
     if not 0 < operations < float("inf"):
-        raise ConfigError(f"{text!r} computes nothing", field="device", hint="All numbers must be above 0.")
+        raise ConfigError(f"{text!r} has no arithmetic", field="device", hint="All numbers must be above 0.")
     tflops = dict.fromkeys(("float32", "bfloat16", "int8"), operations / 1e12)
     bandwidth = parse_rate(values["bandwidth"])
     if bandwidth < 1:
-        raise ConfigError(f"{text!r} reads nothing", field="device", hint="The bandwidth must be above 0.")
+        raise ConfigError(f"{text!r} has no bandwidth", field="device", hint="The bandwidth must be above 0.")
     return Device(name.lower(), "as described", parse_bytes(values["memory"]), bandwidth, tflops)
 
 
