@@ -36,7 +36,7 @@ from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from kvarts.audit.auditor import Auditor
-    from kvarts.sharing.cache import SharedCache
+    from kvarts.sharing.part import DevicePart
 
 __all__ = ["NEVER_NS", "Engine", "Observer"]
 
@@ -56,7 +56,7 @@ class Engine:
 
     `sink` keeps a record of steps, `observers` receive events. `step_by_step`: never do many steps at once. `audit`:
     check laws L1, L2 and L3 after every step, and mirror every operation into a second bookkeeping. `offload`: tiers
-    below the device; `known_keys` and `namespace`: of the files that an executor has, see FileTier. `cache`: of an
+    below the device; `known_keys` and `namespace`: of the files that an executor has, see FileTier. `part`: of an
     engine that shares a device, and takes turns with others, see `leap`.
     """
 
@@ -72,7 +72,7 @@ class Engine:
         offload: OffloadConfig | None = None,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
-        cache: SharedCache | None = None,
+        part: DevicePart | None = None,
     ) -> None:
         self.config = config
         self.executor = executor
@@ -85,13 +85,13 @@ class Engine:
             offload=offload,
             known_keys=known_keys,
             namespace=namespace,
-            cache=cache,
+            part=part,
         )
-        self._takes_turns = cache is not None
+        self._takes_turns = part is not None
         self._offloader = self.scheduler.offloader
         self._auditor: Auditor | None = None
         self._audit = audit
-        if audit and cache is None:
+        if audit and part is None:
             from kvarts.audit.auditor import Auditor
 
             tiers = None if self._offloader is None else self._offloader.config

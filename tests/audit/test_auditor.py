@@ -71,7 +71,8 @@ class Tampering(list[Event]):
 
 def tamper(engine: Engine, change: Callable[[Event], Event | None]) -> None:
     events = Tampering(change)
-    engine._events = engine.scheduler._events = engine.scheduler.cache.tree.events = events
+    engine._events = engine.scheduler._events = events
+    engine.scheduler.cache.tree.tell = events.append
 
 
 @pytest.mark.parametrize("num_pages", [40, 16, 11])

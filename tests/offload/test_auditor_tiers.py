@@ -51,7 +51,8 @@ def tamper(engine: Engine, change: Callable[[Event], Event | None]) -> None:
     events = Tampering(change)
     offloader = engine.scheduler.offloader
     assert offloader is not None
-    engine._events = engine.scheduler._events = engine.scheduler.cache.tree.events = offloader._events = events
+    engine._events = engine.scheduler._events = offloader._events = events
+    engine.scheduler.cache.tree.tell = events.append
 
 
 def tampering(change: Callable[[Event], Event | None]) -> Plant:

@@ -24,8 +24,9 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Admitted, Blocked, ChunkComputed, Event, Finished, HeadBlocked, LoadStarted, Preemption
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.pool import PageId
-from kvarts.kv.tree import Match
+from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.pool import CountPool, IdPool, PageId
+from kvarts.kv.tree import Match, PrefixTree
 from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
 from kvarts.sched.input_batch import LiveRows
@@ -35,7 +36,8 @@ from kvarts.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
     from kvarts.offload.offloader import Loaded, Offer, Offloader
-    from kvarts.sharing.cache import SharedCache
+    from kvarts.offload.safe_first import SafeFirst
+    from kvarts.sharing.part import DevicePart
 
 __all__ = ["Scheduler"]
 
@@ -45,7 +47,7 @@ class Scheduler:
 
     `with_page_ids`: plans name pages, rows and tokens, for an executor that writes KV. `events` receives what
     happens to pages and requests. `offload`: tiers below the device; `known_keys` and
-    `namespace`: see FileTier. `cache`: one that shares its memory with others, instead of an own.
+    `namespace`: see FileTier. `part`: of a device that several models share, instead of a pool of its own.
     """
 
     def __init__(
@@ -57,21 +59,25 @@ class Scheduler:
         offload: OffloadConfig | None = None,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
-        cache: SharedCache | None = None,
+        part: DevicePart | None = None,
     ) -> None:
         self.config = config
         has_tiers = offload is not None and bool(offload.tiers(config.page_size))
-        if cache is None:
-            self.cache = PageCache(
-                config.num_pages,
-                with_page_ids=with_page_ids,
-                events=events,
-                safe_first=has_tiers and offload is not None and offload.policy == "lazy",
-            )
+        self._part = part
+        tell = None if events is None else events.append
+        safe_first: SafeFirst | None = None
+        if part is None:
+            order: EvictionOrder = LruOrder()
+            if has_tiers and offload is not None and offload.policy == "lazy":
+                from kvarts.offload.safe_first import SafeFirst  # only those who have tiers pay for it
+
+                order = safe_first = SafeFirst()
+            pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
+            self.cache = PageCache(pool, PrefixTree(order, tell, watcher=safe_first))
         else:
             assert not (has_tiers or with_page_ids), "shared pages are only counted, and have no tier below"
-            self.cache = cache
-            cache.tree.tell(events)
+            self.cache = part.cache
+            part.cache.tree.tell = tell
         self.offloader: Offloader | None = None
         if has_tiers and offload is not None:
             from kvarts.offload.offloader import Offloader  # only those who have tiers pay for it
@@ -85,6 +91,7 @@ class Scheduler:
                 events=events,
                 known_keys=known_keys,
                 namespace=namespace,
+                order=safe_first,
             )
         self.wheel = DecodeWheel(config.page_size)
         self.waiting = WaitingQueue()
@@ -138,7 +145,7 @@ class Scheduler:
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
         num_tokens = request.num_prompt_tokens + request.num_output_tokens - 1
         num_pages = -(-num_tokens // self._page_size)
-        num_most = self.cache.num_most
+        num_most = self.cache.pool.total if self._part is None else self._part.num_most
         if num_pages > num_most:
             room = (
                 "the pool has"
@@ -483,9 +490,8 @@ class Scheduler:
             # The last token is always computed: somebody has to produce the logits.
             match = cache.match(request.content, (num_known - 1) // page_size)
             num_wanted = -(-num_known // page_size) - match.num_shared
-            if num_wanted > cache.num_free_to_admit(num_wanted) and not self._others_make_way(
-                request, num_wanted, to_admit=True
-            ):
+            num_free = cache.num_free if self._part is None else self._part.num_free_to_admit(num_wanted)
+            if num_wanted > num_free and not self._others_make_way(request, num_wanted, to_admit=True):
                 self.blocked = Blocked.PAGES
                 self.num_pages_wanted = num_wanted
                 break

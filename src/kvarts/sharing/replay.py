@@ -40,7 +40,7 @@ def replay_shared(
     is_observed = False
     for name, share in config.shares.items():
         of_model = config.configs[name]
-        cache = device.register(
+        part = device.register(
             name,
             page_bytes=config.page_bytes[name],
             weight=share.weight,
@@ -51,12 +51,12 @@ def replay_shared(
         observers = () if observers_of is None else observers_of(name)
         is_observed = is_observed or bool(observers)
         log = logs[name] = TurnLog(of_model.num_pages)
-        engine = Engine(of_model, SimExecutor(of_model.cost_model), sink=log, observers=observers, cache=cache)
+        engine = Engine(of_model, SimExecutor(of_model.cost_model), sink=log, observers=observers, part=part)
         device.attach(name, engine.scheduler, engine.cancel)
         source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
         requests = RequestLog(largest_hit_counts=False)
         tenants.append(
-            Tenant(name, engine, traces[name], source, requests, weight=share.weight, priority=share.priority)
+            Tenant(name, engine, part, traces[name], source, requests, weight=share.weight, priority=share.priority)
         )
     first = next(iter(config.configs.values()))
     lane = Lane(

@@ -21,8 +21,8 @@ from kvarts.engine import NEVER_NS, Engine
 from kvarts.events import Turns
 from kvarts.report.requests import FAILED, RequestLog
 from kvarts.request import Request
-from kvarts.sharing.cache import SharedCache
 from kvarts.sharing.device import Health, SharedDevice
+from kvarts.sharing.part import DevicePart
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
 
@@ -49,6 +49,7 @@ class Tenant:
         self,
         name: str,
         engine: Engine,
+        part: DevicePart,
         trace: Trace,
         source: Source,
         log: RequestLog,
@@ -59,9 +60,8 @@ class Tenant:
         self.name = name
         self.engine = engine
         self.scheduler = engine.scheduler
-        cache = engine.scheduler.cache
-        assert isinstance(cache, SharedCache)
-        self.cache = cache
+        self.part = part
+        self.cache = part.cache
         self.trace = trace
         self.source = source
         self.log = log
@@ -257,7 +257,7 @@ class Lane:
             return
         tenant.saved = 0
         scheduler.token_budget = min(budget, tenant.engine.config.max_num_batched_tokens)
-        tenant.cache.refresh()
+        tenant.part.refresh()
         num_released = tenant.cache.num_released
         end_ns = tenant.engine.start(self._now_ns)
         is_step = not tenant.engine.is_pausing
@@ -353,7 +353,7 @@ class Lane:
         num_active = len(active)
         num_turns = NEVER_NS
         for position, tenant in enumerate(active):
-            tenant.cache.refresh()
+            tenant.part.refresh()
             tenant.scheduler.token_budget = self._device.budgets.total
             num_steps = tenant.scheduler.horizon()
             if num_steps < 1:
@@ -378,21 +378,22 @@ class Lane:
         now_ns = self._now_ns
         num_strides = len(strides)
         # Free memory shrinks by what is taken, and each model that has memory of its own has its own.
-        free = [stride.cache.memory.num_free_bytes for stride in strides]
+        free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
         is_apart = self._device.is_static
         turn = 0
         while turn < num_turns and now_ns < until_ns:
             which = turn % num_strides
             stride = strides[which]
             cache = stride.cache
+            page_bytes = stride.tenant.part.page_bytes
             place = turn // num_strides
             num_due = stride.due[place]
-            num_free = free[which] // cache.page_bytes
+            num_free = free[which] // page_bytes
             if num_due:
                 if num_due > num_free:
                     break
                 cache.take(num_due)
-                num_bytes = num_due * cache.page_bytes
+                num_bytes = num_due * page_bytes
                 if is_apart:
                     free[which] -= num_bytes
                 else:
