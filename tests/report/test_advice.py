@@ -82,7 +82,17 @@ def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
 
 def test_a_tier_below_that_is_too_small_is_enlarged() -> None:
     said = advice(agents(offload={"host_pages": 4_000}))
-    assert said is not None and said.endswith("try more --host-pages or --host-memory")
+    assert said is not None and said.endswith("try more --host-pages")
+
+
+def test_hits_lost_to_routing_ask_for_another_router() -> None:
+    summary, followed = agents(replicas=2), agents(replicas=2, router="prefix")
+    said = advice(summary)
+    assert said is not None
+    assert said.startswith("what was computed before lies in part on another replica") and said.endswith(
+        "try --router prefix"
+    )
+    assert followed["prefix_hit_ratio"] > summary["prefix_hit_ratio"] + 0.05
 
 
 def test_waiting_for_the_budget_asks_for_compute() -> None:

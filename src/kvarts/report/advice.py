@@ -7,15 +7,15 @@ from typing import Any
 __all__ = ["advice", "unbounded_hit_ratio"]
 
 WORTHWHILE = 0.1
-"""Of the prompt tokens that were computed, the least that an unbounded pool must save before memory is advised."""
+"""Of the prompt tokens that were computed, the least that an unbounded pool must save before that is advised."""
 
 
 def advice(summary: dict[str, Any]) -> str | None:
     """Return what to try next and why, for a report's `summary`; None where nothing was completed or rejected.
 
     The first of these that holds: requests that can never fit; the sequence cap; waiting for pages; hits lost to
-    eviction; waiting for the token budget; nothing, so that there is room for more. Numbers are those of the report,
-    but for the hit ratio of an unbounded pool, which is estimated from them.
+    routing or eviction; waiting for the token budget; nothing, so that there is room for more. Numbers are those of
+    the report, but for the hit ratio of an unbounded pool, which is estimated from them.
     """
     if summary["num_rejected"]:
         return _rejected(summary)
@@ -26,7 +26,7 @@ def advice(summary: dict[str, Any]) -> str | None:
         return _sequence_cap(summary)
     if cause == "kv_pages":
         return _kv_pages(summary)
-    if (lost := _evicted(summary)) is not None:
+    if (lost := _lost_hits(summary)) is not None:
         return lost
     return _compute(summary) if cause == "compute" else _nothing(summary)
 
@@ -55,17 +55,40 @@ def _kv_pages(summary: dict[str, Any]) -> str:
     )
 
 
-def _evicted(summary: dict[str, Any]) -> str | None:
-    """Return what more memory would bring, if eviction cost enough hits."""
-    unbounded = unbounded_hit_ratio(summary)
-    ratio, evicted = summary["prefix_hit_ratio"], summary["num_evicted_pages"]
-    if unbounded is None or not evicted or unbounded - ratio < WORTHWHILE * (1 - ratio):
+def _lost_hits(summary: dict[str, Any]) -> str | None:
+    """Return what would bring more hits, if many prompt tokens were computed that had been computed before."""
+    unbounded, ratio = unbounded_hit_ratio(summary), summary["prefix_hit_ratio"]
+    if unbounded is None or unbounded - ratio < WORTHWHILE * (1 - ratio):
         return None
+    hits = f"{_percent(ratio)} of prompt tokens were hits, and about {_percent(unbounded)} would be"
+    config = summary["config"]
+    if config["replicas"] > 1 and config["router"] != "prefix":
+        return (
+            f"what was computed before lies in part on another replica: {hits} if all were on one and nothing were "
+            "evicted; try --router prefix"
+        )
+    lowest = _lowest_tier(summary)
+    if not _has_evicted(summary, lowest):
+        return None
+    size = f"--host-pages {summary['working_set_pages']}" if lowest is None else f"more --{lowest}-pages"
     return (
-        f"eviction costs compute: {_percent(ratio)} of prompt tokens were hits, and about {_percent(unbounded)} would "
-        f"be if nothing were evicted; the working set is {summary['working_set_to_pool']:,.2f} times the pool; "
-        f"try {_lower_tier(summary)}"
+        f"eviction costs compute: {hits} if nothing were evicted; the working set is "
+        f"{summary['working_set_to_pool']:,.2f} times the pool; try {size}"
     )
+
+
+def _lowest_tier(summary: dict[str, Any]) -> str | None:
+    """Return the name of the last tier below the device; None without one."""
+    transfers = summary["transfers"]
+    return None if transfers is None else list(transfers["num_evicted_pages"])[-1]
+
+
+def _has_evicted(summary: dict[str, Any], lowest: str | None) -> bool:
+    """Return whether pages were lost for want of room: evicted from the last tier, or never stored in one."""
+    if lowest is None:
+        return bool(summary["num_evicted_pages"])
+    transfers = summary["transfers"]
+    return bool(transfers["num_evicted_pages"][lowest] or transfers["num_pages_without_room"])
 
 
 def _compute(summary: dict[str, Any]) -> str:
@@ -103,13 +126,6 @@ def unbounded_hit_ratio(summary: dict[str, Any]) -> float | None:
     page_size = summary["config"]["page_size"]
     computed = pages * page_size - summary["num_output_tokens"] + summary["num_requests"] * page_size / 2
     return float(min(1.0, max(0.0, 1 - computed / tokens)))
-
-
-def _lower_tier(summary: dict[str, Any]) -> str:
-    """Return the flag for host memory that holds the working set, or for more if there is some."""
-    if summary["config"]["offload"] is not None:
-        return "more --host-pages or --host-memory"
-    return f"--host-pages {summary['working_set_pages']}"
 
 
 def _more_memory(summary: dict[str, Any]) -> str:
