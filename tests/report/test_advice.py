@@ -68,21 +68,10 @@ def test_waiting_for_pages_asks_for_more_of_them() -> None:
 
 
 def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
-    summary = agents()
-    said = advice(summary)
-    assert said == (
+    assert advice(agents()) == (
         "eviction costs compute: 85.9 % of prompt tokens were hits, and about 95.0 % would be if nothing were evicted; "
         "the working set is 3.06 times the pool; try --host-pages 86925"
     )
-    followed = agents(offload={"host_pages": 86_925})
-    assert followed["prefix_hit_ratio"] > 0.945
-    assert followed["ttft_ms"]["p90"] * 4 < summary["ttft_ms"]["p90"]
-    assert "--host-pages" not in (advice(followed) or "")
-
-
-def test_a_tier_below_that_is_too_small_is_enlarged() -> None:
-    said = advice(agents(offload={"host_pages": 4_000}))
-    assert said is not None and said.endswith("try more --host-pages")
 
 
 def test_hits_lost_to_routing_ask_for_another_router() -> None:
