@@ -14,7 +14,10 @@ from time import perf_counter
 
 from kvarts.content import Content
 from kvarts.kv.cache import PageCache
+from kvarts.kv.eviction import LruOrder
+from kvarts.kv.pool import IdPool
 from kvarts.kv.transfer import TransferReport
+from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.offloader import Offloader
 
@@ -24,7 +27,7 @@ VLLM_US = {"plan a store": 148, "complete it": 132, "look up": 121, "plan a load
 
 def one_round() -> dict[str, float]:
     num_device = NUM_PAGES * (NUM_REQUESTS + 2)
-    cache = PageCache(num_device, with_page_ids=True)
+    cache = PageCache(IdPool(num_device), PrefixTree(LruOrder()))
     offloader = Offloader(
         OffloadConfig(host_pages=NUM_PAGES * NUM_REQUESTS),
         cache,

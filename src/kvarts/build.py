@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvarts.config import EngineConfig
@@ -10,6 +10,10 @@ from kvarts.engine import Engine
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import PageCache
+from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.pool import CountPool, IdPool
+from kvarts.kv.tree import PrefixTree
+from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import LowerTiers
@@ -17,24 +21,29 @@ from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy
 from kvarts.sched.scheduler import Scheduler
 
-__all__ = ["TierOpener", "build_engine"]
+__all__ = ["PreparedTiers", "TierSettings", "build_engine"]
 
 
-class TierOpener(Protocol):
-    """Settings of tiers below a device, which can be opened below one cache."""
+class PreparedTiers(Protocol):
+    """Tiers that can be opened below one cache, whose tree is made with `order` and `watcher`."""
 
-    @property
-    def evicts_safe_first(self) -> bool:
-        """Whether the device evicts first what a tier below holds as well."""
+    order: EvictionOrder
+    watcher: TreeWatcher | None
+    evicts_safe_first: bool
+    """Whether the device evicts first what a tier below holds as well."""
 
-    @property
-    def full_prompt_hits(self) -> bool:
-        """Whether a load may cover a whole prompt."""
+    full_prompt_hits: bool
+    """Whether a load may cover a whole prompt."""
 
-    def open_tiers(
-        self, cache: PageCache, config: EngineConfig, *, with_page_ids: bool, tell: Tell | None
-    ) -> LowerTiers | None:
-        """Open the tiers below `cache`; None if the settings ask for none."""
+    def open_below(self, cache: PageCache, *, with_page_ids: bool, tell: Tell | None) -> LowerTiers:
+        """Open the tiers below `cache`."""
+
+
+class TierSettings(Protocol):
+    """Settings of tiers below a device."""
+
+    def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
+        """Prepare tiers below an engine of `config` that evicts by orders that `make_order` makes; None for no tier."""
 
 
 def build_engine(
@@ -47,24 +56,26 @@ def build_engine(
     cache: PageCache | None = None,
     pages: PageSource | None = None,
     policy: AdmissionPolicy | None = None,
-    offload: TierOpener | None = None,
+    make_order: Callable[[], EvictionOrder] = LruOrder,
+    offload: TierSettings | None = None,
     audit: bool = False,
 ) -> Engine:
     """Build an engine for `executor`.
 
     `readers`: of what it tells; `num_waiting`: see EventLog. `log`, `cache` and `pages`: of a part of a shared device,
     instead of a log of these readers and an own pool. `policy`: which waiting request is next; by priority and arrival
-    if left out. `offload`: tiers below the device. `audit`: assert the laws of page accounting after every step; and
-    unless the device is shared, hold every event against a second bookkeeping. Raises ConfigError for an audit without
-    the room `audit`.
+    if left out. `make_order`: makes what says which run is evicted next. `offload`: tiers below the device. `audit`:
+    assert the laws of page accounting after every step; and unless the device is shared, hold every event against a
+    second bookkeeping. Raises ConfigError for an audit without the room `audit`.
     """
+    below = None if offload is None else offload.prepare(config, make_order)
     auditor = None
     if audit and cache is None:
         auditor = from_room("audit.reader", "AuditReader", field="audit")(
             config.num_pages,
             config.page_size,
-            safe_first=offload is not None and offload.evicts_safe_first,
-            full_prompt_hits=offload is not None and offload.full_prompt_hits,
+            safe_first=below is not None and below.evicts_safe_first,
+            full_prompt_hits=below is not None and below.full_prompt_hits,
         )
         readers = (*readers, auditor)
     if log is None:
@@ -72,17 +83,12 @@ def build_engine(
     tell = log.tell_details
     with_page_ids = executor.needs_page_ids
     if cache is None:
-        cache = PageCache(
-            config.num_pages,
-            with_page_ids=with_page_ids,
-            tell=tell,
-            safe_first=offload is not None and offload.evicts_safe_first,
-        )
+        pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
+        order, watcher = (make_order(), None) if below is None else (below.order, below.watcher)
+        cache = PageCache(pool, PrefixTree(order, tell, watcher=watcher))
     if pages is None:
         pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
-    tiers = None
-    if offload is not None:
-        tiers = offload.open_tiers(cache, config, with_page_ids=with_page_ids, tell=tell)
+    tiers = None if below is None else below.open_below(cache, with_page_ids=with_page_ids, tell=tell)
     scheduler = Scheduler(
         config,
         cache,

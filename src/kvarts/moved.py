@@ -18,7 +18,7 @@ __all__ = ["MOVED", "MOVED_NAMES", "install"]
 MOVED = {
     "kvarts.executor.sim": "kvarts.executor.simulated",
     "kvarts.kv.memory": "kvarts.sharing.memory",
-    "kvarts.kv.shared": "kvarts.sharing.cache",
+    "kvarts.kv.shared": "kvarts.sharing.part",
     "kvarts.live.engine": "kvarts.llm.llm",
     "kvarts.live.profile": "kvarts.llm.profile",
     "kvarts.live.record": "kvarts.executor.recorder",

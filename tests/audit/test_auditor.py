@@ -131,6 +131,7 @@ def test_a_leaked_private_page_is_found() -> None:
             def close(self, *args: Any) -> None:
                 original_close(self, *args)
                 self.num_free -= 1
+                self.pool.take(1)
 
         cache.__class__ = LeakyCache
 

@@ -45,10 +45,39 @@ def trace(tmp_path: Path) -> Path:
 def test_without_arguments_the_sample_is_replayed(kvarts: Run) -> None:
     ran = kvarts("replay")
     assert ran.code == 0
-    assert "mooncake-conversation-1000.jsonl: 1,000 requests" in ran.out
-    assert "limited by    KV pages" in ran.out
+    assert "coding-agents: 406 requests\non 28,392 pages of 16 tokens" in ran.out
+    assert "--host-pages 86925." in ran.out
     assert "Apache-2.0" in ran.err
     assert max(len(line) for line in ran.out.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--device a100-40gb", {"llm": "llama-3.1-8b", "device": "a100-40gb"}),
+        ("--model qwen3-8b", {"llm": "qwen3-8b", "device": "h100-80gb"}),
+        ("--pages 40000", {"llm": "llama-3.1-8b", "pages": 40_000}),
+        ("--cost linear:step_ms=5 --pages 40000", {"model": "linear", "pages": 40_000}),
+        ("--cost linear:step_ms=5", {"model": "linear", "pages": 32_768}),
+    ],
+)
+def test_options_change_what_the_sample_is_replayed_on(
+    kvarts: Run, arguments: str, expected: dict[str, object]
+) -> None:
+    ran = kvarts("replay", "--json", *arguments.split())
+    assert ran.code == 0, ran.err
+    report = json.loads(ran.out)
+    config = {**report["config"], **report["config"]["cost"]}
+    assert report["trace"] == "coding-agents"
+    assert {name: config[name] for name in expected} == expected
+
+
+def test_with_a_trace_or_a_file_nothing_of_the_sample_is_left(kvarts: Run, trace: Path, tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("max_seqs = 7\n")
+    for arguments in ((trace,), ("--config", config)):
+        config_of = json.loads(kvarts("replay", *arguments, "--json").out)["config"]
+        assert (config_of["pages"], config_of["cost"]["model"]) == (32_768, "polynomial")
 
 
 def test_json_goes_to_stdout_and_has_the_promised_fields(kvarts: Run, trace: Path) -> None:

@@ -55,6 +55,7 @@ def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     sample = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
     trace = tmp_path / "trace.jsonl"
     trace.write_text(sample.read_text())
+    (tmp_path / sample.name).write_text(sample.read_text())
     for name in ("chat", "code"):
         source = files("kvarts") / "data" / f"azure-{name.replace('chat', 'conv')}-1000.csv"
         (tmp_path / f"{name}.csv").write_text(source.read_text())

@@ -12,8 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvarts.content import Content
 from kvarts.events import Event
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.safe import Below, SafeFirstTree
-from kvarts.kv.tree import Path
+from kvarts.kv.eviction import LruOrder
+from kvarts.kv.pool import CountPool, IdPool
+from kvarts.kv.tree import Match, Path, PrefixTree
+from kvarts.offload.safe_first import Below, SafeFirst
 
 from builders.models import evicted_names, page_name
 
@@ -127,9 +129,10 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(1, 10) | st.integers(1, 30), page_size=st.sampled_from([1, 2, 3]))
     def build(self, num_pages: int, page_size: int) -> None:
         self.events: list[Event] = []
-        self.cache = PageCache(
-            num_pages, with_page_ids=self.with_page_ids, tell=self.events.append, safe_first=self.safe_first
-        )
+        pool = IdPool(num_pages) if self.with_page_ids else CountPool(num_pages)
+        self.order = SafeFirst() if self.safe_first else None
+        tree = PrefixTree(self.order or LruOrder(), self.events.append, watcher=self.order)
+        self.cache = PageCache(pool, tree)
         self.model = PageByPage(num_pages, self.safe_first)
         self.transfers: list[Transfer] = []
         self.num_pages, self.page_size = num_pages, page_size
@@ -207,11 +210,10 @@ class CacheMachine(RuleBasedStateMachine):
         content = data.draw(st.sampled_from(self.contents()))
         pages = self.model.lookup(self.names(content, limit))
         match = self.cache.match(content, limit)
-        tree = self.cache.tree
-        if isinstance(tree, SafeFirstTree) and match.nodes and data.draw(st.booleans()):
+        if self.order is not None and match.nodes and data.draw(st.booleans()):
             last = match.nodes[-1]
             one = data.draw(st.sampled_from(last.twins or [last]))
-            path = self.cache.hold_path(tree.path_to(one, match.num_pages))
+            path = self.cache.hold(Match(self.order.path_to(one, match.num_pages), match.num_pages, 0))
         else:
             path = self.cache.hold(match)
         for page in pages:
@@ -223,26 +225,25 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), times=st.integers(1, 4))
     def mark(self, data: st.DataObject, times: int) -> None:
         """Several marks may come before what they move is moved."""
-        tree = self.cache.tree
-        assert isinstance(tree, SafeFirstTree)
+        assert self.order is not None
         for _ in range(times):
             transfer = data.draw(st.sampled_from(self.transfers))
             below = data.draw(st.sampled_from([Below.NOT, Below.STORED, Below.STORED]))
             start, end = sorted(data.draw(st.integers(0, len(transfer.pages))) for _ in range(2))
-            tree.mark(transfer.path, start, end, below)
+            self.order.mark(self.cache.tree.isolate(transfer.path, start, end), below)
             for page in transfer.pages[start:end]:
                 (self.model.stored.add if below else self.model.stored.discard)(page.name)
-        tree.regroup()
+        self.order.regroup()
         self.model.settle()
 
     @precondition(lambda self: self.safe_first and self.closed)
     @rule(data=st.data(), limit=st.integers(1, 12))
     def store_at_once(self, data: st.DataObject, limit: int) -> None:
         content = data.draw(st.sampled_from(self.closed))
-        tree = self.cache.tree
-        assert isinstance(tree, SafeFirstTree)
-        tree.mark_match(self.cache.match(content, limit), 0, Below.STORED)
-        tree.regroup()
+        assert self.order is not None
+        tree, match = self.cache.tree, self.cache.match(content, limit)
+        self.order.mark(tree.isolate(tree.cut(match), 0, match.num_pages), Below.STORED)
+        self.order.regroup()
         self.model.stored.update(page.name for page in self.model.lookup(self.names(content, limit)))
         self.model.settle()
 
@@ -266,12 +267,12 @@ class CacheMachine(RuleBasedStateMachine):
         )
         assert cache.pool.num_empty == model.num_empty
         assert cache.num_cached == len(model.cached())
-        if isinstance(cache.tree, SafeFirstTree):
-            assert cache.tree.num_safe == sum(1 for page in model.safe if not page.holds)
+        if self.order is not None:
+            assert self.order.num_safe == sum(1 for page in model.safe if not page.holds)
         assert cache.num_used + cache.num_free == self.num_pages
         in_order = [
             page_name(node.content, page)
-            for node in cache.tree.lru_nodes()
+            for node in cache.tree.order
             for page in range(node.end - 1, node.start - 1, -1)
         ]
         assert in_order == [page.name for page in model.safe + model.lru]
@@ -295,7 +296,7 @@ del case
 
 
 def test_a_hit_inside_a_run_splits_it_and_the_tail_keeps_its_place() -> None:
-    cache = PageCache(16, with_page_ids=False)
+    cache = PageCache(CountPool(16), PrefixTree(LruOrder()))
 
     def run(tokens: list[int], owner: int) -> None:
         content = Content.from_tokens(tokens, page_size=1, owner=owner)
@@ -306,34 +307,34 @@ def test_a_hit_inside_a_run_splits_it_and_the_tail_keeps_its_place() -> None:
     run([1, 2, 3, 4, 5, 6], 0)
     run([9], 1)
     run([1, 2, 3], 2)
-    assert [(node.start, node.end) for node in cache.tree.lru_nodes()] == [(3, 6), (0, 1), (0, 3)]
+    assert [(node.start, node.end) for node in cache.tree.order] == [(3, 6), (0, 1), (0, 3)]
 
 
 def test_a_run_that_is_split_while_it_waits_to_move_moves_with_all_its_parts() -> None:
-    cache = PageCache(16, with_page_ids=False, safe_first=True)
-    tree = cache.tree
-    assert isinstance(tree, SafeFirstTree)
+    order = SafeFirst()
+    tree = PrefixTree(order, watcher=order)
+    cache = PageCache(CountPool(16), tree)
     content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
     holding = cache.open(cache.match(content, 3))
     cache.grow(holding, 3)
     cache.close(holding, content, 3, 3)
-    tree.mark_match(cache.match(content, 3), 0, Below.STORED)
-    tree.regroup()
+    order.mark(tree.isolate(tree.cut(cache.match(content, 3)), 0, 3), Below.STORED)
+    order.regroup()
     path = cache.hold(cache.match(content, 3))
-    tree.mark(path, 2, 3, Below.NOT)
-    tree.mark(path, 0, 1, Below.NOT)
-    tree.regroup()
+    order.mark(tree.isolate(path, 2, 3), Below.NOT)
+    order.mark(tree.isolate(path, 0, 1), Below.NOT)
+    order.regroup()
     cache.check([], [path])
-    assert [(node.start, node.end) for node in tree.unsafe_nodes()] == [(2, 3), (1, 2), (0, 1)]
+    assert [(node.start, node.end) for node in order.unsafe_nodes()] == [(2, 3), (1, 2), (0, 1)]
 
 
 def test_what_no_holder_accounts_for_is_found() -> None:
     """The audit bites: a page taken by nobody, and a holding forgotten."""
-    cache = PageCache(8, with_page_ids=False)
+    cache = PageCache(CountPool(8), PrefixTree(LruOrder()))
     cache.take(1)
     with pytest.raises(AssertionError, match="L1"):
         cache.check([])
-    cache = PageCache(8, with_page_ids=False)
+    cache = PageCache(CountPool(8), PrefixTree(LruOrder()))
     content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
     holding = cache.open(cache.match(content, 3))
     cache.grow(holding, 3)

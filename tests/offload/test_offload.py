@@ -11,12 +11,14 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, PagesStored, StoreStarted
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.safe import SafeFirstTree
+from kvarts.kv.eviction import LruOrder
+from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.transfer import TransferReport
-from kvarts.kv.tree import Node
+from kvarts.kv.tree import Node, PrefixTree
 from kvarts.offload.channel import Lane
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.offloader import Offloader
+from kvarts.offload.safe_first import SafeFirst
 from kvarts.request import Request
 from kvarts.sim.replica import Replica
 
@@ -103,10 +105,11 @@ def test_lazy_stores_what_is_next_to_be_evicted_and_no_more_than_its_target() ->
     assert stores_of(events) == [[(0, 6, 8)]]
 
 
-def lazy_offloader(num_pages: int, target_free: int, host_pages: int = 64) -> tuple[Offloader, PageCache]:
-    cache = PageCache(num_pages, with_page_ids=False, safe_first=True)
-    config = OffloadConfig(host_pages=host_pages, policy="lazy", target_free=target_free, kv_bytes_per_token=1000)
-    return Offloader(config, cache, page_size=1, max_num_batched_tokens=8), cache
+def lazy_offloader(num_pages: int, target_free: int, order: SafeFirst | None = None) -> tuple[Offloader, PageCache]:
+    order = order or SafeFirst()
+    cache = PageCache(CountPool(num_pages), PrefixTree(order, watcher=order))
+    config = OffloadConfig(host_pages=64, policy="lazy", target_free=target_free, kv_bytes_per_token=1000)
+    return Offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order), cache
 
 
 def leave(cache: PageCache, tokens: Sequence[int], owner: int) -> Content:
@@ -174,25 +177,24 @@ def test_a_store_that_failed_is_not_tried_for_ever() -> None:
 
 
 def test_the_lazy_scan_looks_at_no_more_runs_than_its_target() -> None:
-    offloader, cache = lazy_offloader(num_pages=1000, target_free=10)
+    order = SafeFirst()
+    offloader, cache = lazy_offloader(num_pages=1000, target_free=10, order=order)
     for index in range(500):
         leave(cache, [2 * index, 2 * index + 1], index)
-    tree = cache.tree
-    assert isinstance(tree, SafeFirstTree)
     looked_at = []
-    nodes = tree.unsafe_nodes
+    nodes = order.unsafe_nodes
 
     def counted() -> Iterator[Node]:
         for node in nodes():
             looked_at.append(node)
             yield node
 
-    tree.unsafe_nodes = counted  # type: ignore[method-assign]
+    order.unsafe_nodes = counted  # type: ignore[method-assign]
     offloader.plan_stores(0)
     assert len(looked_at) <= 10
     offloader.advance_to(1 << 60)
     assert offloader.counts.num_stores == 1
-    assert tree.num_safe == 10
+    assert order.num_safe == 10
 
 
 # Loads ----------------------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ def test_a_request_cancelled_while_it_loads_is_cleaned_up_when_the_load_ends() -
 
 
 def test_a_load_writes_to_the_middle_part_only() -> None:
-    cache = PageCache(16, with_page_ids=True)
+    cache = PageCache(IdPool(16), PrefixTree(LruOrder()))
     offloader = Offloader(
         OffloadConfig(host_pages=16), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
     )
@@ -301,7 +303,7 @@ def test_a_load_writes_to_the_middle_part_only() -> None:
 
 
 def test_a_transfer_is_complete_when_all_workers_have_reported() -> None:
-    cache = PageCache(8, with_page_ids=True)
+    cache = PageCache(IdPool(8), PrefixTree(LruOrder()))
     offloader = Offloader(
         OffloadConfig(host_pages=8, workers=2), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
     )

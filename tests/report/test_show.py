@@ -32,6 +32,7 @@ from kvarts.units import parse_bytes
 from kvarts.verify.verifier import verify_file
 
 Kvarts = Callable[..., tuple[int, str, str]]
+TRACE = str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl")
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ def kvarts(capsysbinary: pytest.CaptureFixture[bytes], run_command: Callable[...
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample on a small pool, by the command itself."""
+    """Mooncake's first 1,000 requests on a small pool, by the command itself."""
     path = tmp_path_factory.mktemp("runs") / "run"
     before = sys.argv
-    sys.argv = ["kvarts", "replay", "--pages", "700", "--page-size", "512", "--run-dir", str(path)]
+    sys.argv = ["kvarts", "replay", TRACE, "--pages", "700", "--page-size", "512", "--run-dir", str(path)]
     try:
         assert main() == 0
     finally:
@@ -80,14 +81,14 @@ def test_a_run_directory_holds_everything(run_dir: Path) -> None:
 
 def test_a_run_directory_is_never_two_runs(kvarts: Kvarts, run_dir: Path) -> None:
     before = {path: path.read_bytes() for path in run_dir.iterdir()}
-    code, _, err = kvarts("replay", "--run-dir", run_dir)
+    code, _, err = kvarts("replay", TRACE, "--run-dir", run_dir)
     assert code == 7 and "is not empty" in err
     assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
 
 
 def test_each_replica_has_files_of_its_own(kvarts: Kvarts, tmp_path: Path) -> None:
     files = ("--timeline", tmp_path / "t.jsonl.gz", "--events", tmp_path / "e.jsonl", "--timeline-every", 100)
-    code, _, _ = kvarts("replay", "--replicas", 2, "--run-dir", tmp_path / "run", *files)
+    code, _, _ = kvarts("replay", TRACE, "--replicas", 2, "--run-dir", tmp_path / "run", *files)
     assert code == 0
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
     assert names == ["e-r0.jsonl", "e-r1.jsonl", "t-r0.jsonl.gz", "t-r1.jsonl.gz"]
@@ -194,7 +195,7 @@ def test_what_the_audit_finds_is_said_and_ends_with_5(kvarts: Kvarts, monkeypatc
         raise AuditError([Finding(7, "was hit and is not resident", 3, 2)])
 
     monkeypatch.setattr(Auditor, "compare", compare)
-    code, out, err = kvarts("replay", "--audit")
+    code, out, err = kvarts("replay", TRACE, "--audit")
     assert (code, out) == (5, "")
     assert "step 7, page 2 of request 3: was hit and is not resident" in err
 
@@ -210,7 +211,7 @@ def test_parquet_without_pyarrow_is_refused_before_any_work(
 
 def test_a_failed_replay_leaves_no_files(kvarts: Kvarts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     test_what_the_audit_finds_is_said_and_ends_with_5(kvarts, monkeypatch)
-    code, _, _ = kvarts("replay", "--audit", "--events", tmp_path / "e.jsonl", "--timeline", tmp_path / "t.json")
+    code, _, _ = kvarts("replay", TRACE, "--audit", "--events", tmp_path / "e.jsonl", "--timeline", tmp_path / "t.json")
     assert code == 5 and not list(tmp_path.iterdir())
 
 

@@ -34,11 +34,12 @@ class Rig:
         self.schedulers: dict[str, Scheduler] = {}
         self.num_requests = 0
         for name, page_bytes in models.items():
-            cache = self.device.register(name, page_bytes=page_bytes, guaranteed_bytes=(guarantees or {}).get(name, 0))
+            part = self.device.register(name, page_bytes=page_bytes, guaranteed_bytes=(guarantees or {}).get(name, 0))
+            part.token_budget = 1000
             config = EngineConfig(
-                num_pages=cache.pool.total, page_size=PAGE_SIZE, max_num_batched_tokens=1000, max_num_seqs=64
+                num_pages=part.pool.total, page_size=PAGE_SIZE, max_num_batched_tokens=1000, max_num_seqs=64
             )
-            self.schedulers[name] = make_scheduler(config, cache=cache, pages=self.device.pages_of(name))
+            self.schedulers[name] = make_scheduler(config, cache=part.cache, pages=part)
             self.device.attach(name, self.schedulers[name])
 
     def add(self, model: str, num_pages: int, *, num_output: int = 2, priority: int = 0) -> Request:
@@ -53,7 +54,7 @@ class Rig:
 
     def turn(self, model: str, now_ns: int = 0) -> list[Request]:
         scheduler = self.schedulers[model]
-        self.device.memory.caches[model].refresh()
+        self.device.memory.parts[model].refresh()
         before = scheduler.cache.num_released
         plan = scheduler.schedule(now_ns)
         finished = scheduler.commit(now_ns + 1) if plan.batch.num_tokens else []
@@ -248,8 +249,8 @@ def test_what_cannot_be_is_named() -> None:
             call()
         assert str(caught.value).startswith(says)
     assert device.budgets.budgets() == {"a": 100}, "who was refused leaves nothing behind"
-    cache = device.register("a", page_bytes=99, weight=3)
-    assert cache.page_bytes == 10, "registered again, it gets the weight and keeps everything else"
+    part = device.register("a", page_bytes=99, weight=3)
+    assert part.page_bytes == 10, "registered again, it gets the weight and keeps everything else"
 
 
 # Laws -----------------------------------------------------------------------------------------------------

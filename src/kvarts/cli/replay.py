@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.cli.sample import load_sample, sample_settings
 from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace
 
 __all__ = ["replay_command"]
-
-SAMPLE = "mooncake-conversation-1000.jsonl"
-SAMPLE_SOURCE = "the first 1,000 requests of Mooncake's conversation trace (Apache-2.0)"
 
 Command = Callable[..., None]
 
@@ -140,9 +138,10 @@ def replay_command(
 ) -> None:
     """Replay traffic through the KV-cache control plane, in virtual time.
 
-    TRACE is a Mooncake JSONL file, or a .csv of Azure's 2023 traces; without it, a bundled sample is replayed: the
-    first 1,000 requests of Mooncake's conversation trace. The report goes to standard output, everything else to
-    standard error.
+    TRACE is a Mooncake JSONL file, a .csv of Azure's 2023 traces, or a .json of kv-cache-tester or a directory of them.
+    Without it, a bundled sample is replayed: twelve sessions of coding agents; and without --config as well, on
+    llama-3.1-8b on an h100-80gb where options do not say otherwise. The report goes to standard output, everything
+    else to standard error.
     """
     given = {name.removeprefix("set_"): value for name, value in settings.items() if value not in (None, ())}
     places: dict[str, Any] = {
@@ -164,6 +163,8 @@ def replay_command(
     from kvarts.sim.config import make_config
     from kvarts.sim.replay import replay
 
+    if trace is None and config_file is None:
+        given = sample_settings(given)
     values, traffic = _settings(given, read, config_file)
     config = make_config(values)
     outputs = Outputs(config, **places)
@@ -272,7 +273,6 @@ def _settings(
 def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | None) -> Trace:
     """What is replayed: the trace named on the command line, or what the file describes, or the sample."""
     from kvarts.traffic.formats import load_trace
-    from kvarts.traffic.mooncake import load_mooncake
 
     workload, named = traffic.pop("workload", None), traffic.pop("trace", None)
     if workload is not None and (trace is not None or named is not None):
@@ -285,11 +285,7 @@ def _traffic(trace: Path | None, traffic: dict[str, Any], config_file: Path | No
         trace = config_file.parent / named
     if trace is not None:
         return load_trace(trace, **traffic)
-    from importlib.resources import as_file, files
-
-    click.echo(f"kvarts: replaying {SAMPLE_SOURCE}; give a TRACE to replay your own", err=True)
-    with as_file(files("kvarts") / "data" / SAMPLE) as sample:
-        return load_mooncake(sample)
+    return load_sample(**traffic)
 
 
 class _Progress:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import Any
+
+from kvarts.report.advice import advice
 
 __all__ = ["as_bytes", "as_number", "as_percent", "render_table"]
 
@@ -66,6 +69,7 @@ def render_table(summary: dict[str, Any]) -> str:
             f"{summary['num_preemptions']:,} times, {summary['num_recomputed_tokens']:,} tokens computed again",
         ),
         _row("limited by", _limit(summary["limited_by"])),
+        *_advice(summary),
     ]
     return "\n".join(lines) + "\n"
 
@@ -115,6 +119,14 @@ def _limit(limited_by: dict[str, Any]) -> str:
     text = LIMITS[cause]
     share = limited_by["share_of_waiting"].get(cause)
     return f"{text}\n{'':<14}({as_percent(share)} of the time spent waiting)" if share is not None else text
+
+
+def _advice(summary: dict[str, Any]) -> list[str]:
+    """Return what to try next, behind an empty line."""
+    sentence = advice(summary)
+    if sentence is None:
+        return []
+    return ["", *wrap(f"{sentence[0].upper()}{sentence[1:]}.", width=80, break_on_hyphens=False)]
 
 
 def as_number(value: float | None) -> str:

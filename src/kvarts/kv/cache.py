@@ -1,4 +1,4 @@
-"""The paged prefix cache of one device: the pool and the tree, kept in step.
+"""The paged prefix cache of one model: a pool and a tree, kept in step.
 
 A page is *used* while a request references it or a transfer holds it, *cached* while it holds a prefix and is not in
 use, *empty* otherwise. `free` is cached plus empty, and empty pages are always used before a cached one is evicted.
@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from kvarts.content import Content
-from kvarts.event_log import Tell
-from kvarts.kv.pool import CountPool, IdPool, PageId
-from kvarts.kv.tree import Match, Node, Path, PrefixTree
+from kvarts.kv.pool import PageId, Pool
+from kvarts.kv.tree import Match, Path, PrefixTree
 
 __all__ = ["Holding", "PageCache"]
 
@@ -32,36 +31,26 @@ class Holding(msgspec.Struct, eq=False):
 
 
 class PageCache:
-    """Owner of every page of one pool: who has it, and what it holds.
+    """Owner of the pages that it took from `pool`: which request has them, and what they hold.
 
-    `safe_first`: pages that a tier below holds as well are evicted before those it does not.
+    Pages that are evicted from `tree` are taken again or given back. Where others take from the same memory, `num_free`
+    is true from one `refresh` until one of them takes or releases something.
     """
 
-    __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "num_released", "on_gone", "pool", "tree")
+    __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "num_released", "on_evicted", "pool", "tree")
 
-    def __init__(
-        self,
-        num_pages: int,
-        *,
-        with_page_ids: bool,
-        tell: Tell | None = None,
-        safe_first: bool = False,
-    ) -> None:
-        self.pool: CountPool | IdPool = IdPool(num_pages) if with_page_ids else CountPool(num_pages)
-        self.tree = PrefixTree(tell)
-        if safe_first:
-            from kvarts.kv.safe import SafeFirstTree  # only those who have a tier below pay for it
-
-            self.tree = SafeFirstTree(tell)
-        self.has_page_ids = with_page_ids
-        self.num_free = num_pages
+    def __init__(self, pool: Pool, tree: PrefixTree) -> None:
+        self.pool = pool
+        self.tree = tree
+        self.has_page_ids = pool.has_ids
+        self.num_free = pool.num_empty
         """Pages that can be taken now: empty or cached."""
         self.num_evicted = 0
         self.num_released = 0
         """Pages that have gone out of use since the beginning; those that came into use are these and `num_used`."""
-        self.match = self.tree.match
-        self.on_gone: Callable[[], object] | None = None
-        """Is called when the tree's list `gone` has grown, before anything else is done."""
+        self.match = tree.match
+        self.on_evicted: Callable[[], object] | None = None
+        """Is called when pages were evicted, before anything else is done."""
 
     @property
     def num_cached(self) -> int:
@@ -70,45 +59,51 @@ class PageCache:
 
     @property
     def num_used(self) -> int:
-        """Pages that somebody references or a transfer holds."""
-        return self.pool.total - self.num_free
+        """Pages that a request references or a transfer holds."""
+        return self.pool.num_taken - self.tree.num_cached
 
-    @property
-    def num_most(self) -> int:
-        """Pages that one request can be sure to get, in time."""
-        return self.pool.total
-
-    def num_free_to_admit(self, num_pages: int) -> int:
-        """Pages that can be taken now by a request that is admitted with `num_pages` of them."""
-        return self.num_free
+    def refresh(self, num_free: int) -> None:
+        """Take note that `num_free` pages are free, in a memory from which others take as well."""
+        self.num_free = num_free
 
     def has_empty(self, count: int) -> bool:
-        """Whether `count` pages can be taken and nothing is evicted for them."""
-        return count <= self.pool.num_empty
+        """Return whether `count` pages can be taken and nothing is evicted for them."""
+        return self.pool.has_empty(count)
 
     def take(self, count: int) -> list[PageId] | None:
-        """Takes `count` pages, at most `num_free`: empty ones, then the cached ones released longest ago.
+        """Take `count` pages, at most `num_free`: empty ones, then the cached ones that are evicted first.
 
-        Their ids, or None where pages are only counted.
+        Return their ids, or None where pages are only counted.
         """
         self.num_free -= count
-        num_empty = self.pool.num_empty
+        pool = self.pool
+        num_empty = pool.num_empty
+        if count > num_empty:
+            num_empty = pool.make_room(count)
         if count <= num_empty:
-            return self.pool.take(count)
+            return pool.take(count)
         taken_ids = None
         if num_empty:
-            taken_ids = self.pool.take(num_empty)
+            taken_ids = pool.take(num_empty)
             count -= num_empty
         evicted_ids = self.tree.evict(count)
         self.num_evicted += count
-        if self.tree.gone and self.on_gone is not None:
-            self.on_gone()
+        if self.on_evicted is not None:
+            self.on_evicted()
         if not self.has_page_ids:
             return None
         return taken_ids + evicted_ids if taken_ids else evicted_ids
 
+    def shed(self, count: int) -> None:
+        """Evict `count` cached pages, which are empty then."""
+        page_ids = self.tree.evict(count)
+        self.num_evicted += count
+        self.pool.give(count, page_ids if self.has_page_ids else None)
+        if self.on_evicted is not None:
+            self.on_evicted()
+
     def open(self, match: Match) -> Holding:
-        """Pins what was found; the tree must not have changed since."""
+        """Pin what was found; the tree must not have changed since."""
         tree = self.tree
         num_cached = tree.num_cached
         path = tree.pin(match)
@@ -122,25 +117,25 @@ class PageCache:
         return Holding(path, match.num_pages, page_ids)
 
     def hold(self, match: Match) -> Path:
-        """Puts what was found to use for a transfer, each page in its place of the eviction order, until `unhold`."""
+        """Keep what was found in use for a transfer, each page in its place of the eviction order, until `unhold`."""
         return self.hold_path(self.tree.cut(match))
 
     def hold_open(self, holding: Holding, num_pages: int) -> Path | None:
-        """As `hold`, for the first `num_pages` pages of somebody who holds just these; None if that is not so."""
+        """Hold the first `num_pages` pages of `holding` if its findable pages are just these; return None if not."""
         path = holding.path
         if not path or path[-1].end != num_pages:
             return None
         return self.hold_path(list(path))
 
     def hold_path(self, path: Path) -> Path:
-        """As `hold`, for a path of the tree."""
+        """Hold a path of the tree, as `hold` does."""
         num_cached = self.tree.num_cached
         self.tree.hold_path(path)
         self.num_free -= num_cached - self.tree.num_cached
         return path
 
     def page_ids(self, path: Path) -> list[PageId]:
-        """The ids of the pages that `path` holds, in order of position."""
+        """Return the ids of the pages that `path` holds, in order of position."""
         page_ids: list[PageId] = []
         for node in reversed(list(self.tree.walk(path))):
             assert node.page_ids is not None
@@ -148,7 +143,7 @@ class PageCache:
         return page_ids
 
     def unhold(self, path: Path) -> None:
-        """Ends what `hold` began."""
+        """End what `hold` began."""
         tree = self.tree
         num_cached = tree.num_cached
         tree.unhold(path)
@@ -157,7 +152,7 @@ class PageCache:
         self.num_released += num_released
 
     def grow(self, holding: Holding, num_pages: int) -> None:
-        """Takes pages until `holding` has `num_pages`, if it has fewer."""
+        """Take pages until `holding` has `num_pages`, if it has fewer."""
         num_missing = num_pages - holding.num_pages
         if num_missing > 0:
             taken_ids = self.take(num_missing)
@@ -167,11 +162,11 @@ class PageCache:
             holding.num_pages = num_pages
 
     def publish(self, holding: Holding, content: Content, num_full_pages: int) -> None:
-        """Makes the first `num_full_pages` pages findable. Pages already findable stay as they are."""
+        """Make the first `num_full_pages` pages findable. Pages already findable stay as they are."""
         self.tree.extend(holding.path, content, num_full_pages, holding.page_ids)
 
     def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
-        """Releases everything: full pages become cached, deepest first, the rest empty.
+        """Release everything: full pages become cached, deepest first, the rest empty.
 
         `num_pages` is what the request holds. A pool that only counts lets a decoding request take its pages in bulk
         with others', so the holding itself may know of fewer.
@@ -192,13 +187,13 @@ class PageCache:
         holding.path = []
 
     def runs(self) -> Iterator[tuple[Content, int, int, int]]:
-        """Findable pages and their copies: content, first page, page after the last, how often referenced."""
+        """Return findable pages and their copies: content, first page, page after the last, how often referenced."""
         return ((node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
 
     # Laws -------------------------------------------------------------------------------------------------
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[Path] = ()) -> None:
-        """Asserts laws L1, L2 and L3 given everybody who holds pages, and how many each; and what transfers hold."""
+        """Assert laws L1, L2 and L3, given all holdings with the number of pages of each, and what transfers hold."""
         held: Counter[int] = Counter()
         transferred = Counter(
             id(copy) for path in holds for node in self.tree.walk(path) for copy in node.twins or (node,)
@@ -214,14 +209,13 @@ class PageCache:
             num_private += num_pages - (holding.path[-1].end if holding.path else 0)
         num_referenced = num_cached = 0
         resident_ids: list[PageId] = []
-        listed = {id(node) for node in self.tree.lru_nodes()}
-        parents: dict[int, Node] = {}
+        listed = Counter(id(node) for node in self.tree.order)
         for node in self.tree.nodes():
             size = node.end - node.start
             assert size > 0, f"L1: {node} has no pages"
             assert node.refs == held[id(node)], f"L2: {node} is held by {held[id(node)]}"
             assert node.holds == transferred[id(node)], f"L2: {node} is held by {transferred[id(node)]} transfers"
-            assert (node.refs == 0) == (id(node) in listed), f"L2: {node} is in the wrong list"
+            assert listed[id(node)] == (node.refs == 0), f"L2: {node} is listed for eviction {listed[id(node)]} times"
             if node.refs or node.holds:
                 num_referenced += size
             else:
@@ -233,30 +227,14 @@ class PageCache:
                 parent = child.parent
                 assert parent is not None and parent.children is node.children, f"L3: {child} has another parent"
                 assert child.start == node.end, f"L3: {child} does not follow {node}"
-                parents[id(child)] = node
         assert num_cached == self.num_cached, f"L1: {num_cached} pages cached, counted as {self.num_cached}"
-        self._check_free()
+        self.pool.check(self.num_free, self.num_cached)
         assert self.num_used == num_referenced + num_private, (
             f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"
         )
-        self._check_order(parents)
-        if isinstance(self.pool, IdPool):
+        if self.has_page_ids:
             for holding, num_pages in holdings:
                 assert holding.page_ids is not None and len(holding.page_ids) == num_pages
                 resident_ids += holding.page_ids[holding.path[-1].end if holding.path else 0 :]
             resident_ids += self.pool.empty_ids
             assert sorted(resident_ids) == list(range(self.pool.total)), "L1: a page is lost or has two owners"
-
-    def _check_free(self) -> None:
-        assert self.num_free == self.pool.num_empty + self.num_cached, "L1: free"
-
-    def _check_order(self, parents: dict[int, Node]) -> None:
-        """L3 is kept by order: whatever follows a cached page leaves before its last copy does."""
-        place = {id(node): index for index, node in enumerate(self.tree.lru_nodes())}
-        for node in self.tree.nodes():
-            parent = parents.get(id((node.twins or [node])[0]))
-            if parent is None:
-                continue
-            copies = parent.twins or [parent]
-            last_to_go = max(place.get(id(copy), len(place)) for copy in copies)
-            assert place.get(id(node), len(place)) <= last_to_go, f"L3: {node} would outlive {parent}"

@@ -1,6 +1,6 @@
-"""The pages of one device, as far as they are empty.
+"""The pages of one memory, as far as they are empty.
 
-Two pools with one contract: `CountPool` where nobody needs to know which page (virtual time), `IdPool` where an
+Two pools with one contract: `CountPool` where it does not matter which page is taken (virtual time), `IdPool` where an
 executor writes into them. A page that is taken is the taker's until given back; the pool knows nothing of use.
 """
 
@@ -15,59 +15,118 @@ PageId = NewType("PageId", int)
 
 
 class Pool(Protocol):
-    """Promises: `take` is asked for no more than `num_empty`; ids, where there are any, are handed out once."""
+    """Promises: ids, where there are any, are from 0 to `total` - 1, and each has one owner at a time."""
 
-    total: int
+    @property
+    def total(self) -> int:
+        """Pages that there can be."""
 
-    num_empty: int
-    """Pages nobody uses and that hold nothing. Written by the pool only."""
+    @property
+    def num_empty(self) -> int:
+        """Pages that hold nothing and can be taken now."""
+
+    @property
+    def num_taken(self) -> int:
+        """Pages that were taken and not given back."""
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether pages have ids."""
+
+    @property
+    def empty_ids(self) -> Sequence[PageId]:
+        """The ids that are not taken, for audits; none from a pool that only counts."""
+
+    def has_empty(self, count: int) -> bool:
+        """Return whether `count` pages are empty, and stay so until they are taken."""
+
+    def make_room(self, count: int) -> int:
+        """Return how many pages are empty, after making more of them so where the pool can.
+
+        Is asked where fewer than `count` are empty, and that many are empty or cached. If the answer is less than
+        `count`, the taker has to evict the rest of what it has cached itself.
+        """
 
     def take(self, count: int) -> list[PageId] | None:
-        """Takes `count` empty pages; their ids, or None from a pool that only counts."""
+        """Take `count` pages, at most `num_empty`; return their ids, or None from a pool that only counts."""
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """Gives `count` pages back as empty."""
+        """Give `count` pages back as empty."""
+
+    def check(self, num_free: int, num_cached: int) -> None:
+        """Assert law L1, given what a taker has cached and believes to be free."""
 
 
 class CountPool:
     """Pages without names."""
 
-    __slots__ = ("num_empty", "total")
+    __slots__ = ("num_empty", "num_taken", "total")
+
+    has_ids = False
+    empty_ids: Sequence[PageId] = ()
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.num_empty = total
+        self.num_taken = 0
+
+    def has_empty(self, count: int) -> bool:
+        """Return whether `count` pages are empty."""
+        return count <= self.num_empty
+
+    def make_room(self, count: int) -> int:
+        """Return how many pages are empty: there is nothing to make room of."""
+        return self.num_empty
 
     def take(self, count: int) -> None:
-        """See Pool."""
+        """Take `count` pages."""
         assert count <= self.num_empty, f"{count} pages asked for, {self.num_empty} empty"
         self.num_empty -= count
+        self.num_taken += count
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """See Pool."""
+        """Give `count` pages back as empty."""
         self.num_empty += count
-        assert self.num_empty <= self.total, "more pages given back than were taken"
+        self.num_taken -= count
+        assert self.num_taken >= 0, "more pages given back than were taken"
+
+    def check(self, num_free: int, num_cached: int) -> None:
+        """Assert law L1 for the one taker of this pool."""
+        assert num_free == self.num_empty + num_cached, "L1: free"
+        assert self.num_empty + self.num_taken == self.total, "L1: total"
 
 
 class IdPool:
     """Pages by id, the most recently emptied first: its memory is the likeliest to be warm."""
 
-    __slots__ = ("_empty_ids", "num_empty", "total")
+    __slots__ = ("_empty_ids", "num_empty", "num_taken", "total")
+
+    has_ids = True
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.num_empty = total
+        self.num_taken = 0
         self._empty_ids = cast(list[PageId], list(range(total - 1, -1, -1)))
 
     @property
     def empty_ids(self) -> Sequence[PageId]:
-        """For audits."""
+        """The ids that are not taken."""
         return self._empty_ids
 
+    def has_empty(self, count: int) -> bool:
+        """Return whether `count` pages are empty."""
+        return count <= self.num_empty
+
+    def make_room(self, count: int) -> int:
+        """Return how many pages are empty: there is nothing to make room of."""
+        return self.num_empty
+
     def take(self, count: int) -> list[PageId]:
-        """See Pool."""
+        """Take `count` pages; return their ids."""
         assert count <= self.num_empty, f"{count} pages asked for, {self.num_empty} empty"
         self.num_empty -= count
+        self.num_taken += count
         if count == 1:
             return [self._empty_ids.pop()]
         if count == 0:
@@ -78,8 +137,14 @@ class IdPool:
         return taken
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """See Pool."""
+        """Give `count` pages back as empty."""
         assert page_ids is not None and len(page_ids) == count
         self._empty_ids.extend(page_ids)
         self.num_empty += count
-        assert self.num_empty <= self.total, "more pages given back than were taken"
+        self.num_taken -= count
+        assert self.num_taken >= 0, "more pages given back than were taken"
+
+    def check(self, num_free: int, num_cached: int) -> None:
+        """Assert law L1 for the one taker of this pool."""
+        assert num_free == self.num_empty + num_cached, "L1: free"
+        assert self.num_empty + self.num_taken == self.total, "L1: total"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.event_log import Tell
-from kvarts.kv.cache import PageCache
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
-    from kvarts.offload.offloader import Offloader
+    from kvarts.offload.opening import TiersToOpen
 
 __all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy"]
 
@@ -98,36 +97,20 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         sizes = {"host": self.num_host_pages(page_size), "disk": self.num_disk_pages(page_size)}
         return {name: num_pages for name, num_pages in sizes.items() if num_pages} if sizes["host"] else {}
 
-    @property
-    def evicts_safe_first(self) -> bool:
-        """Whether the device evicts first what a tier below holds as well."""
-        return self.policy == "lazy" and any(getattr(self, field) for field in ("host_pages", "host_memory"))
-
-    def open_tiers(
+    def prepare(
         self,
-        cache: PageCache,
         config: EngineConfig,
+        make_order: Callable[[], EvictionOrder],
         *,
-        with_page_ids: bool,
-        tell: Tell | None,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
-    ) -> Offloader | None:
-        """Open the tiers below `cache`; None if there are none. `known_keys` and `namespace`: see FileTier."""
-        from kvarts.offload.offloader import Offloader
-
+    ) -> TiersToOpen | None:
+        """Prepare the tiers below an engine of `config`; None for none. `known_keys` and `namespace`: see FileTier."""
         if not self.tiers(config.page_size):
             return None
-        return Offloader(
-            self,
-            cache,
-            page_size=config.page_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            with_page_ids=with_page_ids,
-            tell=tell,
-            known_keys=known_keys,
-            namespace=namespace,
-        )
+        from kvarts.offload.opening import TiersToOpen  # only engines with tiers pay for it
+
+        return TiersToOpen(self, config, make_order, known_keys=known_keys, namespace=namespace)
 
     def bytes_per_s(self, field: str) -> int:
         """The bandwidth that is called `field`."""
@@ -154,28 +137,9 @@ class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
     known_keys: tuple[bytes, ...] = ()
     namespace: str = ""
 
-    @property
-    def evicts_safe_first(self) -> bool:
-        """Whether the device evicts first what a tier below holds as well."""
-        return self.config.evicts_safe_first
-
-    @property
-    def full_prompt_hits(self) -> bool:
-        """Whether a load may cover a whole prompt."""
-        return self.config.full_prompt_hits
-
-    def open_tiers(
-        self, cache: PageCache, config: EngineConfig, *, with_page_ids: bool, tell: Tell | None
-    ) -> Offloader | None:
-        """Open the tiers below `cache`; None if there are none."""
-        return self.config.open_tiers(
-            cache,
-            config,
-            with_page_ids=with_page_ids,
-            tell=tell,
-            known_keys=self.known_keys,
-            namespace=self.namespace,
-        )
+    def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> TiersToOpen | None:
+        """Prepare the tiers below an engine of `config`; None for none."""
+        return self.config.prepare(config, make_order, known_keys=self.known_keys, namespace=self.namespace)
 
 
 def _parsed(parse: object, text: str, field: str) -> int:

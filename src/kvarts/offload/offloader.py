@@ -18,12 +18,12 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.safe import Below, SafeFirstTree
 from kvarts.kv.transfer import Direction, Loaded, Move, Offer, Transfer, TransferReport
-from kvarts.kv.tree import Path
+from kvarts.kv.tree import Match, Node, Path
 from kvarts.offload.channel import Lane
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
+from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy, precedes
 from kvarts.offload.tier import MemoryTier, TierLoad, TierStore
 
@@ -64,6 +64,7 @@ class Offloader:
 
     `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end when their
     lane says so. `tell` receives what happens. `known_keys` and `namespace`: see FileTier.
+    `order`: what goes next of `cache`, for a lazy policy.
     """
 
     def __init__(
@@ -77,7 +78,10 @@ class Offloader:
         tell: Tell | None = None,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
+        order: SafeFirst | None = None,
     ) -> None:
+        assert (order is not None) == (config.policy == "lazy"), "a lazy policy stores what `order` would evict next"
+        self._order = order
         self._known_keys = known_keys
         self._namespace = namespace
         self.config = config
@@ -104,18 +108,18 @@ class Offloader:
         if target_free is None:
             target_free = 2 * -(-max_num_batched_tokens // page_size)
         self._lazy: LazyPolicy | None = None
-        if config.policy == "lazy":
+        if order is not None:
             # More than the tier holds would be stored in turns, for ever.
-            self._lazy = LazyPolicy(cache, min(target_free, self.host.num_pages))
+            self._lazy = LazyPolicy(cache, order, min(target_free, self.host.num_pages))
         self._policy: StorePolicy[Any] = EagerPolicy(cache) if self._lazy is None else self._lazy
         self.confirm = self._policy.confirm
         self._gone: list[tuple[Content, int, int]] = []
-        cache.tree.tell_gone(self._gone)
-        cache.on_gone = self._lose_gone
-        if isinstance(cache.tree, SafeFirstTree):
-            cache.tree.on_grown = self._mark_as_held
+        cache.tree.on_removed = self._on_evicted
+        cache.on_evicted = self._lose_gone
+        if order is not None:
+            order.on_grown = self._mark_as_held
             # What is safe may be in files alone, and files may be there that this process never wrote.
-            cache.tree.tells_all = len(self.tiers) > 1
+            order.hears_all = len(self.tiers) > 1
         self._under_way: dict[int, _UnderWay] = {}
         self.num_transfers = 0
         """Transfers begun so far; and the number of the next."""
@@ -249,10 +253,9 @@ class Offloader:
         if spare is not None and (self._lazy is not None or any(tier.has_holes for tier in self.tiers)):
             # Whatever follows a page that is lost goes with it, in that very step. A page that only files have is lost
             # to host memory.
-            tree = self._cache.tree
             num_without_loss = self._cache.pool.num_empty
-            if isinstance(tree, SafeFirstTree) and self.disk is None:
-                num_without_loss += tree.num_safe
+            if self._order is not None and self.disk is None:
+                num_without_loss += self._order.num_safe
             return min(spare, num_without_loss)
         return spare
 
@@ -299,8 +302,8 @@ class Offloader:
         store = host.prepare_store(content, start, end, deepest_first=self._lazy is not None)
         num_refused = host.index.num_refused - num_refused
         self.counts.num_pages_without_room += num_refused
-        tree = self._cache.tree
-        if isinstance(tree, SafeFirstTree):
+        order = self._order
+        if order is not None:
             self._unmark_removed()
             if num_refused and self._lazy is not None:
                 self._lazy.is_stuck = True
@@ -309,9 +312,9 @@ class Offloader:
         if store is None:
             return
         path = self._policy.hold(content, store.segments[-1].end, where)
-        if isinstance(tree, SafeFirstTree):
+        if order is not None:
             for segment in store.segments:
-                tree.mark(path, segment.start, segment.end, Below.COMING)
+                self._mark(order, path, segment.start, segment.end, Below.COMING)
         stores.append((host, store))
         paths.append(path)
 
@@ -425,18 +428,19 @@ class Offloader:
             tier.end_read(source)
         if under_way.direction is Direction.SPILL:
             self._end_spill(under_way.stores, is_stored=is_stored)
-        tree = self._cache.tree
-        if isinstance(tree, SafeFirstTree):
+        order = self._order
+        if order is not None:
             for path, (_, store) in zip(under_way.paths, under_way.stores, strict=False):
                 is_whole = is_stored and self.host.is_stored(store)
                 for segment in store.segments:
                     if is_whole:
-                        tree.mark(path, segment.start, segment.end, Below.STORED)
+                        self._mark(order, path, segment.start, segment.end, Below.STORED)
                         continue
                     # Trying again and again would hold the pages for ever, and who needs them would wait for ever.
-                    tree.mark(path, segment.start, segment.end, Below.NOT if is_stored else Below.FAILED)
-                    self._mark_held(tree, store.content, segment.start, segment.end)
-            tree.regroup()
+                    below = Below.NOT if is_stored else Below.FAILED
+                    self._mark(order, path, segment.start, segment.end, below)
+                    self._mark_held(order, store.content, segment.start, segment.end)
+            order.regroup()
         self._unmark_removed()
         for path in under_way.paths:
             self._cache.unhold(path)
@@ -475,9 +479,17 @@ class Offloader:
 
     # What tiers and the device tell -----------------------------------------------------------------------
 
+    def _on_evicted(self, node: Node, start: int, end: int) -> None:
+        """Note what the device evicted, if a tier may have something that followed it."""
+        order = self._order
+        if order is None or order.hears_all or order.may_be_followed(node):
+            self._gone.append((node.content, start, end))
+
     def _lose_gone(self) -> None:
-        """Forgets what nobody can reach since the device evicted what is before it."""
+        """Forget what cannot be reached since the device evicted what is before it."""
         gone = self._gone
+        if not gone:
+            return
         if any(tier.has_holes for tier in self.tiers):
             for content, start, end in gone:
                 self.host.lose(content, start, end)
@@ -508,39 +520,47 @@ class Offloader:
 
         It is not stored again while it lies there: a tier that is too small would be filled in turns, for ever.
         """
-        tree = self._cache.tree
-        if not self._removed or not isinstance(tree, SafeFirstTree):
+        order = self._order
+        if not self._removed or order is None:
             return
         for content, start, end in self._removed:
-            if tree.has(content, start):
-                tree.mark_match(self._cache.match(content, end), start, below)
+            if self._cache.tree.has(content, start):
+                self._mark_match(order, self._cache.match(content, end), start, below)
                 if self.disk is not None:
-                    self._mark_held(tree, content, start, end)
+                    self._mark_held(order, content, start, end)
         self._removed.clear()
-        tree.regroup()
+        order.regroup()
 
     def _mark_as_held(self, content: Content, start: int, end: int) -> int:
         """The device has pages [start, end), of which a tier may have some as well; how many."""
-        tree = self._cache.tree
-        assert isinstance(tree, SafeFirstTree)
-        num_held = self._mark_held(tree, content, start, end)
+        order = self._order
+        if order is None:
+            return 0
+        num_held = self._mark_held(order, content, start, end)
         if num_held:
-            tree.regroup()
+            order.regroup()
         return num_held
 
-    def _mark_held(self, tree: SafeFirstTree, content: Content, start: int, end: int) -> int:
+    def _mark_held(self, order: SafeFirst, content: Content, start: int, end: int) -> int:
         if self.disk is None:
             # Nothing can be found below after something that cannot, neither there nor on the device.
             num_held = self.host.find(content, start, end)
             if num_held:
-                tree.mark_match(self._cache.match(content, start + num_held), start, Below.STORED)
+                self._mark_match(order, self._cache.match(content, start + num_held), start, Below.STORED)
             return num_held
         num_held = 0
         for tier in self.tiers:
             for first, last in tier.held(content, start, end):
                 num_held += last - first
-                tree.mark_match(self._cache.match(content, last), first, Below.STORED)
+                self._mark_match(order, self._cache.match(content, last), first, Below.STORED)
         return num_held
+
+    def _mark_match(self, order: SafeFirst, match: Match, start: int, below: Below) -> None:
+        """Mark the pages of `match` from `start` on."""
+        self._mark(order, self._cache.tree.cut(match), start, match.num_pages, below)
+
+    def _mark(self, order: SafeFirst, path: Path, start: int, end: int, below: Below) -> None:
+        order.mark(self._cache.tree.isolate(path, start, end), below)
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -558,14 +578,15 @@ class Offloader:
             match = self._cache.match(content, num_pages).num_pages
             return match + self.host.find(content, match, num_pages) >= num_pages
 
-        if isinstance(self._cache.tree, SafeFirstTree):
+        if self._order is not None:
             for node in self._cache.tree.nodes():
                 held: set[int] = set()
                 for tier in self.tiers:
                     for first, last in tier.held(node.content, node.start, node.end):
                         held.update(range(first, last))
-                num_expected = node.end - node.start if node.below == Below.STORED else 0
-                assert len(held) == num_expected, f"L4: {node} is marked {node.below}; {len(held)} pages are below"
+                below = self._order.below(node)
+                num_expected = node.end - node.start if below == Below.STORED else 0
+                assert len(held) == num_expected, f"L4: {node} is marked {below}; {len(held)} pages are below"
         self.host.check(on_device)
         if self.disk is not None:
             self.disk.check(on_device_or_host)

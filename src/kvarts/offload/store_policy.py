@@ -10,8 +10,8 @@ from typing import Generic, Protocol, TypeVar
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.safe import Below, SafeFirstTree
-from kvarts.kv.tree import Node, Path
+from kvarts.kv.tree import Match, Node, Path
+from kvarts.offload.safe_first import Below, SafeFirst
 
 __all__ = ["EagerPolicy", "LazyPolicy", "StorePolicy", "precedes"]
 
@@ -81,10 +81,9 @@ class LazyPolicy:
     it looks at is covered or chosen, so it never looks at more than `target_free` of them, and never stands still.
     """
 
-    def __init__(self, cache: PageCache, target_free: int) -> None:
-        assert isinstance(cache.tree, SafeFirstTree)
+    def __init__(self, cache: PageCache, order: SafeFirst, target_free: int) -> None:
         self._cache = cache
-        self._tree = cache.tree
+        self._order = order
         self._target_free = target_free
         self.is_stuck = False
         """The tier had no room for what was chosen; nothing is chosen until that may have changed."""
@@ -98,7 +97,7 @@ class LazyPolicy:
 
     def hold(self, content: Content, end: int, where: Node) -> Path:
         """See StorePolicy."""
-        return self._cache.hold_path(self._tree.path_to(where, end))
+        return self._cache.hold(Match(self._order.path_to(where, end), end, 0))
 
     @property
     def has_work(self) -> bool:
@@ -116,13 +115,14 @@ class LazyPolicy:
 
     def _scan(self) -> tuple[list[tuple[Content, int, int, Node]], int]:
         """What to store, with its deepest run, and how many pages can be taken without loss once it is."""
-        num_covered = self._cache.pool.num_empty + self._tree.num_safe
+        order = self._order
+        num_covered = self._cache.pool.num_empty + order.num_safe
         chosen: list[tuple[Content, int, int, Node]] = []
-        for node in self._tree.unsafe_nodes():
+        for node in order.unsafe_nodes():
             if num_covered >= self._target_free:
                 break
             start, end = node.start, node.end
-            if node.below == Below.NOT and start < node.content.num_known_pages:
+            if order.below(node) == Below.NOT and start < node.content.num_known_pages:
                 known_end = min(end, node.content.num_known_pages)
                 num_covered += end - known_end
                 if num_covered >= self._target_free:

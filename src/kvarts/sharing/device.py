@@ -25,11 +25,10 @@ from kvarts.events import Blocked
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.budget import TokenBudgets
-from kvarts.sharing.cache import SharedCache
 from kvarts.sharing.donors import cheapest, victims_of
 from kvarts.sharing.loans import Loan, debts
 from kvarts.sharing.memory import DeviceMemory
-from kvarts.sharing.part import DevicePages
+from kvarts.sharing.part import DevicePart, open_part
 
 __all__ = ["Donation", "Health", "SharedDevice"]
 
@@ -50,7 +49,7 @@ class Donation(msgspec.Struct, frozen=True):
 
 
 class _Member(msgspec.Struct):
-    cache: SharedCache
+    part: DevicePart
     scheduler: Scheduler | None = None
     cancel: Callable[[Request], object] | None = None
     health: Health = "healthy"
@@ -87,9 +86,10 @@ class SharedDevice:
         floor: int = 0,
         ceiling: int | None = None,
         tell: Tell | None = None,
-    ) -> SharedCache:
-        """Adds `model`; returns its cache, for the scheduler that `attach` then brings. A model that is there gets the
-        new weight, and keeps everything else.
+    ) -> DevicePart:
+        """Add `model`; return its part of the device, for the scheduler that `attach` then brings.
+
+        A model that is there gets the new weight, and keeps everything else.
 
         `weight`, `floor` and `ceiling`: see TokenBudgets. `guaranteed_bytes`: what it can always have back.
         `tell` receives what happens to its pages.
@@ -99,30 +99,28 @@ class SharedDevice:
         if member is None:
             try:
                 memory = DeviceMemory(guaranteed_bytes) if self.is_static else self.memory
-                cache = SharedCache(model, memory, page_bytes=page_bytes, guaranteed_bytes=guaranteed_bytes, tell=tell)
+                part = open_part(
+                    model, memory, self, page_bytes=page_bytes, guaranteed_bytes=guaranteed_bytes, tell=tell
+                )
             except ConfigError:
                 self.budgets.deregister(model)
                 raise
-            member = self._members[model] = _Member(cache)
-        return member.cache
-
-    def pages_of(self, model: str) -> DevicePages:
-        """Return where a scheduler of `model` takes its pages and tokens from."""
-        return DevicePages(self._member(model).cache, self, token_budget=self.budgets.total)
+            member = self._members[model] = _Member(part)
+        return member.part
 
     def attach(self, model: str, scheduler: Scheduler, cancel: Callable[[Request], object] | None = None) -> None:
-        """`scheduler`, made with the cache of `model`, is the one of `model`. `cancel`: how to, if an engine wants to
+        """`scheduler`, made with the part of `model`, is the one of `model`. `cancel`: how to, if an engine wants to
         know."""
         member = self._member(model)
-        assert scheduler.cache is member.cache, f"{model} has another cache"
+        assert scheduler.cache is member.part.cache, f"{model} has another cache"
         member.scheduler = scheduler
         member.cancel = cancel or scheduler.cancel
 
     def deregister(self, model: str) -> list[Request]:
         """Takes `model` out, with everything it holds; returns its requests, which are cancelled."""
         requests = self._cancel_all(self._member(model))
-        cache = self._members.pop(model).cache
-        cache.memory.remove(cache)
+        part = self._members.pop(model).part
+        part.memory.remove(part)
         self.budgets.deregister(model)
         self._somebody_released()
         return requests
@@ -146,8 +144,8 @@ class SharedDevice:
             assert scheduler.blocked_head is not None
             num_pages, head = scheduler.num_pages_wanted, scheduler.blocked_head.index
         is_new, member.claimant = head != member.claimant, head
-        if member.cache.make_claim(num_pages, is_new=is_new):
-            self._somebody_released(but=member.cache.name)
+        if member.part.make_claim(num_pages, is_new=is_new):
+            self._somebody_released(but=member.part.name)
 
     def _somebody_released(self, but: str = "") -> None:
         for model, member in self._members.items():
@@ -168,21 +166,21 @@ class SharedDevice:
         """
         if num_pages < 1:
             raise ConfigError(f"must be at least 1, got {num_pages}", field="num_pages")
-        cache = self._member(model).cache
-        cache.refresh()
-        if num_pages <= cache.num_free:
+        part = self._member(model).part
+        part.refresh()
+        if num_pages <= part.cache.num_free:
             return Donation(True)
-        short_bytes = num_pages * cache.page_bytes - cache.memory.num_free_bytes
+        short_bytes = num_pages * part.page_bytes - part.memory.num_free_bytes
         donors: list[tuple[str, Scheduler]] = []
         choices, limits = [], []
         for name, member in self._members.items():
-            loan = member.cache.num_used_bytes - member.cache.guaranteed_bytes
+            loan = member.part.num_used_bytes - member.part.guaranteed_bytes
             if name == model or loan <= 0 or member.scheduler is None:  # never positive where nothing is lent
                 continue
             victims = victims_of(
                 member.scheduler,
                 below_priority=priority,
-                page_bytes=member.cache.page_bytes,
+                page_bytes=member.part.page_bytes,
                 enough_bytes=min(loan, short_bytes),
             )
             if victims:
@@ -191,28 +189,27 @@ class SharedDevice:
                 limits.append(loan)
         counts = cheapest(choices, limits, short_bytes)
         if counts is None:
-            return Donation(False, num_pages - cache.num_free)
+            return Donation(False, num_pages - part.cache.num_free)
         gone: list[tuple[str, int]] = []
         lost_tokens = 0
         for (name, scheduler), count, choice in zip(donors, counts, choices, strict=True):
             if count:
                 member = self._members[name]
-                pages = -(-short_bytes // member.cache.page_bytes)
+                pages = -(-short_bytes // member.part.page_bytes)
                 victims_gone = scheduler.preemptor.give_way(count, model, asker, pages)
                 scheduler.blocked = Blocked.NOT
                 gone += [(name, victim.index) for victim in victims_gone]
                 lost_tokens += choice[count - 1].lost_tokens
                 member.num_reclaimed += count
-        cache.refresh()
-        assert num_pages <= cache.num_free, f"{num_pages} pages were asked for, {cache.num_free} came"
+        part.refresh()
+        assert num_pages <= part.cache.num_free, f"{num_pages} pages were asked for, {part.cache.num_free} came"
         self._somebody_released(but=model)
         return Donation(True, 0, tuple(gone), lost_tokens)
 
     def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Ask other models for pages until `num_pages` can be taken for `request` of `model`; whether they can."""
         member = self._members[model]
-        cache = member.cache
-        is_within = cache.is_within(num_pages)
+        is_within = member.part.is_within(num_pages)
         if (to_admit and not is_within) or not self._has_donors(member, request.priority):
             return False
         return self.request_pages(model, num_pages, request.priority, asker=request.index).is_granted
@@ -221,9 +218,9 @@ class SharedDevice:
         """Whether others may give way to the head of `model`, which waits for pages that it is entitled to, as soon as
         they have enough. What they have grows while they decode."""
         member = self._members[model]
-        if not member.cache.claimed_bytes or member.scheduler is None:
+        if not member.part.claimed_bytes or member.scheduler is None:
             return False
-        if not member.cache.is_within(member.scheduler.num_pages_wanted):
+        if not member.part.is_within(member.scheduler.num_pages_wanted):
             return False
         return self._has_donors(member, member.scheduler.waiting.head(now_ns).priority)
 
@@ -233,7 +230,7 @@ class SharedDevice:
             other.scheduler is not None
             and other.scheduler.running.num_running
             and other.scheduler.running.victim().priority < below_priority
-            and other.cache.num_used_bytes > other.cache.guaranteed_bytes
+            and other.part.num_used_bytes > other.part.guaranteed_bytes
             for other in self._members.values()
             if other is not member
         )
@@ -244,11 +241,11 @@ class SharedDevice:
 
     def loans(self, now_ns: int) -> list[Loan]:
         """Who owes whom now. `since_ns`: when `loans` was first asked and told of it, and told so ever since."""
-        caches = self.memory.caches  # none, where each has memory of its own
+        parts = self.memory.parts  # none, where each has memory of its own
         found = debts(
             self.memory.num_bytes,
-            {model: cache.guaranteed_bytes for model, cache in caches.items()},
-            {model: cache.num_used_bytes for model, cache in caches.items()},
+            {model: part.guaranteed_bytes for model, part in parts.items()},
+            {model: part.num_used_bytes for model, part in parts.items()},
         )
         self._since_ns = {pair: self._since_ns.get(pair, now_ns) for pair in found}
         return [Loan(*pair, num_bytes, self._since_ns[pair]) for pair, num_bytes in found.items()]
@@ -269,13 +266,13 @@ class SharedDevice:
         member = self._member(model)
         member.health = health
         if member.scheduler is not None:
-            member.scheduler.pages.is_draining = health != "healthy"
-        member.cache.make_claim(0, is_new=True)
+            member.part.is_draining = health != "healthy"
+        member.part.make_claim(0, is_new=True)
         member.claimant = -1
         requests: list[Request] = []
         if health == "dead":
             requests = self._cancel_all(member)
-            member.cache.shed(member.cache.num_cached)
+            member.part.cache.shed(member.part.cache.num_cached)
         self._somebody_released()
         return requests
 
@@ -296,7 +293,7 @@ class SharedDevice:
             if member.scheduler is not None:
                 member.scheduler.check()
         self.memory.check()
-        if not any(cache.num_used for cache in self.memory.caches.values()):
+        if not any(part.cache.num_used for part in self.memory.parts.values()):
             assert not self.loans(0), "L2: nobody uses anything, and something is owed"
 
     def _member(self, model: str) -> _Member:

@@ -1,13 +1,22 @@
-"""The part of a shared device that one model's scheduler takes its pages and tokens from."""
+"""The part that one model has in the memory of a device: what it is guaranteed, what it claims, what it may take."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from kvarts.errors import ConfigError
+from kvarts.event_log import Tell
+from kvarts.kv.cache import PageCache
+from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.pool import CountPool, IdPool
+from kvarts.kv.tree import PrefixTree
+from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
-from kvarts.sharing.cache import SharedCache
+from kvarts.sharing.ages import AgedOrder
+from kvarts.sharing.memory import DeviceMemory
+from kvarts.sharing.pool import SharedPool
 
-__all__ = ["DevicePages"]
+__all__ = ["DevicePart", "open_part"]
 
 
 class MakesWay(Protocol):
@@ -17,34 +26,161 @@ class MakesWay(Protocol):
         """Ask other models for pages until `num_pages` can be taken for `request` of `model`; whether they can."""
 
 
-class DevicePages:
-    """A PageSource: pages of memory that other models use as well, and a share of the device's tokens.
+class DevicePart:
+    """A PageSource: `guaranteed_bytes` of `memory` are for `cache` whenever it needs them. Writes its `num_free`.
 
-    Written by the device (`is_draining`) and by the turns (`token_budget`).
+    `device` is asked for pages that others have. `token_budget` is written by who divides the tokens of a round, and
+    `is_draining` by the device.
+
+    `cache` takes its pages from `pool`, and its tree asks `order` what to evict. Raises ConfigError for a guarantee
+    below 0, and as DeviceMemory does.
     """
 
-    __slots__ = ("_cache", "_device", "is_draining", "token_budget")
+    __slots__ = (
+        "_device",
+        "_order",
+        "cache",
+        "claim",
+        "claimed_bytes",
+        "guaranteed_bytes",
+        "is_draining",
+        "memory",
+        "name",
+        "page_bytes",
+        "pool",
+        "token_budget",
+    )
 
-    def __init__(self, cache: SharedCache, device: MakesWay, *, token_budget: int) -> None:
-        self._cache = cache
-        self._device = device
-        self.token_budget = token_budget
+    def __init__(
+        self,
+        name: str,
+        memory: DeviceMemory,
+        device: MakesWay,
+        pool: SharedPool,
+        order: AgedOrder,
+        cache: PageCache,
+        *,
+        guaranteed_bytes: int = 0,
+    ) -> None:
+        if guaranteed_bytes < 0:
+            raise ConfigError(f"must be at least 0, got {guaranteed_bytes}", field=f"{name}.guarantee")
+        self.name = name
+        self.memory = memory
+        self.pool = pool
+        self.cache = cache
+        self.page_bytes = pool.page_bytes
+        self.guaranteed_bytes = guaranteed_bytes
+        self.claimed_bytes = 0
+        """What a request that waits needs: none that claimed later is admitted with it beyond a guarantee."""
+        self.claim = 0
+        """The number of the claim; earlier ones go first."""
+        self.token_budget = 0
         self.is_draining = False
+        self._order = order
+        self._device = device
+        memory.add(self)
+
+    # What it has ------------------------------------------------------------------------------------------
+
+    @property
+    def num_used_bytes(self) -> int:
+        """Of the pages that are in use."""
+        return self.cache.num_used * self.page_bytes
+
+    @property
+    def num_beyond_bytes(self) -> int:
+        """Of used and cached pages, how much is more than the guarantee; below 0 for less."""
+        return self.pool.num_taken * self.page_bytes - self.guaranteed_bytes
+
+    @property
+    def next_stamp(self) -> int:
+        """When the run that it would evict next was released; something is cached."""
+        return self._order.next_stamp
+
+    @property
+    def num_next_pages(self) -> int:
+        """Pages of the run that it would evict next; something is cached."""
+        node = self._order.next_run()
+        return node.end - node.start
+
+    def is_within(self, num_pages: int) -> bool:
+        """Return whether it would use no more than its guarantee with `num_pages` more."""
+        return self.num_used_bytes + num_pages * self.page_bytes <= self.guaranteed_bytes
+
+    # What a scheduler asks --------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Bring `num_free` of the cache up to date."""
+        self.cache.refresh(self.memory.num_free_bytes // self.page_bytes)
 
     @property
     def num_most(self) -> int:
-        """Pages that are left if all other models use what is guaranteed to them."""
-        return self._cache.num_most
+        """Pages that one request can be sure to get, in time: what is left if all others use their guarantees."""
+        others = sum(part.guaranteed_bytes for part in self.memory.parts.values() if part is not self)
+        return (self.memory.num_bytes - others) // self.page_bytes
 
     @property
     def num_withheld(self) -> int:
-        """Pages that are not used here and cannot be taken, since other models use or claim them."""
-        return self._cache.pool.total - self._cache.num_used - self._cache.num_free
+        """Pages that are not used here and cannot be taken, since others use them."""
+        return self.pool.total - self.cache.num_used - self.cache.num_free
 
     def num_free_to_admit(self, num_pages: int) -> int:
-        """Return how many pages are free and not claimed by a model before this one."""
-        return self._cache.num_free_to_admit(num_pages)
+        """Return how many pages a request that is admitted with `num_pages` of them can take now.
+
+        What others claimed before is kept for them, unless all stays within its own guarantee.
+        """
+        num_free = self.cache.num_free
+        claimed = 0
+        for other in self.memory.parts.values():
+            if other is not self and (not self.claimed_bytes or other.claim < self.claim):
+                claimed += other.claimed_bytes
+        if not claimed or self.is_within(num_pages):
+            return num_free
+        return num_free - -(-claimed // self.page_bytes)
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Ask other models for pages until `num_pages` can be taken for `request`; whether they can."""
-        return self._device.make_way(self._cache.name, request, num_pages, to_admit=to_admit)
+        return self._device.make_way(self.name, request, num_pages, to_admit=to_admit)
+
+    # Claims -----------------------------------------------------------------------------------------------
+
+    def make_claim(self, num_pages: int, *, is_new: bool) -> bool:
+        """Claim `num_pages`, or with 0 nothing; return whether others may gain by it.
+
+        `is_new`: for another request than the one before.
+        """
+        num_bytes = num_pages * self.page_bytes
+        is_less = num_bytes < self.claimed_bytes or (is_new and self.claimed_bytes > 0)
+        if num_bytes and (is_new or not self.claimed_bytes):
+            self.memory.last_claim += 1
+            self.claim = self.memory.last_claim
+        self.claimed_bytes = num_bytes
+        return is_less
+
+
+def open_part(
+    name: str,
+    memory: DeviceMemory,
+    device: MakesWay,
+    *,
+    page_bytes: int,
+    guaranteed_bytes: int = 0,
+    with_page_ids: bool = False,
+    order: EvictionOrder | None = None,
+    watcher: TreeWatcher | None = None,
+    tell: Tell | None = None,
+) -> DevicePart:
+    """Return a part of `memory` with a pool, a tree and a cache of its own.
+
+    `order` (LruOrder unless given) and `watcher`: see PrefixTree; ages across models are kept around any order. Raises
+    ConfigError for a page larger than the device, and as DevicePart does.
+    """
+    if not 1 <= page_bytes <= memory.num_bytes:
+        raise ConfigError(
+            f"one page has {page_bytes:,} bytes; the device has {memory.num_bytes:,}", field=f"{name}.page_bytes"
+        )
+    total = memory.num_bytes // page_bytes
+    pool = SharedPool(memory, page_bytes, IdPool(total) if with_page_ids else CountPool(total))
+    aged = AgedOrder(LruOrder() if order is None else order, memory.clock)
+    cache = PageCache(pool, PrefixTree(aged, tell, watcher=watcher))
+    return DevicePart(name, memory, device, pool, aged, cache, guaranteed_bytes=guaranteed_bytes)

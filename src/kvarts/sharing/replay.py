@@ -62,7 +62,7 @@ def replay_shared(
         observers = () if observers_of is None else observers_of(name)
         is_observed = is_observed or bool(observers)
         log = EventLog([steps, *observers], num_waiting=1 if observers else MANY_EVENTS)
-        cache = device.register(
+        part = device.register(
             name,
             page_bytes=config.page_bytes[name],
             weight=share.weight,
@@ -72,12 +72,22 @@ def replay_shared(
             tell=log.tell_details,
         )
         executor = TurnExecutor(of_model.cost_model)
-        engine = build_engine(of_model, executor, log=log, cache=cache, pages=device.pages_of(name))
+        engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part)
         device.attach(name, engine.scheduler, engine.cancel)
         source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
         requests = RequestLog(largest_hit_counts=False)
         tenants.append(
-            Tenant(name, engine, executor, traces[name], source, requests, weight=share.weight, priority=share.priority)
+            Tenant(
+                name,
+                engine,
+                executor,
+                part,
+                traces[name],
+                source,
+                requests,
+                weight=share.weight,
+                priority=share.priority,
+            )
         )
     first = next(iter(config.configs.values()))
     turns = TurnLoop(

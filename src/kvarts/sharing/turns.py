@@ -23,8 +23,8 @@ from kvarts.executor.base import VirtualExecutor
 from kvarts.report.requests import FAILED, RequestLog
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sharing.cache import SharedCache
 from kvarts.sharing.device import Health, SharedDevice
+from kvarts.sharing.part import DevicePart
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
 
@@ -52,6 +52,7 @@ class Tenant:
         name: str,
         engine: Engine,
         executor: VirtualExecutor,
+        part: DevicePart,
         trace: Trace,
         source: Source,
         log: RequestLog,
@@ -63,9 +64,8 @@ class Tenant:
         self.engine = engine
         self.scheduler = engine.scheduler
         self._decode_ns = executor.decode_ns
-        cache = engine.scheduler.cache
-        assert isinstance(cache, SharedCache)
-        self.cache = cache
+        self.part = part
+        self.cache = part.cache
         self.trace = trace
         self.source = source
         self.log = log
@@ -311,7 +311,7 @@ class TurnLoop:
             return
         tenant.saved = 0
         scheduler.pages.token_budget = min(budget, tenant.engine.config.max_num_batched_tokens)
-        tenant.cache.refresh()
+        tenant.part.refresh()
         num_released = tenant.cache.num_released
         engine = tenant.engine
         engine.now_ns = self._now_ns
@@ -415,7 +415,7 @@ class TurnLoop:
         num_active = len(active)
         num_turns = NEVER_NS
         for position, tenant in enumerate(active):
-            tenant.cache.refresh()
+            tenant.part.refresh()
             tenant.scheduler.pages.token_budget = self._device.budgets.total
             num_steps = tenant.scheduler.horizon(self._now_ns)
             if num_steps < 1:
@@ -444,21 +444,22 @@ class TurnLoop:
         now_ns = self._now_ns
         num_strides = len(strides)
         # Free memory shrinks by what is taken, and each model that has memory of its own has its own.
-        free = [stride.cache.memory.num_free_bytes for stride in strides]
+        free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
         is_apart = self._device.is_static
         turn = 0
         while turn < num_turns and now_ns < until_ns:
             which = turn % num_strides
             stride = strides[which]
             cache = stride.cache
+            page_bytes = stride.tenant.part.page_bytes
             place = turn // num_strides
             num_due = stride.due[place]
-            num_free = free[which] // cache.page_bytes
+            num_free = free[which] // page_bytes
             if num_due:
                 if num_due > num_free:
                     break
                 cache.take(num_due)
-                num_bytes = num_due * cache.page_bytes
+                num_bytes = num_due * page_bytes
                 if is_apart:
                     free[which] -= num_bytes
                 else:

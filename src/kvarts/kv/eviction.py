@@ -1,0 +1,171 @@
+"""Which run is evicted next: the question that the prefix tree asks, and the answer that is the default.
+
+The tree owns runs, references, parents and twins. An order owns who goes next, and nothing else: it lists the runs that
+nothing references. A run enters it by `released` and leaves it by `pinned` or `removed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from kvarts.kv.node import NOTHING, Node
+
+__all__ = ["BaseOrder", "EvictionOrder", "LruOrder"]
+
+
+class EvictionOrder(Protocol):
+    """What the tree tells of runs that nothing references, and what it asks.
+
+    Promises: the order is total, and the same calls give the same order, whatever the process or hash seed. `next_run`
+    and iteration change nothing. The order changes nothing about a node but `place`, `older` and `newer`; what it keeps
+    about runs that come and go belongs in `place`.
+
+    The tree sees to the rest. Where the order names a run that others follow, what goes is a run after it, so that a
+    page never outlives the one before it. Runs are eaten from their tails, and no further than is needed.
+    """
+
+    def __iter__(self) -> Iterator[Node]:
+        """Return all listed runs, the next to be evicted first; runs that transfers hold are among them."""
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """List `nodes`, of one path, which nothing references any more: deepest first."""
+
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Unlist `nodes`, which are referenced again: those of `path`, which was hit, that were listed."""
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`, which is evicted as a whole or listed elsewhere from now on."""
+
+    def put_back(self, nodes: Sequence[Node]) -> None:
+        """List `nodes`, which were listed elsewhere and should go before what is listed here, in this order."""
+
+    def split(self, head: Node, tail: Node) -> None:
+        """List `head`, the first part of a run that was split; `tail`, the rest, is listed already and goes before it.
+
+        They have the same `place`.
+        """
+
+    def held(self, node: Node) -> None:
+        """Pass the listed `node` by from now on: a transfer holds it. It keeps its place."""
+
+    def unheld(self, node: Node) -> None:
+        """No longer pass `node` by."""
+
+    def next_run(self) -> Node:
+        """Return the first run that no transfer holds. There is one."""
+
+
+class BaseOrder:
+    """An order to begin with: a subclass says at least what is `released`, `removed`, `split`, and in which order."""
+
+    def __iter__(self) -> Iterator[Node]:
+        """Return all listed runs, the next to be evicted first."""
+        raise NotImplementedError
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """List `nodes`, deepest first."""
+        raise NotImplementedError
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`."""
+        raise NotImplementedError
+
+    def split(self, head: Node, tail: Node) -> None:
+        """List `head`, which goes after `tail`."""
+        raise NotImplementedError
+
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Unlist `nodes`."""
+        for node in nodes:
+            self.removed(node)
+
+    def put_back(self, nodes: Sequence[Node]) -> None:
+        """List `nodes` as if they had just been released."""
+        self.released(nodes)
+
+    def held(self, node: Node) -> None:
+        """Do nothing: `next_run` looks."""
+
+    def unheld(self, node: Node) -> None:
+        """Do nothing: `next_run` looks."""
+
+    def next_run(self) -> Node:
+        """Return the first run that no transfer holds."""
+        return next(node for node in self if not node.holds)
+
+
+class LruOrder:
+    """What was released longest ago goes first, and of what was released together the deepest.
+
+    That is exactly the order of a page-by-page list to whose end a request's pages go, deepest first.
+    """
+
+    __slots__ = ("_ring",)
+
+    def __init__(self) -> None:
+        # One sentinel closes the list to a ring: newer of it is the oldest run, older of it the youngest.
+        self._ring = Node(NOTHING, b"", 0, 0, 0, None)
+        self._ring.older = self._ring.newer = self._ring
+
+    def __iter__(self) -> Iterator[Node]:
+        """Return all listed runs, the one released longest ago first."""
+        node = self._ring.newer
+        while node is not self._ring:
+            yield node
+            node = node.newer
+
+    # Linking and unlinking are spelled out where they are used: this runs for every request.
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """Put `nodes` at the young end."""
+        ring = self._ring
+        youngest = ring.older
+        for node in nodes:
+            node.older = youngest
+            youngest.newer = node
+            youngest = node
+        youngest.newer = ring
+        ring.older = youngest
+
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Take `nodes` out of the list."""
+        for node in nodes:
+            older, newer = node.older, node.newer
+            older.newer = newer
+            newer.older = older
+
+    def removed(self, node: Node) -> None:
+        """Take `node` out of the list."""
+        older, newer = node.older, node.newer
+        older.newer = newer
+        newer.older = older
+
+    def put_back(self, nodes: Sequence[Node]) -> None:
+        """Put `nodes` at the old end."""
+        for node in reversed(nodes):
+            self._put_after(self._ring, node)
+
+    def split(self, head: Node, tail: Node) -> None:
+        """Put `head` right after `tail`."""
+        self._put_after(tail, head)
+
+    def held(self, node: Node) -> None:
+        """Do nothing: `next_run` looks."""
+
+    def unheld(self, node: Node) -> None:
+        """Do nothing: `next_run` looks."""
+
+    def next_run(self) -> Node:
+        """Return the oldest run that no transfer holds."""
+        node = self._ring.newer
+        while node.holds:
+            node = node.newer
+        return node
+
+    def _put_after(self, older: Node, node: Node) -> None:
+        newer = older.newer
+        node.older = older
+        node.newer = newer
+        older.newer = node
+        newer.older = node

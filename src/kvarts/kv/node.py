@@ -1,0 +1,50 @@
+"""A run of pages with one history: what the prefix tree is made of, and what is evicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvarts.content import Content, PageKey
+from kvarts.kv.pool import PageId
+
+__all__ = ["NOTHING", "Node", "Path"]
+
+NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
+"""The content of a node that holds no pages."""
+
+
+class Node(msgspec.Struct, eq=False):
+    """Pages [start, end) of `content`, counted from the first token. Written by PrefixTree, but for the last four.
+
+    `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is listed for eviction.
+    `holds`: how many transfers do; at 0 of both the run is cached. `children` is by their keys, and one dict for all
+    twins. `page_ids` is None where pages are only counted. A root has neither content nor key.
+
+    `place` belongs to the eviction order: what it keeps about the run, referenced or not. A new run has None; the parts
+    of a run that is split have the same. `older` and `newer` are links for an order that keeps runs in lists. `notes`
+    belongs to the tree's watcher: one object for all twins.
+    """
+
+    content: Content
+    key: PageKey
+    start: int
+    end: int
+    refs: int
+    parent: Node | None
+    children: dict[PageKey, Node] | None = None
+    twins: list[Node] | None = None
+    page_ids: list[PageId] | None = None
+    holds: int = 0
+    place: Any = None
+    notes: Any = None
+    older: Node = None  # type: ignore[assignment]
+    newer: Node = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Node(pages {self.start}..{self.end}, refs {self.refs}, twins {len(self.twins or ())})"
+
+
+Path = list[Node]
+"""Runs that follow each other from the first page on."""

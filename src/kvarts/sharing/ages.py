@@ -1,0 +1,96 @@
+"""How old cached runs are, across the models of one device: an order that remembers when runs were released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.node import Node
+
+__all__ = ["AgedOrder", "ReleaseClock"]
+
+
+class ReleaseClock:
+    """Counts releases, of all caches of one memory together: what was released earlier is older."""
+
+    __slots__ = ("_first", "_last")
+
+    def __init__(self) -> None:
+        self._first = self._last = 0
+
+    def tick(self) -> int:
+        """Return the stamp of a release that happens now."""
+        self._last += 1
+        return self._last
+
+    def before_all(self) -> int:
+        """Return a stamp older than all others."""
+        self._first -= 1
+        return self._first
+
+
+class AgedOrder:
+    """`inner`, and of each run in it the stamp of its release. An EvictionOrder.
+
+    Which run goes next is for `inner` to say, one of its own that depends on what follows a run or on tiers below
+    included; how old that run is can be compared with the runs of others that have the same clock.
+    """
+
+    __slots__ = ("_clock", "_inner", "_stamps")
+
+    def __init__(self, inner: EvictionOrder, clock: ReleaseClock) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._stamps: dict[Node, int] = {}
+
+    @property
+    def next_stamp(self) -> int:
+        """When the run that is evicted next was released; something is cached."""
+        return self._stamps[self._inner.next_run()]
+
+    def __iter__(self) -> Iterator[Node]:
+        """Return all listed runs, in the order of `inner`."""
+        return iter(self._inner)
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """List `nodes`, all of the same age."""
+        stamp = self._clock.tick()
+        stamps = self._stamps
+        for node in nodes:
+            stamps[node] = stamp
+        self._inner.released(nodes)
+
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Unlist `nodes`."""
+        stamps = self._stamps
+        for node in nodes:
+            del stamps[node]
+        self._inner.pinned(nodes, path)
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`."""
+        del self._stamps[node]
+        self._inner.removed(node)
+
+    def put_back(self, nodes: Sequence[Node]) -> None:
+        """List `nodes`, older than all others."""
+        for node in reversed(nodes):
+            self._stamps[node] = self._clock.before_all()
+        self._inner.put_back(nodes)
+
+    def split(self, head: Node, tail: Node) -> None:
+        """List `head`, as old as `tail`."""
+        self._stamps[head] = self._stamps[tail]
+        self._inner.split(head, tail)
+
+    def held(self, node: Node) -> None:
+        """Pass `node` by."""
+        self._inner.held(node)
+
+    def unheld(self, node: Node) -> None:
+        """No longer pass `node` by."""
+        self._inner.unheld(node)
+
+    def next_run(self) -> Node:
+        """Return what `inner` would evict next."""
+        return self._inner.next_run()
