@@ -1,4 +1,4 @@
-"""Fitting a cost model to a measured engine, and saying how far off a replay is."""
+"""Calibration: fit a cost model to a measured engine, and state how far a replay is from the measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coefficients of a roofline as a search sees them: logarithms between bounds, and how sure it can be of them."""
+"""The coefficients of a roofline as a search sees them: logarithms between bounds, and their uncertainty."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "sequence_us": (0.5, 200.0),
 }
 UNFELT = 1e-3
-"""A direction that changes the residuals this much less than the strongest does not change them."""
+"""A direction that changes the residuals by less than this share of the strongest counts as changing nothing."""
 PART = 0.5
-"""What moves at least this much of what moves most in such a direction is not known either."""
+"""A coefficient that moves at least this share of the largest move in such a direction is not known either."""
 UNSURE = 0.2
-"""A coefficient that the data leave uncertain by more than this share is not identified by them."""
+"""A coefficient with an uncertainty above this share is not identified by the data."""
 
 
 def needs_scipy() -> None:
-    """Raises ConfigError where SciPy, an extra, is not installed."""
+    """Raise ConfigError if SciPy, an extra, is not installed."""
     try:
         import scipy.optimize  # noqa: F401
     except ImportError:
@@ -39,13 +39,13 @@ def needs_scipy() -> None:
 
 
 def log_bounds() -> tuple[Values, Values]:
-    """The lowest and the highest of each, in logarithms."""
+    """Return the lowest and the highest value of each coefficient, in logarithms."""
     low, high = (np.log([BOUNDS[name][side] for name in COEFFICIENTS]) for side in (0, 1))
     return low, high
 
 
 def logs_of(cost: RooflineCost) -> Values:
-    """Those of `cost`, brought within the bounds."""
+    """Return the logarithms of the coefficients of `cost`, clipped to the bounds."""
     low, high = log_bounds()
     values = [max(getattr(cost, name), 1e-9) for name in COEFFICIENTS]
     logs: Values = np.clip(np.log(values), low, high)
@@ -53,15 +53,16 @@ def logs_of(cost: RooflineCost) -> Values:
 
 
 def cost_of(cost: RooflineCost, logs: Values) -> RooflineCost:
-    """`cost` with these instead of its own."""
+    """Return `cost` with the coefficients that `logs` gives."""
     return msgspec.structs.replace(cost, **dict(zip(COEFFICIENTS, map(float, np.exp(logs)), strict=True)))
 
 
 def uncertainty_of(residuals: Values, jacobian: Values) -> dict[str, float]:
-    """How far each could go before `residuals` would notice, as a share of it: that of least squares, to first order.
+    """Return the uncertainty of each coefficient as a share of it: that of least squares, to first order.
 
-    `jacobian`: shape [residuals, coefficients], by logarithms. Infinite for what changes nothing, by itself or together
-    with others: where every step reads all weights once, nobody can tell their time from that of the step itself.
+    `jacobian`: shape [residuals, coefficients], by logarithms. The uncertainty is infinite for a coefficient that
+    changes nothing, by itself or together with others: where every step reads all weights once, the time of reading
+    them cannot be told from the constant time of a step.
     """
     spare = max(1, len(residuals) - jacobian.shape[1])
     # The diagonal of (J^T J)^+ as sums of squares, which rounding cannot make negative.
@@ -70,12 +71,12 @@ def uncertainty_of(residuals: Values, jacobian: Values) -> dict[str, float]:
     _, strengths, directions = np.linalg.svd(jacobian, full_matrices=True)
     strengths = np.append(strengths, np.zeros(jacobian.shape[1] - len(strengths)))
     for direction in np.abs(directions[strengths <= UNFELT * max(strengths.max(), UNFELT)]):
-        # Along it, the one that moves most can be anything; the others go as far as they do with it.
+        # Along it, the coefficient that moves most can have any value, and the others change in proportion.
         moves = direction / direction.max()
         errors = np.where(moves > PART, np.inf, np.maximum(errors, moves))
     return dict(zip(COEFFICIENTS, map(float, errors), strict=True))
 
 
 def not_identified(uncertainty: Mapping[str, float]) -> list[str]:
-    """Coefficients that the data say little about."""
+    """Return the coefficients with an uncertainty above UNSURE."""
     return [name for name, share in uncertainty.items() if not share <= UNSURE]

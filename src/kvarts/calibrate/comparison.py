@@ -1,4 +1,4 @@
-"""How far a replay is from what was measured.
+"""How far a replay is from a measurement.
 
 TTFT and E2E count from arrival; TPOT is the time from the first to the last token over the tokens between, for requests
 with more than one. Percentiles are interpolated linearly between observed values, on both sides alike.
@@ -29,8 +29,9 @@ Values = npt.NDArray[np.float64]
 class Comparison(msgspec.Struct, frozen=True):
     """`metrics[metric][statistic]` is (measured ms, replayed ms).
 
-    `num_preemptions`: in the replay. `kv_error_points`: the mean distance of both curves of KV use in
-    points of per cent; None without them, as is `peak_waiting`, (measured, replayed). None of these for some requests.
+    `num_preemptions`: in the replay. `kv_error_points`: the mean distance of both curves of KV use, in percentage
+    points. `peak_waiting`: (measured, replayed). Both are None without curves; all three are None for a subset of
+    requests.
     """
 
     num_requests: int
@@ -45,7 +46,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return max(abs(_relative(*pair)) for row in self.metrics.values() for pair in row.values())
 
     def to_text(self) -> str:
-        """A table, with a line end."""
+        """Return a table, with a line end."""
         lines = [f"{'':<6}{'':<6}{'measured':>14}{'replayed':>14}{'error':>9}"]
         for metric, row in self.metrics.items():
             for name, (measured, replayed) in row.items():
@@ -60,7 +61,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return "\n".join(lines) + "\n"
 
     def to_builtins(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison as values that JSON can hold."""
         return {
             "num_requests": self.num_requests,
             **{
@@ -81,7 +82,7 @@ def _relative(measured: float, replayed: float) -> float:
 
 
 def latencies_ms(measured: Measured | Replayed, some: slice = slice(None)) -> dict[str, Values]:
-    """TTFT, TPOT and E2E of each request, for TPOT of those with more than one token, of `some` of them."""
+    """Return TTFT, TPOT and E2E of the requests in `some`; TPOT only of those with more than one token."""
     if isinstance(measured, Measured):
         arrival, first = measured.arrival_ns / NS_PER_MS, measured.first_token_ns / NS_PER_MS
         last = measured.last_token_ns / NS_PER_MS
@@ -94,7 +95,7 @@ def latencies_ms(measured: Measured | Replayed, some: slice = slice(None)) -> di
 
 
 def statistics(values: Values) -> Values:
-    """Those of STATISTICS; NaN for no values."""
+    """Return the values of STATISTICS; NaN if `values` is empty."""
     if not len(values):
         return np.full(len(STATISTICS), np.nan)
     return np.concatenate([[values.mean()], np.percentile(values, [50, 90, 99])])
@@ -103,7 +104,7 @@ def statistics(values: Values) -> Values:
 def compare(
     measured: Measured, replayed: Replayed, series: Series | None = None, *, some: slice | None = None
 ) -> Comparison:
-    """Compares all requests, or only the latencies of `some`. Raises InputError if they are not the same ones."""
+    """Compare all requests, or only the latencies of `some`. Raise InputError if the requests are not the same."""
     if len(replayed.arrival_ms) != len(measured) or (replayed.output_tokens != measured.output_tokens).any():
         raise InputError(
             f"holds {len(measured)} requests, the replay {len(replayed.arrival_ms)}, or their lengths differ",

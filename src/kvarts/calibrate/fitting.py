@@ -1,10 +1,10 @@
 """Fits the coefficients of a roofline to a measured run, by replaying it.
 
-A replay takes a fraction of a second, so the search simply tries: points spread over the box of what is physically
-plausible (Sobol), then Nelder and Mead's simplex from the best of them, in logarithms of the coefficients; a queue
-makes the landscape rough, so it begins anew from where it ended, with ever smaller simplices. What is made small is the
-root of the sum of squares of the relative errors of all statistics, and of a fifth of the distance of the KV curves,
-which never gets small: a curve is sampled once a second.
+A replay takes a fraction of a second, so the search is direct. It evaluates points spread over the box of physically
+plausible values (Sobol), then runs Nelder and Mead's simplex from the best of them, in logarithms of the coefficients.
+Queues make the objective rough, so the simplex restarts from where it ended, each time with a smaller one. The
+objective is the root of the sum of squares of the relative errors of all statistics and of a fifth of the distance of
+the KV curves. The curves have a small weight because their distance never gets small: a curve is sampled once a second.
 Same input, same seed, same coefficients.
 """
 
@@ -34,19 +34,19 @@ Values = npt.NDArray[np.float64]
 NUM_SPREAD = 64
 NUM_STARTS = 5
 EVALUATIONS = 120
-"""Of each simplex."""
+"""Evaluations of the objective for each simplex."""
 RESTARTS = (0.1, 0.05, 0.025)
-"""How wide the simplices are that go on from the best."""
+"""Widths of the simplices that restart from the best point, in logarithms."""
 CURVE_WEIGHT = 0.2
 MOST_REPLAYS = 1 + NUM_SPREAD + 1 + EVALUATIONS * (NUM_STARTS + 2 * len(RESTARTS)) + 1 + 2 * len(COEFFICIENTS) + 3
 NUDGE = 0.05
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The fitted `cost`, with what it leaves. `uncertainty`: of each coefficient, as a share of it, to first order.
+    """The fitted `cost` and its errors. `uncertainty`: of each coefficient, as a share of it, to first order.
 
-    `fitted` compares the requests it was fitted to, `held_out` the others, if there are any, `before` all with the
-    coefficients that the search began with, `overall` all with those it found.
+    `fitted` compares the requests that were fitted, `held_out` the others, if there are any. `before` compares all
+    requests under the coefficients that the search began with, `overall` under those that it found.
     """
 
     cost: RooflineCost
@@ -59,7 +59,7 @@ class Calibration(msgspec.Struct, frozen=True):
 
     @property
     def not_identified(self) -> list[str]:
-        """Coefficients that these data say little about."""
+        """The coefficients that the data do not identify."""
         return not_identified(self.uncertainty)
 
 
@@ -73,10 +73,11 @@ def calibrate(
     seed: int = 0,
     on_progress: Callable[[int], object] | None = None,
 ) -> Calibration:
-    """Fits `config.cost`, a RooflineCost, to `measured`, from where it is.
+    """Fit `config.cost`, a RooflineCost, to `measured`; the search begins at its coefficients.
 
-    `prompts`: what the prompts hold, see Measured.trace. `fit_on`: fit to the first so many requests, and hold out the
-    rest; all are replayed. Raises ConfigError without SciPy, for another cost model, or if a request does not fit.
+    `prompts`: the content of the prompts, as for Measured.trace. `fit_on`: fit to the first `fit_on` requests and hold
+    out the rest; all are replayed. Raise ConfigError without SciPy, for another cost model, or if a request does not
+    fit in the pool.
     """
     needs_scipy()
     from scipy.optimize import minimize
@@ -128,7 +129,7 @@ def calibrate(
 
 
 class _Search:
-    """Replays with other coefficients, and how far off each is."""
+    """Replays with other coefficients and measures the error of each."""
 
     def __init__(
         self,
@@ -140,13 +141,13 @@ class _Search:
         on_progress: Callable[[int], object] | None,
     ) -> None:
         self._measured, self._trace, self._config = measured, trace, config
-        # The curve of those that are held out is not to be fitted to.
+        # The curve over the held-out requests must not be fitted.
         self._all_series = series
         self._series = None if series is None else series.until(float(measured.arrival_ns[some][-1]) / 1e9)
         self._some, self._on_progress = some, on_progress
         latencies = latencies_ms(measured, some)
         self._aim = np.concatenate([statistics(latencies[metric]) for metric in METRICS])
-        # A metric without a value (TPOT where nobody has two tokens) says nothing.
+        # A metric without a value (TPOT if no request has two tokens) says nothing.
         self._counts = np.isfinite(self._aim) & (self._aim > 0)
         self.num_replays = 0
 
@@ -165,7 +166,7 @@ class _Search:
         return compare(self._measured, self._replay(cost), self._all_series, some=some)
 
     def residuals(self, logs: Values) -> Values:
-        """Relative errors of the statistics, and the weighted distance of the KV curves as a share of the pool."""
+        """Return relative errors of the statistics and the weighted distance of the KV curves, a share of the pool."""
         ours = self._replay(cost_of(self._config.cost, logs))
         latencies = latencies_ms(ours, self._some)
         values = np.concatenate([statistics(latencies[metric]) for metric in METRICS])
@@ -178,7 +179,7 @@ class _Search:
         return float(np.sqrt((self.residuals(logs) ** 2).sum()))
 
     def uncertainty(self, logs: Values) -> dict[str, float]:
-        """See uncertainty_of."""
+        """Return the uncertainty of each coefficient at `logs`, as a share of it."""
         columns = [
             (self.residuals(logs + step) - self.residuals(logs - step)) / (2 * NUDGE)
             for step in NUDGE * np.eye(len(logs))

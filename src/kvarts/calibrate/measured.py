@@ -1,7 +1,7 @@
-"""What an engine was measured to do: when each request came, when it got its first and last token, and how many.
+"""Measurements of an engine: when each request arrived and got its first and last token, and how many tokens it had.
 
-Read are JSON lines as vLLM's per-request timings have them, and CSV with named columns. Nothing is left out in silence:
-a row that does not add up is an error with its line and field.
+Two forms are read: JSON lines of vLLM's per-request timings, and CSV with named columns. No row is skipped in silence:
+a row that is not consistent is an error with its line and field.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ COUNTS = ("prompt_tokens", "output_tokens")
 FIELDS = ("request_id", *TIMES, *COUNTS)
 OPTIONAL = ("request_id", "scheduled")
 UNITS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-# The names of vLLM's per-request output. Its `arrival_time` is of another clock than the rest; a request that was
-# queued has arrived.
+# The names of vLLM's per-request output. Its `arrival_time` is read from another clock than the rest, so the time at
+# which a request was queued stands for its arrival.
 VLLM_COLUMNS = {
     "request_id": "request_id",
     "arrival": "queued_ts",
@@ -44,9 +44,9 @@ Times = npt.NDArray[np.int64]
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Requests in order of arrival. Times in nanoseconds since the first of them arrived; all arrays have shape [n].
+    """Requests in order of arrival. Times are in nanoseconds since the first arrival; all arrays have shape [n].
 
-    `rows`: the place of each in the file, from 0. `scheduled_ns` is None where nobody recorded it.
+    `rows`: the place of each request in the file, from 0. `scheduled_ns` is None if it was not recorded.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Measured(msgspec.Struct, frozen=True):
         return len(self.request_ids)
 
     def trace(self, prompts: Trace | None = None) -> Trace:
-        """The traffic, with what `prompts` says the prompts hold, row by row; without it, no two begin alike.
+        """Return the traffic with the prompt content of `prompts`, row by row; without it, no prompts share a prefix.
 
-        Raises InputError where `prompts` has other rows.
+        Raise InputError if `prompts` has other rows.
         """
         requests = [
             TraceRequest(
@@ -99,10 +99,10 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None, time_unit: str = "s") -> Measured:
-    """Reads a measured run. `columns`: the file's name for each of FIELDS that it does not call so.
+    """Read a measured run. `columns`: the file's names for those of FIELDS that it calls otherwise.
 
-    A file of JSON lines with `queued_ts` is read as vLLM writes it. Raises MissingFileError; ConfigError for a column
-    that is none; InputError, with line and field, for what is missing, no number, or does not add up.
+    A file of JSON lines with `queued_ts` is read in vLLM's format. Raise MissingFileError; ConfigError for a column
+    that does not exist; InputError, with line and field, for a value that is missing, no number, or inconsistent.
     """
     path = Path(path)
     if time_unit not in UNITS_NS:

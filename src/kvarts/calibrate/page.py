@@ -1,4 +1,4 @@
-"""A page of HTML that lays a replay over what was measured. It needs nothing else."""
+"""A self-contained page of HTML that shows a replay over its measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_POINTS = 2000
 
 
 def render_page(measured: Measured, replayed: Replayed, series: Series | None, comparison: Comparison) -> bytes:
-    """The whole page: the table of errors, the distributions, and the curves where both sides have them."""
+    """Return the page: the table of errors, the distributions, and the curves if both sides have them."""
     theirs, ours = latencies_ms(measured), latencies_ms(replayed)
     data: dict[str, Any] = {
         "title": measured.name,

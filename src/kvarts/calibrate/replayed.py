@@ -1,4 +1,4 @@
-"""A replay, as it is compared with what was measured: from its report, or from the files that it left."""
+"""A replay in the form in which it is compared with a measurement, from a report or from the files of a run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Values = npt.NDArray[np.float64]
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """Requests in order of arrival; times in ms, arrays of shape [n].
+    """Requests in order of arrival. Times are in ms; arrays have shape [n].
 
-    `curve`: if it is known, the moments of the steps in seconds, and what ran, waited and was used in per cent then.
+    `curve`, if known: the start of each step in seconds, requests running and waiting then, and KV use in per cent.
     """
 
     arrival_ms: Values
@@ -35,7 +35,7 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 def replayed_of(report: Report) -> Replayed:
-    """From the report of a replay of one engine."""
+    """Return the replay that `report` describes, of one engine."""
     rows, steps = report.requests, report.steps
     curve = Series(
         time_s=np.asarray(steps["start_ms"]) / 1e3,
@@ -64,9 +64,9 @@ class _Row(msgspec.Struct):
 
 
 def load_replayed(path: Path | str) -> Replayed:
-    """Reads a run directory, or the file that `kvarts replay --requests` wrote.
+    """Read a run directory, or the file that `kvarts replay --requests` wrote.
 
-    Raises MissingFileError, or InputError for what is no replay or has requests without an end.
+    Raise MissingFileError, or InputError for a file that is no replay or has requests without an end.
     """
     path = Path(path)
     rows_path, curve = path, None

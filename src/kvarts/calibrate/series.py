@@ -1,4 +1,4 @@
-"""What an engine was measured to be doing, second by second."""
+"""Samples of a running engine: requests running and waiting, and KV use, over time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Values = npt.NDArray[np.float64]
 
 
 class Series(msgspec.Struct, frozen=True):
-    """Moments in order; all arrays have shape [n]. `time_s` since the first request came, `kv_pct` in per cent."""
+    """Samples in order of time; all arrays have shape [n]. `time_s`: since the first arrival. `kv_pct`: in per cent."""
 
     time_s: Values
     running: Values
@@ -29,23 +29,23 @@ class Series(msgspec.Struct, frozen=True):
     kv_pct: Values
 
     def until(self, time_s: float) -> Series | None:
-        """The moments up to `time_s`; None if there are none."""
+        """Return the samples up to `time_s`; None if there are none."""
         last = int(np.searchsorted(self.time_s, time_s, side="right"))
         if not last:
             return None
         return Series(self.time_s[:last], self.running[:last], self.waiting[:last], self.kv_pct[:last])
 
     def kv_distance(self, other: Series) -> float:
-        """How far `other` is from it, in points of per cent, at its own moments on average."""
+        """Return the mean distance of the KV use of `other` from this one, at its samples, in percentage points."""
         at = np.searchsorted(other.time_s, self.time_s, side="right") - 1
         theirs = np.where(at >= 0, other.kv_pct[np.maximum(at, 0)], 0.0)
         return float(np.abs(theirs - self.kv_pct).mean())
 
 
 def load_series(path: Path | str) -> Series:
-    """Reads CSV with the columns `t` (seconds), `running`, `waiting` and `kv_cache_pct`, whatever others there are.
+    """Read CSV with the columns `t` (seconds), `running`, `waiting` and `kv_cache_pct`; other columns are ignored.
 
-    Raises MissingFileError; InputError, with line and field, for what is missing, no number, or goes back in time.
+    Raise MissingFileError; InputError, with line and field, for a value that is missing, no number, or back in time.
     """
     path = Path(path)
     text = read_text(path, hint="Check the path of the series.")

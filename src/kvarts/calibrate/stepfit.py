@@ -1,8 +1,8 @@
-"""Fits the coefficients of a roofline to recorded steps: what each did, and how long it took.
+"""Fits the coefficients of a roofline to recorded steps: the work of each, and how long it took.
 
 A line of a record is an object with `duration_ns`, `num_decodes`, `decode_known_tokens`, and `chunks`, a list of
-[start, num_tokens, num_known_tokens]. Nothing has to be replayed: it is least squares of relative errors, with a loss
-that outliers do not pull (soft L1).
+[start, num_tokens, num_known_tokens]. No replay is needed: the fit is least squares of relative errors, with a loss
+that limits the weight of outliers (soft L1).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Values = npt.NDArray[np.float64]
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. `chunks`: (first token, tokens, tokens known) of each; decodes know `decode_known_tokens` together."""
+    """One step. `chunks`: (first token, tokens, known tokens) of each. `decode_known_tokens`: sum over all decodes."""
 
     duration_ns: int
     num_decodes: int
@@ -33,7 +33,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[tuple[int, int, int]] = []
 
     def batch(self) -> Batch:
-        """As a cost model sees it."""
+        """Return the batch that a cost model is asked about."""
         chunks = tuple(Chunk(start, count, known, known) for start, count, known in self.chunks)
         return Batch(chunks, self.num_decodes, self.decode_known_tokens, 1)
 
@@ -47,16 +47,16 @@ class StepFit(msgspec.Struct, frozen=True):
     median_error: float
     p90_error: float
     total_error: float
-    """Of the sum of all durations."""
+    """Relative error of the sum of all durations."""
 
     @property
     def not_identified(self) -> list[str]:
-        """Coefficients that these data say little about."""
+        """The coefficients that the data do not identify."""
         return not_identified(self.uncertainty)
 
 
 def is_step_record(path: Path | str) -> bool:
-    """Whether a file begins like a record of steps."""
+    """Return whether a file begins like a record of steps."""
     try:
         with Path(path).open("rb") as file:
             values = msgspec.json.decode(file.readline())
@@ -66,7 +66,7 @@ def is_step_record(path: Path | str) -> bool:
 
 
 def load_steps(path: Path | str) -> list[StepRecord]:
-    """Reads a record. Raises MissingFileError; InputError, with line and field, for what does not add up."""
+    """Read a record of steps. Raise MissingFileError; InputError, with line and field, for inconsistent values."""
     path = Path(path)
     lines = read_text(path, hint="Check the path of the record.").splitlines()
     decoder = msgspec.json.Decoder(StepRecord)
@@ -90,7 +90,9 @@ def load_steps(path: Path | str) -> list[StepRecord]:
             )
         for start, count, known in record.chunks:
             if start < 0 or count < 1 or start + count > known:
-                raise InputError(f"[{start}, {count}, {known}] is not a valid chunk", path=path, line=number, field="chunks")
+                raise InputError(
+                    f"[{start}, {count}, {known}] is not a valid chunk", path=path, line=number, field="chunks"
+                )
         if not record.num_decodes and not record.chunks:
             raise InputError("has no work", path=path, line=number, field="num_decodes")
         records.append(record)
@@ -100,7 +102,7 @@ def load_steps(path: Path | str) -> list[StepRecord]:
 
 
 def fit_steps(records: list[StepRecord], start: RooflineCost) -> StepFit:
-    """Fits `start` to `records`, from where it is. Raises ConfigError without SciPy."""
+    """Fit `start` to `records`; the search begins at its coefficients. Raise ConfigError without SciPy."""
     needs_scipy()
     from scipy.optimize import least_squares
 

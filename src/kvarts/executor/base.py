@@ -1,4 +1,4 @@
-"""What an engine asks of an executor."""
+"""The executor as an engine sees it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["Executor", "VirtualExecutor"]
 
 
 class Executor(Protocol):
-    """Promises: carries out plans in the order given, reads nothing but the plan, and keeps no pages of its own.
+    """Carries out plans. Promises: in the order given, reading nothing but the plan, and keeping no pages of its own.
 
     Writes the KV of every token in the plan into the pages the plan names before it reads them. Samples one token for
-    every decode and for every chunk that is its sequence's last.
+    every decode and for every chunk that is the last of its sequence.
     """
 
     @property
     def needs_page_ids(self) -> bool:
-        """Whether plans have to name pages, rows and tokens. Then it is given every plan, and carries out transfers."""
+        """Whether plans must name pages, rows and tokens. If so, this executor gets every plan and does transfers."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step."""
+        """Carry out one step and return its result."""
 
 
 class VirtualExecutor(Executor, Protocol):
-    """An Executor for virtual time: it also says beforehand how long decodes take."""
+    """An Executor for virtual time, which also predicts how long decodes take."""
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of `num_steps` steps of decodes; see CostModel for the arguments."""
+        """Return the durations of `num_steps` steps of decodes; the arguments are those of CostModel."""

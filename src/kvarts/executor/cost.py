@@ -1,7 +1,8 @@
 """Cost models: how long a step takes, in whole nanoseconds.
 
-A model answers for one step (`step_ns`) and for k steps of decodes at once (`decode_ns`), each knowing one token more
-a sequence than the one before. Both round every step by itself, so a sum does not depend on how steps were asked for.
+A cost model answers for one step (`step_ns`) and for k steps of decodes at once (`decode_ns`), in each of which every
+sequence knows one token more than in the step before. Both round each step by itself, so that sums do not depend on how
+steps were asked for.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ __all__ = ["CallableCost", "CostModel", "CostSpec", "LinearCost", "PolynomialCos
 
 
 class CostModel(Protocol):
-    """Promises: pure; the same batch costs the same, in any process."""
+    """Duration of steps. Promises: pure; the same batch costs the same, in any process."""
 
     def step_ns(self, batch: Batch) -> int:
-        """Duration of a step that does `batch`."""
+        """Return the duration of a step that computes `batch`."""
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """Durations of `num_steps` steps of `num_decodes` decodes each.
+        """Return the durations of `num_steps` steps of `num_decodes` decodes each.
 
-        In the first step they know `known_tokens` tokens together, `num_decodes` more in each that follows.
+        In the first step the decodes know `known_tokens` tokens together, in each later one `num_decodes` more.
         """
 
 
@@ -45,7 +46,7 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
     """
 
     def step_ns(self, batch: Batch) -> int:
-        """See CostModel."""
+        """Return the duration of a step by the mocker's formula."""
         num_prefills = after = before = 0
         num_decodes = batch.num_decodes
         known_tokens = batch.decode_known_tokens
@@ -76,7 +77,7 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
         return duration_ns
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """See CostModel."""
+        """Return the durations of steps of decodes by the mocker's formula."""
         if num_steps < FEW_STEPS:
             durations = []
             for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes):
@@ -99,9 +100,9 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
 
 
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="linear"):
-    """A step costs its parts: itself, each chunk token, each decode, and each token of context a decode reads.
+    """A cost linear in the step's parts: a constant, each chunk token, each decode, and each token a decode attends to.
 
-    All coefficients in milliseconds. Raises ConfigError for a negative one.
+    All coefficients are in milliseconds. Raises ConfigError for a negative one.
     """
 
     step_ms: float = 0.0
@@ -116,34 +117,34 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
                 raise ConfigError(f"must be a finite number, at least 0, got {value}", field=f"cost.{field}")
 
     def step_ns(self, batch: Batch) -> int:
-        """See CostModel."""
+        """Return the duration of a step."""
         chunk_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
         ms = self.step_ms + self.chunk_token_ms * chunk_tokens
         ms = ms + self.decode_ms * batch.num_decodes + self.context_token_ms * batch.decode_known_tokens
         return round(ms * 1e6)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """See CostModel."""
+        """Return the durations of steps of decodes."""
         known = known_tokens + num_decodes * np.arange(num_steps)
         ms = self.step_ms + self.chunk_token_ms * 0 + self.decode_ms * num_decodes
         return whole_ns((ms + self.context_token_ms * known) * 1e6)
 
 
 class CallableCost:
-    """Any Python callable that answers the milliseconds of a Batch. It is asked step by step."""
+    """A cost model around a Python callable that returns the milliseconds of a Batch. It is called for every step."""
 
     def __init__(self, step_ms: Callable[[Batch], float]) -> None:
         self._step_ms = step_ms
 
     def step_ns(self, batch: Batch) -> int:
-        """See CostModel. Raises ConfigError if the callable answers no duration."""
+        """Return what the callable answers, in nanoseconds. Raise ConfigError if that is no duration."""
         ms = self._step_ms(batch)
         if not isinstance(ms, int | float | np.number) or not 0.0 <= ms < float("inf"):
             raise ConfigError(f"the cost callable answered {ms!r} for {batch}", field="cost", hint="Return ms.")
         return round(float(ms) * 1e6)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """See CostModel."""
+        """Return the durations of steps of decodes, each asked of the callable."""
         return [
             self.step_ns(Batch((), num_decodes, known_tokens + step * num_decodes, pool_tokens))
             for step in range(num_steps)
@@ -158,9 +159,9 @@ CostSpec = PolynomialCost | LinearCost | RooflineCost
 
 
 def parse_cost(text: str) -> CostSpec:
-    """`polynomial`, `linear:step_ms=5,decode_ms=0.1`, or a TOML file with a table `[cost]`.
+    """Return the cost model of `polynomial`, `linear:step_ms=5,decode_ms=0.1`, or a TOML file with a table `[cost]`.
 
-    Raises ConfigError for anything else, MissingFileError and InputError for the file.
+    Raise ConfigError for anything else, MissingFileError and InputError for the file.
     """
     if text.endswith(".toml"):
         return _load_cost(Path(text))

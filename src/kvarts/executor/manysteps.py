@@ -1,4 +1,4 @@
-"""What cost models share when they answer for many steps at once."""
+"""Helpers of cost models that answer for many steps at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ FEW_STEPS = 30
 
 
 def whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:
-    """Rounds half to even, as `round` does. Writes to `ns`."""
+    """Return `ns` rounded half to even, as `round` does. Overwrites `ns`."""
     durations: list[int] = np.rint(ns, out=ns).astype(np.int64).tolist()
     return durations

@@ -1,9 +1,9 @@
-"""A cost model that knows the model and the device: the roofline of one forward pass over a whole step.
+"""A cost model derived from model and device: the roofline of one forward pass over a whole step.
 
-Matrices are read once for all tokens of the step, and multiplied with each; attention reads what every sequence keeps.
-Each of both takes as long as its memory traffic or its arithmetic, whichever is longer (Williams, Waterman and
-Patterson, Roofline, CACM 52:4, 2009), at a share of the device's peaks that calibration finds. A constant comes on top
-for the step, and one for each sequence in it.
+Matrices are read once for all tokens of the step and multiplied with each token; attention reads the KV of every
+sequence. Each of the two takes as long as its memory traffic or its arithmetic, whichever is longer (Williams,
+Waterman and Patterson, Roofline, CACM 52:4, 2009), at a share of the device's peaks that calibration finds. A constant
+time is added for the step, and one for each sequence in it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ COEFFICIENTS = ("compute_efficiency", "bandwidth_efficiency", "attention_efficie
 class RooflineCost(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="model", tag="roofline", dict=True
 ):
-    """The time of a step of the model `llm` on `device`. Raises ConfigError for what is not known or out of range.
+    """Steps of the model `llm` on `device`. Raises ConfigError for unknown names and values out of range.
 
-    `llm` and `device`: see load_geometry and load_device; `weight_dtype` and `kv_dtype`: left out, those of the model.
-    `compute_efficiency`, `bandwidth_efficiency` and
-    `attention_efficiency`: what arithmetic, reading weights and reading KV reach of the device's peaks. `step_us`: what
-    a step takes beside them, `sequence_us` for each sequence in it. The defaults are guesses; `kvarts calibrate` fits
-    them.
+    `llm` and `device`: names as load_geometry and load_device take them. `weight_dtype` and `kv_dtype`: by default
+    those of the model. `compute_efficiency`, `bandwidth_efficiency` and `attention_efficiency`: the shares of the
+    device's peaks that arithmetic, reading weights and reading KV reach. `step_us`: constant time of a step, in
+    microseconds; `sequence_us`: time for each sequence in it. The defaults are guesses; `kvarts calibrate` fits them.
 
-    Arithmetic: 2 operations a token and number of the matrices it meets, and for attention 4 a token, head, number of
-    the head and token attended to; the output head only for sequences that sample. Of E experts with k a token, T
-    tokens read E (1 - (1 - k/E)^T), as if each chose at random. Decodes with a sliding window count as if all had the
-    mean length. With tensor parallelism, all of it is divided, KV as far as there are heads, and two all-reduces a
-    layer move 2 (n - 1) / n of the activations over the link.
+    Arithmetic: 2 operations a token for each number of the matrices it is multiplied with; for attention, 4 for each
+    token, head, number of the head and token attended to; the output head only for sequences that sample. Of E experts
+    with k a token, T tokens read E (1 - (1 - k/E)^T), as if each token chose at random. Decodes with a sliding window
+    count as if all had the mean length. With tensor parallelism, all of it is divided, KV as far as there are heads,
+    and two all-reduces a layer move 2 (n - 1) / n of the activations over the link.
     """
 
     llm: str
@@ -68,8 +67,8 @@ class RooflineCost(
 
     @cached_property
     def geometry(self) -> Geometry:
-        """The model."""
-        from kvarts.hardware.geometry import load_geometry  # only those who have one pay for it
+        """The geometry of the model."""
+        from kvarts.hardware.geometry import load_geometry  # imported only if a roofline is used
 
         return load_geometry(self.llm).stored_as(self.weight_dtype)
 
@@ -85,7 +84,7 @@ class RooflineCost(
         return _Parts(self)
 
     def step_ns(self, batch: Batch) -> int:
-        """See CostModel."""
+        """Return the duration of a step."""
         parts = self._parts
         chunks = batch.chunks
         num_decodes = batch.num_decodes
@@ -104,7 +103,7 @@ class RooflineCost(
         return round((ms + attention_ms) * 1e6)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """See CostModel."""
+        """Return the durations of steps of decodes."""
         parts = self._parts
         fixed_ms = parts.fixed_ms(num_decodes)
         if num_steps < FEW_STEPS or parts.has_windows:
@@ -112,7 +111,7 @@ class RooflineCost(
                 round(parts.decode_ms(num_decodes, known, fixed_ms) * 1e6)
                 for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
             ]
-        # As `decode_ms` has it, in the same order.
+        # The operations of `decode_ms`, in the same order, so that both round alike.
         ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * parts.context_token_ms
         ms += fixed_ms
         ms *= 1e6
@@ -120,7 +119,7 @@ class RooflineCost(
 
 
 class _Parts:
-    """The constants of a RooflineCost, in milliseconds, and what is made of them."""
+    """The constants of a RooflineCost, in milliseconds, and the durations of the parts of a step."""
 
     def __init__(self, cost: RooflineCost) -> None:
         from kvarts.hardware.dtypes import dtype_bits
@@ -149,7 +148,7 @@ class _Parts:
         if ways > 1:
             moved = 2 * geometry.num_layers * geometry.hidden_size * number_bytes * 2 * (ways - 1) / ways
             self._reduce_token_ms = moved / (device.link_bytes_per_s / 1e3)
-        # Attention, a layer.
+        # Attention, for one layer.
         kv_bytes = local_kv_bytes_per_token(geometry, ways, cost.kv_dtype) / geometry.num_layers
         self._kv_read_ms = kv_bytes / (device.bandwidth_bytes_per_s * cost.attention_efficiency / 1e3)
         attention_flops = device.flops_per_s(geometry.dtype) * cost.compute_efficiency / 1e3
@@ -157,7 +156,7 @@ class _Parts:
         if latent is None:
             prompt_operations = decode_operations = 4 * geometry.num_heads * geometry.head_dim
         else:
-            # A prompt spells keys and values out; a decode works on what is latent.
+            # A prompt expands keys and values; a decode computes on the latent ones.
             prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
             decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
         self._pair_ms = prompt_operations / ways / attention_flops
@@ -167,7 +166,7 @@ class _Parts:
         self.context_token_ms = self._decode_pair_ms * geometry.num_layers
 
     def linear_ms(self, num_tokens: int, num_samples: int) -> float:
-        """Everything but attention and sequences, for a step of `num_tokens` tokens."""
+        """Return the time of all but attention and the constant of each sequence, for a step of `num_tokens` tokens."""
         read_ms = self._common_read_ms
         work_ms = self._common_token_ms * num_tokens
         if num_samples:
@@ -182,15 +181,15 @@ class _Parts:
         return longer_ms + self._reduce_token_ms * num_tokens + self.step_ms
 
     def fixed_ms(self, num_decodes: int) -> float:
-        """A step of decodes, but for their contexts."""
+        """Return the time of a step of decodes without attention."""
         return self.linear_ms(num_decodes, num_decodes) + num_decodes * self.sequence_ms
 
     def decode_ms(self, num_decodes: int, known_tokens: int, fixed_ms: float) -> float:
-        """A step of decodes that know `known_tokens` together."""
+        """Return the time of a step of decodes that know `known_tokens` tokens together."""
         return self.context_ms(num_decodes, known_tokens) + fixed_ms
 
     def context_ms(self, num_decodes: int, known_tokens: int) -> float:
-        """Attention of decodes."""
+        """Return the time of attention of decodes."""
         if not self.has_windows:
             return known_tokens * self.context_token_ms
         pairs = 0.0
@@ -200,7 +199,7 @@ class _Parts:
         return pairs * self._decode_pair_ms
 
     def chunk_ms(self, chunk: Chunk) -> float:
-        """Attention of a chunk of a prompt: every token to all before it, and to itself."""
+        """Return the time of attention of a chunk: every token attends to itself and to all tokens before it."""
         ms = 0.0
         start, end = chunk.start, chunk.end
         for window, count in self._layers:
@@ -212,7 +211,7 @@ class _Parts:
 
 
 def _pairs(num_tokens: int, window: int | None) -> int:
-    """How many tokens the first `num_tokens` attend to together, each to at most the last `window`."""
+    """Return how many tokens the first `num_tokens` attend to in sum, each to at most the last `window`."""
     if window is None or num_tokens <= window:
         return num_tokens * (num_tokens + 1) // 2
     return window * (window + 1) // 2 + (num_tokens - window) * window

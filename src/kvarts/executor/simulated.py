@@ -1,4 +1,4 @@
-"""The executor of virtual time: it does nothing, and a cost model says how long that takes."""
+"""The executor of virtual time: it computes nothing; a cost model says how long each step takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["SimExecutor"]
 
 
 class SimExecutor:
-    """A VirtualExecutor whose steps take as long as `cost` says."""
+    """A VirtualExecutor with steps that take as long as `cost` says."""
 
     needs_page_ids = False
 

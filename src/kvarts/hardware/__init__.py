@@ -1,4 +1,4 @@
-"""What a model and a device are to a planner: geometry, memory, and how the one fits the other."""
+"""Descriptions of models and devices: geometry, memory, and how many pages of a model fit on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices: memory, bandwidth and arithmetic, as their makers state them."""
+"""Devices: memory, bandwidth and arithmetic throughput, as stated by their makers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CPU_FIELDS = {"cores": "2", "bandwidth": "20GB/s", "memory": "16GiB", "ghz": "2.
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One device. `tflops`: matrix arithmetic by number format, dense, in 10^12 operations a second.
+    """One device. `tflops`: dense matrix arithmetic by number format, in 10^12 operations a second.
 
-    `link_bytes_per_s`: to its peers, one way; 0 where it has none.
+    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link.
     """
 
     name: str
@@ -30,17 +30,17 @@ class Device(msgspec.Struct, frozen=True):
     link_bytes_per_s: float = 0.0
 
     def flops_per_s(self, dtype: str) -> float:
-        """Operations a second on numbers stored as `dtype`; what it has no unit for is done in 16 bits."""
+        """Return operations a second on numbers stored as `dtype`; formats without a unit of their own use 16 bits."""
         return (self.tflops.get(flops_dtype(dtype)) or self.tflops["bfloat16"]) * 1e12
 
 
 def device_names() -> list[str]:
-    """Devices that are known by name."""
+    """Return the names of the device presets."""
     return list(_presets())
 
 
 def load_device(name: str) -> Device:
-    """A preset by its name, or a CPU: `cpu:cores=8,bandwidth=80GB/s`. Raises ConfigError for anything else.
+    """Return a preset by its name, or a CPU: `cpu:cores=8,bandwidth=80GB/s`. Raise ConfigError for anything else.
 
     A CPU has `memory` (16GiB), `ghz` (2.5) and `flops_per_cycle` a core (32: two 256-bit multiply-adds in 32 bits).
     """

@@ -1,4 +1,4 @@
-"""Number formats, by how much memory a number takes."""
+"""Number formats and how many bits a number takes in each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHER_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32"
 
 
 def dtype_bits(name: str, *, field: str) -> Fraction:
-    """Bits a number. Raises ConfigError, with `field`, for a format that is not known."""
+    """Return the bits a number takes. Raise ConfigError, with `field`, for an unknown format."""
     name = _OTHER_NAMES.get(name, name)
     bits = _BITS.get(name)
     if bits is None:
@@ -32,7 +32,7 @@ def dtype_bits(name: str, *, field: str) -> Fraction:
 
 
 def flops_dtype(name: str) -> str:
-    """The format in which a device multiplies numbers stored as `name`: fp8 as such, narrower ones as 16 bits."""
+    """Return the format in which a device multiplies numbers stored as `name`: fp8 as such, narrower in 16 bits."""
     name = _OTHER_NAMES.get(name, name)
     if name == "fp8-block":
         return "fp8"

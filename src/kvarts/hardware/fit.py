@@ -1,4 +1,4 @@
-"""How many pages of KV fit a device beside a model."""
+"""How many pages of KV fit on a device beside a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvarts.hardware.geometry import Geometry
 __all__ = ["MemoryFit", "fit_memory", "local_kv_bytes_per_token"]
 
 CONTEXT_BYTES = 512 << 20
-"""What the driver, the libraries and the allocator take on a device."""
+"""Bytes that the driver, the libraries and the allocator take on a device."""
 
 
 class MemoryFit(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class MemoryFit(msgspec.Struct, frozen=True):
 
     @property
     def equation(self) -> str:
-        """As it was computed, in GiB."""
+        """The computation of `num_pages` as text, in GiB."""
         gib = [
             f"{value / 2**30:.2f}"
             for value in (self.memory_bytes, self.weight_bytes, self.activation_bytes, self.context_bytes)
@@ -41,9 +41,9 @@ class MemoryFit(msgspec.Struct, frozen=True):
 
 
 def local_kv_bytes_per_token(geometry: Geometry, tensor_parallel: int = 1, kv_dtype: str | None = None) -> int:
-    """Bytes of KV a token takes on one of `tensor_parallel` devices, all layers keeping it.
+    """Return the bytes of KV that a token takes on one of `tensor_parallel` devices if every layer keeps every token.
 
-    KV heads are split as far as there are any; what is latent is kept whole on each.
+    KV heads are split over the devices, at least one a device; latent KV is kept whole on each device.
     """
     total = geometry.kv_bytes_per_token(kv_dtype)
     if geometry.latent is not None:
@@ -63,10 +63,10 @@ def fit_memory(
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
 ) -> MemoryFit:
-    """Pages of `page_size` tokens that fit. Raises ConfigError where the weights alone do not.
+    """Return how many pages of `page_size` tokens fit. Raise ConfigError if not even one page fits beside the weights.
 
-    Activations: for each token of a step the residual stream twice, queries and the widest feed-forward layer with its
-    gate; for each sequence its logits in 32 bits, twice. An estimate: an engine measures what it needs.
+    Activations are an estimate; an engine measures what it needs. For each token of a step: the residual stream twice,
+    queries, and the widest feed-forward layer with its gate. For each sequence: its logits in 32 bits, twice.
     """
     if tensor_parallel < 1:
         raise ConfigError(f"must be at least 1, got {tensor_parallel}", field="tensor_parallel")

@@ -1,7 +1,7 @@
-"""Model geometry: what of a Hugging Face config.json decides how much memory and work a token takes.
+"""Model geometry: the fields of a Hugging Face config.json that decide how much memory and work a token takes.
 
-Counts follow the modules of transformers: what a checkpoint holds for text, without a vision tower or layers that
-predict further tokens.
+Counts follow the modules of transformers: the text model of a checkpoint, without a vision tower and without layers
+that predict further tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Latent(msgspec.Struct, frozen=True):
-    """Multi-head latent attention (DeepSeek-V2): a token keeps `kv_rank + rope_dim` numbers a layer for all heads."""
+    """Multi-head latent attention (DeepSeek-V2): a layer keeps `kv_rank + rope_dim` numbers a token for all heads."""
 
     kv_rank: int
     q_rank: int | None
@@ -32,9 +32,9 @@ class Latent(msgspec.Struct, frozen=True):
 
 
 class Experts(msgspec.Struct, frozen=True):
-    """Mixture-of-experts layers: `count` experts of width `intermediate_size`, `per_token` of which see a token.
+    """Mixture-of-experts layers: `count` experts of width `intermediate_size`, `per_token` of which process a token.
 
-    `shared_size`: width of what every token sees beside them. `num_layers` of the model are of this kind.
+    `shared_size`: width of the shared experts, which process every token. `num_layers`: layers of this kind.
     """
 
     count: int
@@ -46,11 +46,11 @@ class Experts(msgspec.Struct, frozen=True):
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One decoder model. Sizes in numbers, not bytes, unless the name says so.
+    """One decoder model. Sizes are in numbers, not bytes, unless the name says so.
 
     `windows`: for each layer, how many of the last tokens it attends to; None for all. `num_norms`: norms of the width
-    of the model in each layer. `weight_dtype`: of all weights but those of experts, `expert_dtype`; embeddings, norms
-    and biases are kept in `dtype`.
+    of the model in each layer. `weight_dtype`: format of all matrices but those of experts, which have `expert_dtype`;
+    embeddings, norms and biases are kept in `dtype`.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return len(self.windows)
 
     @cached_property
     def layers_by_window(self) -> dict[int | None, int]:
-        """How many layers there are of each window; None: they attend to everything."""
+        """The number of layers with each window; None is the key of layers that attend to all tokens."""
         counts: dict[int | None, int] = {}
         for window in self.windows:
             counts[window] = counts.get(window, 0) + 1
@@ -119,7 +119,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def common_matrix(self) -> int:
-        """Numbers in matrices that every token is multiplied with, output head and experts left out."""
+        """Numbers in matrices that every token is multiplied with, without the output head and the experts."""
         numbers = self.num_layers * self.attention_matrix + self.num_dense_layers * self.dense_matrix
         if self.experts is not None:
             shared = 3 * self.hidden_size * self.experts.shared_size
@@ -128,12 +128,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def head_matrix(self) -> int:
-        """Numbers in the output head, which is the embedding where these are tied."""
+        """Numbers in the output head, which is the embedding if the two are tied."""
         return self.vocab_size * self.hidden_size
 
     @cached_property
     def num_small(self) -> int:
-        """Norms, biases and sinks."""
+        """Numbers in norms, biases and sinks."""
         hidden, latent, experts = self.hidden_size, self.latent, self.experts
         layer = self.num_norms * hidden
         if latent is not None:
@@ -150,14 +150,14 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def num_parameters(self) -> int:
-        """All weights of the text model."""
+        """The number of weights of the text model."""
         embeddings = self.head_matrix * (1 if self.ties_embeddings else 2)
         experts = 0 if self.experts is None else self.experts.num_layers * self.experts.count * self.expert_matrix
         return embeddings + self.common_matrix + experts + self.num_small
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Weights that one token meets: all but the experts it does not see."""
+        """The number of weights that one token is computed with: all but those of experts that do not process it."""
         if self.experts is None:
             return self.num_parameters
         unseen = self.experts.count - self.experts.per_token
@@ -165,7 +165,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Memory of all weights, rounded up to whole bytes."""
+        """Bytes of all weights, rounded up to whole bytes."""
         embeddings = self.head_matrix * (1 if self.ties_embeddings else 2)
         experts = 0 if self.experts is None else self.experts.num_layers * self.experts.count * self.expert_matrix
         bits = (embeddings + self.num_small) * dtype_bits(self.dtype, field="dtype")
@@ -174,7 +174,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return _whole_bytes(bits)
 
     def stored_as(self, weight_dtype: str | None) -> Geometry:
-        """The same model with all its matrices in `weight_dtype`; None: as it is."""
+        """Return the same model with all its matrices in `weight_dtype`; None leaves it as it is."""
         if weight_dtype is None:
             return self
         dtype_bits(weight_dtype, field="weight_dtype")
@@ -184,18 +184,18 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def kv_numbers(self) -> int:
-        """Numbers a token keeps in one layer: keys and values of all KV heads, or the latent ones."""
+        """Numbers that one layer keeps for a token: keys and values of all KV heads, or the latent vector."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope_dim
         return 2 * self.num_kv_heads * self.head_dim
 
     def kv_bytes_per_token(self, kv_dtype: str | None = None) -> int:
-        """Bytes of KV that a token takes if every layer keeps every token. `kv_dtype`: left out, that of the model."""
+        """Return the bytes of KV a token takes if every layer keeps every token. `kv_dtype`: default as the model."""
         bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
         return _whole_bytes(self.num_layers * self.kv_numbers * bits)
 
     def kv_bytes(self, num_tokens: int, kv_dtype: str | None = None) -> int:
-        """Bytes of KV that a sequence of `num_tokens` needs, where a layer with a window keeps no more than that."""
+        """Return the bytes of KV that a sequence of `num_tokens` needs; a layer with a window keeps its window only."""
         bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
         kept = sum(
             count * (num_tokens if window is None else min(num_tokens, window))
@@ -212,7 +212,7 @@ def _whole_bytes(bits: Fraction) -> int:
 
 
 class _Config(msgspec.Struct):
-    """What is read of a config.json. Everything else is left alone."""
+    """The fields that are read from a config.json. All others are ignored."""
 
     model_type: str
     hidden_size: Count
@@ -246,7 +246,7 @@ class _Config(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-# Decoders whose weights and attention are told apart by nothing but what is read above, and how they differ.
+# Decoders whose weights and attention differ in nothing but the fields read above, and in what follows.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -265,15 +265,15 @@ _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 
 
 def preset_names() -> list[str]:
-    """Models that are known by name."""
+    """Return the names of the model presets."""
     return list(_presets())
 
 
 def load_geometry(model: str | Path) -> Geometry:
-    """The geometry of a preset by its name, or of a config.json, or of the directory that holds one.
+    """Return the geometry of a preset by its name, or of a config.json, or of the directory that holds one.
 
-    Raises MissingFileError where there is neither, InputError for a file that is no config, ConfigError for a model
-    that is not understood.
+    Raise MissingFileError if there is neither, InputError for a file that is no config, and ConfigError for a model
+    type that is not supported.
     """
     presets = _presets()
     name = str(model)
@@ -308,7 +308,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 def _geometry(name: str, source: str, values: dict[str, Any], path: Path | None) -> Geometry:
     text = values.get("text_config")
-    if isinstance(text, dict):  # a model that also sees; its text part stands by itself
+    if isinstance(text, dict):  # a multimodal model: its text model has a config of its own
         outer: dict[str, Any] = {
             key: values[key] for key in ("torch_dtype", "dtype", "quantization_config") if key in values
         }
@@ -407,7 +407,7 @@ def _experts(config: _Config, path: Path | None) -> Experts | None:
 
 
 def _stored_as(config: _Config, dtype: str, path: Path | None) -> tuple[str, str]:
-    """The formats of matrices, and of those of experts."""
+    """Return the formats of matrices, and of those of experts."""
     if config.quantization_config is None:
         return dtype, dtype
     method = config.quantization_config.get("quant_method")
