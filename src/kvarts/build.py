@@ -1,4 +1,4 @@
-"""Builds an engine: pool, tree, cache, tiers and scheduler, made here and handed in."""
+"""Builds an engine: makes pool, tree, cache, tiers and scheduler, and hands them in."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["PreparedTiers", "TierSettings", "build_engine"]
 
 
 class PreparedTiers(Protocol):
-    """Tiers that can be opened below one cache, whose tree is made with `order` and `watcher`."""
+    """Tiers that can be opened below one cache, which has a tree made with `order` and `watcher`."""
 
     order: EvictionOrder
     watcher: TreeWatcher | None
     evicts_safe_first: bool
-    """Whether the device evicts first what a tier below holds as well."""
+    """Whether the device evicts pages first that a tier below holds as well."""
 
     full_prompt_hits: bool
     """Whether a load may cover a whole prompt."""
@@ -43,7 +43,7 @@ class TierSettings(Protocol):
     """Settings of tiers below a device."""
 
     def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
-        """Prepare tiers below an engine of `config` that evicts by orders that `make_order` makes; None for no tier."""
+        """Prepare tiers below an engine of `config` that evicts by orders of `make_order`; None without tiers."""
 
 
 def build_engine(
@@ -60,13 +60,14 @@ def build_engine(
     offload: TierSettings | None = None,
     audit: bool = False,
 ) -> Engine:
-    """Build an engine for `executor`.
+    """Return an engine around `executor`.
 
-    `readers`: of what it tells; `num_waiting`: see EventLog. `log`, `cache` and `pages`: of a part of a shared device,
-    instead of a log of these readers and an own pool. `policy`: which waiting request is next; by priority and arrival
-    if left out. `make_order`: makes what says which run is evicted next. `offload`: tiers below the device. `audit`:
-    assert the laws of page accounting after every step; and unless the device is shared, hold every event against a
-    second bookkeeping. Raises ConfigError for an audit without the room `audit`.
+    `readers`: readers of its events; `num_waiting`: how many events may wait, as in EventLog. `log`, `cache` and
+    `pages`: those of an engine that shares its device, instead of a new log with these readers and a pool of its own.
+    `policy`: which waiting request is next; by default by priority, then arrival. `make_order`: makes the order in
+    which runs are evicted. `offload`: tiers below the device. `audit`: assert the laws of page accounting after every
+    step, and, unless the device is shared, check every event against a second bookkeeping. Raise ConfigError for an
+    audit if the room `audit` is not installed.
     """
     below = None if offload is None else offload.prepare(config, make_order)
     auditor = None

@@ -1,4 +1,4 @@
-"""Rows of integers, appended while something runs, and turned into NumPy columns when somebody looks."""
+"""Rows of integers, appended while something runs, and turned into NumPy columns on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACK_AT = 1 << 16
 
 
 class Rows:
-    """Rows of `width` integers: appended to a list, which is packed to 8 bytes each now and then."""
+    """Rows of `width` integers: appended to a list, which is packed to 8 bytes each when it gets long."""
 
     __slots__ = ("_packed", "_recent", "_width")
 
@@ -26,7 +26,7 @@ class Rows:
         self._recent: list[int] = []
 
     def add(self, row: tuple[int, ...]) -> None:
-        """Appends a row."""
+        """Append a row."""
         self._recent += row
         if len(self._recent) > PACK_AT:
             self._pack()
@@ -36,7 +36,7 @@ class Rows:
         self._recent.clear()
 
     def take_columns(self) -> Column:
-        """Shape [width, rows]; the rows are gone from here, so that they are not in memory twice."""
+        """Return the rows as columns, shape [width, rows], and drop them here, so that memory holds them once."""
         self._pack()
         packed, self._packed = self._packed, array("q")
         return np.ascontiguousarray(np.frombuffer(packed, np.int64).reshape(-1, self._width).T)

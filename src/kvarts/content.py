@@ -1,11 +1,11 @@
-"""What the pages of one sequence hold, as far as anyone can know.
+"""The content of the pages of one sequence, as far as its tokens are known.
 
 A sequence is a string of *units*, each standing for `unit_tokens` equal tokens: one token id in a live engine
-(`unit_tokens` 1), one hash id in a recorded trace (512 tokens for Mooncake). A page is the same as another page
-exactly if all tokens up to its end are the same; the tree compares positions, so a content only compares units.
+(`unit_tokens` 1), one hash id in a recorded trace (512 tokens for Mooncake). Two pages are the same exactly if all
+tokens up to their ends are the same; the tree compares positions, so a content only compares units.
 
-Tokens past the known ones are private: nobody else's page can equal theirs, but the sequence finds its own
-again after a preemption. `owner` tells such pages apart.
+Pages past the known tokens are private: no other sequence's page can equal them, but the sequence finds its own again
+after a preemption. `owner` tells such pages apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvarts.errors import ConfigError
 __all__ = ["UNIT_BYTES", "Content", "PageKey", "pack_units"]
 
 PageKey = bytes | int
-"""Names a page among the pages that may follow the same prefix: the bytes of its units, or an owner."""
+"""The name of a page among the pages that may follow one prefix: the bytes of its units, or an owner."""
 
 UNIT_BYTES = 8
 
@@ -48,7 +48,7 @@ class Content:
         owner: int,
         salt: str | None = None,
     ) -> None:
-        """`units`: 8 bytes each, native order. `salt`: the tenant.
+        """`units`: 8 bytes each, in native byte order. `salt`: the tenant.
 
         Raises ConfigError if the units do not cover `num_tokens` tokens.
         """
@@ -69,19 +69,19 @@ class Content:
 
     @classmethod
     def from_tokens(cls, token_ids: Iterable[int], *, page_size: int, owner: int, salt: str | None = None) -> Content:
-        """A growing content of single tokens. Token ids are in [0, 2**64); raises ConfigError otherwise."""
+        """Return a growing content of single tokens, ids in [0, 2**64). Raise ConfigError for other ids."""
         units = bytearray(pack_units(token_ids))
         return cls(units, num_tokens=len(units) // UNIT_BYTES, page_size=page_size, owner=owner, salt=salt)
 
     def append(self, packed_tokens: bytes) -> None:
-        """Makes further tokens known; `packed_tokens` holds 8 bytes a token. Only with one token a unit."""
+        """Append known tokens, 8 bytes each in `packed_tokens`. Requires one token a unit."""
         assert self.unit_tokens == 1 and isinstance(self.units, bytearray)
         self.units += packed_tokens
         self.num_known_tokens += len(packed_tokens) // UNIT_BYTES
         self.num_known_pages = self.num_known_tokens // self.page_size
 
     def tokens(self, start: int, end: int) -> array[int]:
-        """Token ids [start, end) of the known ones."""
+        """Return the token ids [start, end), which must be known."""
         assert end <= self.num_known_tokens
         first, last = start // self.unit_tokens, -(-end // self.unit_tokens)
         units = array("Q", bytes(self.units[first * UNIT_BYTES : last * UNIT_BYTES]))
@@ -94,7 +94,7 @@ class Content:
         return spelled[offset : offset + end - start]
 
     def key(self, page: int) -> PageKey:
-        """Names `page` among its siblings."""
+        """Return the name of `page` among its siblings."""
         if page >= self.num_known_pages:
             return self.owner
         if self._pages_per_unit:
@@ -106,7 +106,7 @@ class Content:
         return bytes(self.units[first:last])
 
     def common_pages(self, other: Content, start: int, end: int) -> int:
-        """The largest r in [start, end] such that pages [start, r) are equal, given that all before are."""
+        """Return the largest r in [start, end] with pages [start, r) equal in both, given that all pages before are."""
         if self is other:
             return end
         if end > self.num_known_pages:
@@ -132,7 +132,7 @@ class Content:
 
 
 def pack_units(ids: Iterable[int]) -> bytes:
-    """Ids in [0, 2**64) as 8 bytes each. Raises ConfigError for anything else."""
+    """Return ids in [0, 2**64) as 8 bytes each. Raise ConfigError for anything else."""
     try:
         return array("Q", ids).tobytes()
     except (OverflowError, TypeError) as error:

@@ -1,7 +1,8 @@
 """One engine: plan, execute, commit, emit.
 
-`step` does all four. Where others have events between the beginning and the end of a step, `begin` plans and executes,
-and `end` commits and emits. Virtual time adds leaps around these two; there is no other way through a step.
+`step` does all four. Callers that have events between the beginning and the end of a step call `begin`, which plans and
+executes, and `end`, which commits and emits. Virtual time adds leaps around these two; there is no other way through a
+step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Engine"]
 class Engine:
     """A scheduler, an executor, and the step that is under way. Writes `now_ns` and `plan`.
 
-    `log` receives what happens. `audit`: assert laws L1, L2 and L3 after every step.
+    `log` receives all events. `audit`: assert laws L1, L2 and L3 after every step.
     """
 
     def __init__(
@@ -32,15 +33,15 @@ class Engine:
         self.log = log
         self.tiers = scheduler.tiers
         self.now_ns = 0
-        """When the step under way ends; where there is none, the time the engine has reached."""
+        """The end of the step under way; without one, the time that the engine has reached."""
         self.plan = StepPlan(-1, Batch((), 0, 0, config.pool_tokens))
-        """Of the last scheduled step."""
+        """The plan of the last scheduled step."""
         self._result: StepResult | None = None
         self._audit = audit
         self._is_at_rest = True
 
     def submit(self, request: Request, now_ns: int) -> str | None:
-        """Queue `request` at `now_ns`; or return why it can never run."""
+        """Queue `request` at `now_ns`; or return the reason why it can never run."""
         if now_ns > self.now_ns:
             self.now_ns = now_ns
         reason = self.scheduler.add(request)
@@ -57,7 +58,7 @@ class Engine:
         return None
 
     def cancel(self, request: Request) -> None:
-        """Drop `request` between steps; its pages are free at once."""
+        """Drop `request` between steps. Its pages are free at once."""
         if self.log.tell_details is not None:
             self.log.tell_details(Cancelled(request.index, self.now_ns))
         self.scheduler.cancel(request)
@@ -79,8 +80,7 @@ class Engine:
     def begin(self, now_ns: int) -> bool:
         """Plan and execute the step that starts at `now_ns`; `end` must follow, at `self.now_ns`.
 
-        False if nothing can be computed now, and an executor that carries out transfers need not be asked about them:
-        then there is no step.
+        Return False, without a step, if there is nothing to compute and the executor does not carry out transfers.
         """
         log, scheduler = self.log, self.scheduler
         if log.tell_details is not None:
@@ -128,14 +128,14 @@ class Engine:
         return finished
 
     def emit(self) -> None:
-        """Hand what happened to the readers of the log, between steps. Raises what they raise, such as AuditError."""
+        """Hand the events to the readers of the log, between steps. Raises what a reader raises, such as AuditError."""
         self._tell_rest()
         self.log.emit()
         if self._audit:
             self.scheduler.check()
 
     def _tell_rest(self) -> None:
-        """If this is when the engine ran out of work, tell so."""
+        """Add AtRest if the engine has run out of work since the last step."""
         if self._is_at_rest or self.has_work:
             return
         self._is_at_rest = True

@@ -1,7 +1,7 @@
-"""The user's mistakes, as exceptions that say where, what, and what to do next.
+"""Errors that a user can cause, with the place, the problem, and what to do next.
 
-Our own bugs are assertions, and an expected outcome ("no free page") is a return value: neither is here.
-Each class carries the exit code that the command line answers with.
+Bugs of kvarts are assertions, and an expected outcome ("no free page") is a return value: neither is here.
+Each class has the exit code that the command line ends with.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ class KvartsError(Exception):
 
 
 class ConfigError(KvartsError):
-    """A setting that cannot be: an unknown name, a value out of range, two settings that exclude each other."""
+    """An invalid setting: an unknown name, a value out of range, or settings that exclude each other."""
 
 
 class MissingFileError(KvartsError):
-    """A file that is not there."""
+    """A file that does not exist."""
 
     exit_code = 3
 
 
 class InputError(KvartsError):
-    """A file that is there and cannot be read as what it should be."""
+    """A file that exists and cannot be read in the expected format."""
 
     exit_code = 4
 
 
 class OutputError(KvartsError):
-    """A result that could not be written. Nothing half written is left behind."""
+    """A result that could not be written. No partial file is left behind."""
 
     exit_code = 7
 
 
 def parts_of(error: Exception) -> tuple[str, str | None]:
-    """What msgspec found wrong, and the field, from ``what - at `$.field` ``; None for the whole value."""
+    """Return the problem and the field of msgspec's ``what - at `$.field` ``; the field is None for the whole value."""
     what, _, where = str(error).partition(" - at ")
     return what, where.strip("`").removeprefix("$").removeprefix(".") or None

@@ -1,7 +1,7 @@
-"""What happened in one engine: every event once, in order, numbered without gaps, and handed to its readers.
+"""The log of one engine: every event once, in order, numbered without gaps, and handed to the readers.
 
-Journal, timeline, audit and metrics read the same log. Page and request events cost time to make, so they are told only
-where a reader wants details; steps are told to every reader.
+Journal, timeline, audit and metrics read the same log. Page and request events cost time to make, so they are made only
+if a reader wants details; events of steps go to every reader.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from kvarts.events import Event
 __all__ = ["EventLog", "EventReader", "Tell"]
 
 Tell = Callable[[Event], object]
-"""Adds one event to a log."""
+"""A function that adds one event to a log."""
 
 
 class EventReader(Protocol):
-    """Reads what happened. Promises to change nothing in the engine.
+    """Reads events. Promises to change nothing in the engine.
 
-    A reader with an attribute `wants_details` that is False is content with StepDone, LeapDone and AtRest; any other
-    gets every event.
+    A reader with an attribute `wants_details` that is False needs StepDone, LeapDone and AtRest only; any other gets
+    every event.
     """
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Read what happened since the last call, in order."""
+        """Read the events since the last call, in order."""
 
 
 class EventLog:
-    """Owner of the events of one engine that its readers have not been given yet.
+    """Owner of the events of one engine that were not yet handed to its readers.
 
     `num_waiting`: how many events may wait before `emit` hands them out; 1 hands them out after every step.
     """
@@ -41,31 +41,31 @@ class EventLog:
         self._num_waiting = num_waiting
         self._events: list[Event] = []
         self.num_events = 0
-        """Events handed out so far; also the number of the first that waits."""
+        """The number of events handed out so far, which is also the number of the first that waits."""
         self.tell: Tell | None = self._events.append if self._readers else None
-        """Adds an event; None where nothing reads."""
+        """Adds an event; None if there is no reader."""
         has_details = any(getattr(reader, "wants_details", True) for reader in self._readers)
         self.tell_details: Tell | None = self.tell if has_details else None
-        """Adds a page or request event; None where no reader wants details."""
+        """Adds a page or request event; None if no reader wants details."""
 
     @property
     def mark(self) -> int:
-        """Where the next event will stand among those that wait."""
+        """The place of the next event among those that wait."""
         return len(self._events)
 
     def take_from(self, mark: int) -> list[Event]:
-        """Take back the events told since `mark`, to tell them in another order."""
+        """Remove and return the events added since `mark`, to be added again in another order."""
         events = self._events[mark:]
         del self._events[mark:]
         return events
 
     def emit(self) -> None:
-        """Hand the events that wait to the readers, if there are enough of them."""
+        """Hand the waiting events to the readers if there are at least `num_waiting`."""
         if len(self._events) >= self._num_waiting:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all events that wait to the readers. Raises what a reader raises, such as AuditError."""
+        """Hand all waiting events to the readers. Raises what a reader raises, such as AuditError."""
         events = self._events
         if not events:
             return

@@ -1,8 +1,8 @@
-"""What happened, as values: the product's language, made where somebody asked for it.
+"""Events: what happened in an engine, as values. They are made only if a reader asked for them.
 
-Page events speak of runs: pages [start_page, end_page) of a content, which keeps them as cheap as what they tell.
-Requests go by `index`, their place in arrival order. Times are integer nanoseconds. Page and request events stand in
-the order in which they happened, after the `StepStarted` or `StepEnded` that they belong to.
+Page events are about runs, pages [start_page, end_page) of a content, so that an event costs no more than the operation
+it reports. Requests are named by `index`, their place in arrival order. Times are integer nanoseconds. Page and request
+events are in the order in which they happened, after the `StepStarted` or `StepEnded` that they belong to.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ __all__ = [
 
 
 class PagesStored(msgspec.Struct, frozen=True, gc=False):
-    """A run of full pages became findable, after page `start_page - 1` of `parent`; None where nothing is before it.
+    """A run of full pages became findable, after page `start_page - 1` of `parent`; None if it is at the root.
 
-    Copies of what was findable already are not stored anew. `medium`: the tier.
+    Copies of findable pages are not reported as stored. `medium`: the tier.
     """
 
     content: Content
@@ -73,9 +73,10 @@ class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoreStarted(msgspec.Struct, frozen=True, gc=False):
-    """Runs of pages, as content, first page, page after the last, are on their way to the tier `medium`.
+    """A store of runs of pages, each (content, first page, page after the last), to the tier `medium` began.
 
-    Until `TransferEnded`, the device keeps every page up to their ends; if `medium` lies below host memory, that does.
+    Until `TransferEnded`, the device keeps every page up to their ends; if `medium` lies below host memory, host memory
+    does.
     """
 
     transfer: int
@@ -84,9 +85,9 @@ class StoreStarted(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadStarted(msgspec.Struct, frozen=True, gc=False):
-    """Pages of a request are on their way to the device, after the `num_hit_pages` it found there.
+    """A load of pages to the device began for a request, after the `num_hit_pages` pages it found there.
 
-    `by_tier`: how many from each tier, in order. It has `num_held_pages` pages from now on.
+    `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on.
     """
 
     transfer: int
@@ -98,9 +99,9 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
 
 
 class TransferEnded(msgspec.Struct, frozen=True, gc=False):
-    """A transfer ended; its first `num_good_pages` pages arrived. `request`: whose load it was, or -1.
+    """A transfer ended; its first `num_good_pages` pages arrived. `request`: the request that the load was for, or -1.
 
-    `time_ns`: when the engine took note, which it does between steps.
+    `time_ns`: when the engine took note of it, which happens between steps.
     """
 
     transfer: int
@@ -124,7 +125,7 @@ class Blocked(IntEnum):
 
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):
-    """A request was queued, behind or before `num_ahead` others."""
+    """A request was queued with `num_ahead` others before it."""
 
     request: int
     time_ns: int
@@ -146,9 +147,9 @@ class Rejected(msgspec.Struct, frozen=True, gc=False):
 
 
 class HeadBlocked(msgspec.Struct, frozen=True, gc=False):
-    """The request at the head of the queue was not admitted. Told when it begins, not in every step.
+    """The request at the head of the queue was not admitted. Reported when that begins, not in every step.
 
-    `num_pages_short`: how many pages were missing, where pages were the reason; else 0.
+    `num_pages_short`: how many pages were missing, if pages were the reason; else 0.
     """
 
     request: int
@@ -159,7 +160,7 @@ class HeadBlocked(msgspec.Struct, frozen=True, gc=False):
 class Admitted(msgspec.Struct, frozen=True, gc=False):
     """A request began to run, and found its first `num_hit_pages` pages.
 
-    `by_tier`: how many of these, the last ones, had to be loaded from tiers below the device; None if none.
+    `by_tier`: how many of these, the last ones, had to be loaded from each tier below the device; None if none.
     """
 
     request: int
@@ -171,7 +172,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
 class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, end) of a request are computed in this step, of `num_known_tokens` known ones.
 
-    If these are all, the request makes a token, and one more in every step after it.
+    If the chunk ends the known tokens, the request samples a token, and one more in every step after it.
     """
 
     request: int
@@ -181,12 +182,12 @@ class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Preemption(msgspec.Struct, frozen=True, gc=False):
-    """A running request lost its pages because another needed one.
+    """A running request lost its pages because another request needed them.
 
-    `num_pages_short` is how many pages the asker was missing, of `num_pages_asked`; `num_used_pages` what was in use at
-    that moment; `num_computed_tokens` what the victim had computed and has to find again or compute again. `model`: the
-    asker is a request of that model on the same device, and pages are counted in the size of the victim's; empty for
-    one of its own.
+    `num_pages_short`: how many of the `num_pages_asked` pages were missing. `num_used_pages`: pages in use at that
+    moment. `num_computed_tokens`: tokens that the victim had computed and has to find or compute again. `model`: if not
+    empty, the request that asked for pages is one of that model on the same device; pages are counted in the victim's
+    size.
     """
 
     victim: int
@@ -199,7 +200,7 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """A request made its last token."""
+    """A request generated its last token."""
 
     request: int
     content: Content
@@ -216,23 +217,23 @@ class Cancelled(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepStarted(msgspec.Struct, frozen=True, gc=False):
-    """What follows happened in this step. Steps in which nothing happened but decoding may be left out."""
+    """The events that follow happened in this step. Steps with nothing but decodes may be left out."""
 
     step: int
     start_ns: int
 
 
 class StepEnded(msgspec.Struct, frozen=True, gc=False):
-    """All steps up to this one are done; what follows happened at its end."""
+    """All steps up to this one are done; the events that follow happened at its end."""
 
     step: int
     end_ns: int
 
 
 class Turns(msgspec.Struct, frozen=True, gc=False):
-    """What each step of a leap found, where other models had their turns between them.
+    """The state before each step of a leap of an engine that shares its device: other models ran between the steps.
 
-    When it began; the pages cached at its mark; the pages withheld, as in StepDone.
+    When the step began; the pages cached at its mark; the pages withheld, as in StepDone.
     """
 
     starts_ns: list[int]
@@ -241,12 +242,11 @@ class Turns(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepDone(msgspec.Struct, frozen=True, gc=False):
-    """A scheduled step, for who keeps a record. Pages are counted at the step's mark: the first moment in which the
-    most pages of that step were in use.
+    """A scheduled step. Pages are counted at the step's mark: the first moment with the most pages in use.
 
-    `num_released`: pages that have gone out of use since the engine began. `blocked`: see `Blocked`. `tiers`: pages
-    used and pages cached in each tier below, one pair after the other. `num_withheld`: pages that are not used and
-    could not be taken before the step, since other models on the device use them or have a claim.
+    `num_released`: pages that have gone out of use since the engine began. `blocked`: why the head of the queue waits.
+    `tiers`: pages used and pages cached in each tier below the device, one pair a tier. `num_withheld`: pages that are
+    not used here and could not be taken before the step, because other models on the device use or claim them.
     """
 
     step: int
@@ -267,10 +267,10 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
 
 
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
-    """Steps alike, one after the other: only decodes.
+    """Consecutive steps that are alike: decodes only.
 
-    `durations_ns` and `pages_taken` are for each step; `num_used` and `num_cached` as before the first. `turns`: of an
-    engine that shares a device, see Turns.
+    `durations_ns` and `pages_taken` are for each step; `num_used` and `num_cached` as before the first. `turns`: only
+    for an engine that shares its device.
     """
 
     step: int
@@ -288,7 +288,7 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
 
 
 class AtRest(msgspec.Struct, frozen=True, gc=False):
-    """After `step` there is nobody left, running or waiting."""
+    """After `step` no request runs or waits."""
 
     step: int
     time_ns: int

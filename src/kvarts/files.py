@@ -1,4 +1,4 @@
-"""Reading text, and writing results: whole or not at all."""
+"""Reading text files, and writing result files whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_writable", "read_text", "read_toml", "whole_file", "write_whol
 
 
 def check_writable(path: Path) -> None:
-    """Refuses, before any work is done, a path that cannot become a file. Raises OutputError."""
+    """Refuse a path that cannot become a file, before any work is done. Raise OutputError."""
     if path.is_dir():
         raise OutputError("is a directory", path=path, hint="Give the path of a file.")
     parent = path.parent
@@ -26,7 +26,7 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new file beside `path`, moved there when all went well. Raises OutputError; then `path` is as it was."""
+    """Open a new file beside `path` and move it there on success. Raise OutputError; `path` is then unchanged."""
     import tempfile  # takes longer to import than a small replay
 
     temporary = None
@@ -47,13 +47,13 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes `data` to a `whole_file`."""
+    """Write `data` to `path` through `whole_file`."""
     with whole_file(path) as file:
         file.write(data)
 
 
 def read_text(path: Path, *, hint: str) -> str:
-    """What a file says. Raises MissingFileError with `hint`, or InputError for what is no text."""
+    """Return the text of a file. Raise MissingFileError with `hint`, or InputError for a file that is no text."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -63,8 +63,8 @@ def read_text(path: Path, *, hint: str) -> str:
 
 
 def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
-    """What a TOML file says. Raises MissingFileError with `hint`, or InputError for what is none."""
-    import tomllib  # only those who have such a file pay for it
+    """Return the tables of a TOML file. Raise MissingFileError with `hint`, or InputError for invalid TOML."""
+    import tomllib  # imported only if such a file is given
 
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
-"""Block keys: the names that KV pages go by outside this process.
+"""Block keys: the names that KV pages have outside this process.
 
 As vLLM defines them (`vllm.v1.core.kv_cache_utils`): the key of a page is the SHA-256 of the triple (key of the page
 before it, token ids, extra keys), serialised by pickle (`sha256`) or as canonical CBOR (`sha256_cbor`); before the
 first page stands a root key. The salt of a tenant is the extra key of the first page, and so enters every later key.
 
-Keys cost a hash a page, so nothing in the control plane uses them: they are made when somebody asks.
+A key costs a hash a page, so the control plane does not use keys: they are computed on demand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvarts.errors import ConfigError
 __all__ = ["VLLM_DEFAULT_SEED", "BlockKey", "BlockKeys", "KeyAlgorithm", "root_key"]
 
 VLLM_DEFAULT_SEED = "vllm-none-hash"
-"""What vLLM 0.32 hashes to its root key where PYTHONHASHSEED is not set."""
+"""The seed that vLLM 0.32 hashes to its root key if PYTHONHASHSEED is not set."""
 
 BlockKey = NewType("BlockKey", bytes)
 KeyAlgorithm = Literal["sha256", "sha256_cbor"]
@@ -31,7 +31,7 @@ def _hash_pickle(value: object) -> bytes:
 
 
 def _hash_cbor(value: object) -> bytes:
-    import cbor2  # only here, and not needed by those who never ask for keys
+    import cbor2  # imported only if keys of this kind are asked for
 
     return sha256(cbor2.dumps(value, canonical=True)).digest()
 
@@ -40,7 +40,7 @@ _HASHES: dict[str, Callable[[object], bytes]] = {"sha256": _hash_pickle, "sha256
 
 
 def root_key(algorithm: KeyAlgorithm, seed: str = VLLM_DEFAULT_SEED) -> BlockKey:
-    """The key before the first page: the hash of the seed. vLLM's seed is PYTHONHASHSEED where that is set."""
+    """Return the key before the first page: the hash of the seed. vLLM's seed is PYTHONHASHSEED if that is set."""
     return BlockKey(_hash(algorithm)(seed))
 
 
@@ -53,10 +53,10 @@ def _hash(algorithm: str) -> Callable[[object], bytes]:
 
 
 class BlockKeys:
-    """The keys of one content's full pages, made when asked for and then kept.
+    """The keys of one content's full pages, computed on demand and then kept.
 
-    `root`: the key before the first page, see `root_key`. `known`: the keys of the first pages, where somebody has
-    them. Raises ConfigError for an unknown algorithm.
+    `root`: the key before the first page, as `root_key` returns it. `known`: keys of the first pages, if known
+    already. Raises ConfigError for an unknown algorithm.
     """
 
     __slots__ = ("_content", "_hash", "_keys", "_root")
@@ -75,7 +75,7 @@ class BlockKeys:
         self._keys = list(known)
 
     def __getitem__(self, page: int) -> BlockKey:
-        """The key of `page`; IndexError where its tokens are not known."""
+        """Return the key of `page`. Raise IndexError if its tokens are not known."""
         content = self._content
         if not 0 <= page < content.num_known_pages:
             raise IndexError(f"page {page} of {content.num_known_pages} known pages")

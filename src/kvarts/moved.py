@@ -1,6 +1,6 @@
-"""Modules that have moved, by their names of 0.1: they can be imported from where they were for one release.
+"""Modules that have moved, under their names of 0.1, which can be imported for one release.
 
-Each import of an old name warns and says what it is called now.
+Each import of an old name warns and says the new name.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ MOVED = {
     "kvarts.timeline.turnlog": "kvarts.sharing.steps",
     "kvarts.timeline.verifier": "kvarts.verify.verifier",
 }
-"""Old names of modules, and what they are called now."""
+"""New names of modules by their old names."""
 
 MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "kvarts.live": {},
@@ -105,7 +105,7 @@ MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "kvarts.verify.verifier": ("Verdict", "verify", "verify_file"),
     },
 }
-"""Packages whose names have moved to several modules: by new module, the names it has now."""
+"""For each package from which names have moved to several modules: the names that each new module has."""
 
 
 def warn_moved(old: str, new: str) -> None:
@@ -114,13 +114,13 @@ def warn_moved(old: str, new: str) -> None:
 
 
 class _MovedLoader(Loader):
-    """Loads an old name as the module that it is called now."""
+    """A loader that loads an old name as the module that has its new name."""
 
     def __init__(self) -> None:
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module by its new name, or a package that knows where its names have gone."""
+        """Return the module with the new name, or a package that looks up where its names have moved."""
         new = MOVED.get(spec.name)
         if new is None:
             return _MovedPackage(spec.name)
@@ -136,7 +136,7 @@ class _MovedLoader(Loader):
 
 
 class _MovedPackage(ModuleType):
-    """A package of which only the name is left: its names are looked up where they are now."""
+    """A package that no longer has modules: its names are looked up where they are now."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -151,7 +151,7 @@ class _MovedPackage(ModuleType):
 
 
 class _MovedFinder(MetaPathFinder):
-    """Finds old names of modules."""
+    """A finder of old names of modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -163,6 +163,6 @@ class _MovedFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Let old names be imported from now on."""
+    """Make old names importable."""
     if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
         sys.meta_path.append(_MovedFinder())

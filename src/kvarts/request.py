@@ -1,8 +1,8 @@
-"""A request on its way through one engine.
+"""A request in one engine.
 
-The first fields are what was asked for and never change. The rest is written by the scheduler alone; everything else
-reads. A request is *known* up to its prompt plus what was generated, and *computed* as far as the KV of its tokens is
-in pages: the scheduler makes computed catch up with known.
+The first fields are the caller's and never change. The others are written by the scheduler only. The tokens of a
+request are *known* up to the end of its prompt plus what was generated, and *computed* as far as their KV is in pages:
+the scheduler makes computed catch up with known.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["NEXT_STATES", "Request", "RequestState"]
 
 
 class RequestState(IntEnum):
-    """Where a request is on its way. NEXT_STATES says which state may follow which."""
+    """The state of a request. NEXT_STATES says which state may follow which."""
 
     NEW = 0
     WAITING = 1
     PREEMPTED = 2
-    """Waiting again: it lost its pages."""
+    """It lost its pages and waits again."""
     LOADING = 3
     """It has pages, and waits for a transfer from a tier below to fill the first of them."""
     LOADED = 4
@@ -57,13 +57,13 @@ NEXT_STATES: tuple[frozenset[RequestState], ...] = tuple(
     }[state]
     for state in RequestState
 )
-"""By state, the states that may follow it."""
+"""The states that may follow each state."""
 
 
 class Request(msgspec.Struct, eq=False):
     """One request. `index` is its place in arrival order and ends every sort key; times are integer nanoseconds.
 
-    `max_tokens` is how many tokens it generates, unless it stops before.
+    `max_tokens` is how many tokens it generates, unless it stops earlier.
     """
 
     index: int
@@ -73,7 +73,7 @@ class Request(msgspec.Struct, eq=False):
     arrival_ns: int = 0
     priority: int = 0
     request_id: str | None = None
-    """What it is called outside."""
+    """Its id outside this engine."""
 
     state: RequestState = RequestState.NEW
     """Written through `become` only."""
@@ -99,25 +99,25 @@ class Request(msgspec.Struct, eq=False):
     num_admissions: int = 0
     num_preemptions: int = 0
     hit_tokens: int = 0
-    """Hit in the present admission."""
+    """Tokens hit in the present admission."""
     largest_hit_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens whose KV other requests had left; what it found of its own after a preemption is not counted."""
+    """Prompt tokens hit in KV of other requests; those that it found of its own after a preemption do not count."""
     cached_tokens_below: tuple[int, ...] = ()
-    """Those of `cached_tokens` that each tier below the device had; empty for none."""
+    """The tokens of `cached_tokens` that were loaded from each tier below the device; empty if there were none."""
     recomputed_tokens: int = 0
     furthest_computed: int = 0
     """Tokens it had in pages before its last preemption."""
     stalls_ns: tuple[int, ...] = ()
-    """For each token made after a preemption: the time since the token before it."""
+    """For each token sampled first after a preemption: the time since the token before it."""
 
     @property
     def num_known(self) -> int:
-        """Prompt and generated tokens. While it decodes: as of when it joined the wheel."""
+        """The number of prompt and generated tokens. While the request decodes: as of when it joined the wheel."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     def become(self, state: RequestState) -> None:
-        """Enter `state`, which must be one that may follow the present one."""
+        """Enter `state`, which must be one that may follow the present state."""
         assert state in NEXT_STATES[self.state], f"{self!r} cannot become {state.name}"
         self.state = state
 

@@ -1,4 +1,4 @@
-"""Rooms that an installation may lack: looked up by name when a setting asks for one."""
+"""Optional rooms of the installation, imported by name when a setting needs one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["from_room"]
 
 
 def from_room(module: str, name: str, *, field: str) -> Any:
-    """Return `name` of `kvarts.MODULE`. Raises ConfigError, for the setting `field`, if that room is not installed."""
+    """Return `name` of `kvarts.MODULE`. Raise ConfigError, for the setting `field`, if that room is not installed."""
     try:
         return getattr(import_module(f"kvarts.{module}"), name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes and rates with units, as users write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `64GiB` (binary), `50GB` or `50G` (decimal), `4096`. Raises ConfigError for anything else."""
+    """Return the bytes of `64GiB` (binary), `50GB` or `50G` (decimal), `4096`. Raise ConfigError for anything else."""
     match = _SIZE.fullmatch(text)
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{text!r} is no size in bytes", hint="Write 64GiB, 500MB or a number of bytes.")
@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_rate(text: str) -> int:
-    """Bytes a second of `50GB/s`, or of a size as `parse_bytes` takes it. Raises ConfigError for anything else."""
+    """Return bytes a second of `50GB/s`, or of a size as `parse_bytes` takes it. Raise ConfigError otherwise."""
     try:
         return parse_bytes(text.strip().removesuffix("/s"))
     except ConfigError:
