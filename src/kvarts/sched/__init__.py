@@ -1,1 +1,1 @@
-"""Who runs, who waits, who is preempted: from what is known, a plan for the next step."""
+"""Scheduling: from the state of requests and pages, a plan for the next step."""

@@ -14,9 +14,9 @@ __all__ = ["Horizon"]
 
 
 class Horizon:
-    """Says how many steps every decode gets a token in, and nothing else happens. Changes nothing.
+    """Computes for how many steps every decode gets a token and nothing else happens. Changes nothing.
 
-    `orders_matter`: the order in which pages are filled and evicted is told, so both may not happen in one leap.
+    `orders_matter`: the order in which pages are filled and evicted is reported, so one leap may not do both.
     """
 
     __slots__ = ("_cache", "_loads", "_orders_matter", "_page_size", "_pages", "_running", "_waiting")
@@ -40,7 +40,7 @@ class Horizon:
         self._page_size = running.wheel.page_size
 
     def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None) -> int:
-        """Return the number of steps; 0 if the one at `now_ns` has to be scheduled.
+        """Return the number of steps; 0 if the step at `now_ns` has to be scheduled.
 
         `blocked`: why `blocked_head` waits, which was the head when the queue was last looked at.
         """
@@ -49,7 +49,7 @@ class Horizon:
         if running.chunked is not None or not wheel.num_decoding or (loads is not None and loads.loaded):
             return 0
         if self._waiting.num_waiting and not self._pages.is_draining:
-            # Decodes only ever take more pages, so a head that was short of pages stays so; and of seats.
+            # Decodes only take more pages and end no request, so a head that lacked pages or a place still lacks them.
             if blocked is Blocked.NOT or self._waiting.head(now_ns) is not blocked_head:
                 return 0
             if blocked is Blocked.BUDGET and wheel.num_decoding < self._pages.token_budget:
@@ -59,11 +59,11 @@ class Horizon:
         most_pages = (num_steps // page_size + 1) * wheel.num_decoding
         if running.num_sharing:
             if blocked is Blocked.PAGES:
-                # A page that a decode fills may be one that the head needs, and then needs no more.
+                # A decode may fill a page that the head needs; then the head needs one page less.
                 num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
             elif self._orders_matter or not self._cache.has_empty(most_pages):
-                # What is filled and what is evicted may be copies of one page: their order matters. And what is
-                # filled may have to be stored.
+                # A filled page and an evicted one may be copies of one page, so their order matters. And a filled page
+                # may have to be stored.
                 num_steps = min(num_steps, wheel.steps_to_filled_page())
         num_free = self._cache.num_free
         if loads is not None:
@@ -76,7 +76,7 @@ class Horizon:
         return num_steps
 
     def _steps_within(self, num_free: int, num_steps: int) -> int:
-        """Return how many of the next `num_steps` steps `num_free` pages are enough for."""
+        """Return for how many of the next `num_steps` steps `num_free` pages are enough."""
         for index, num_due in enumerate(self._running.wheel.pages_due_by_step(num_steps)):
             num_free -= num_due
             if num_free < 0:

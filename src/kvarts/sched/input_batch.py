@@ -1,7 +1,7 @@
-"""The rows of a live batch: which request sits where, and the tokens sampled for it.
+"""The rows of a live batch: the request in each row, and the tokens sampled for it.
 
-A step of 256 decodes changes every one of them. What changes alike is kept as arrays over rows and written at once;
-a request is looked at only when it enters, fills a page or leaves.
+A step of 256 decodes changes every row. State that changes alike is kept as arrays over rows and written at once; a
+request is touched only when it enters, fills a page or leaves.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class InputBatch:
         self._decoding = np.zeros(max_num_seqs, np.bool_)
         self._rows: npt.NDArray[np.int64] | None = None
         self._left: list[int] = []
-        # A ring of the last steps' tokens: a request brings its tokens home at least once in page_size steps.
+        # A ring of the last steps' tokens: they are appended to the content at least once in page_size steps.
         self._sampled_steps = page_size + 1
         self._sampled = np.zeros((self._sampled_steps, max_num_seqs), np.uint64)
 
     def enter(self, request: Request) -> None:
-        """Gives `request` the lowest free row."""
+        """Give `request` the lowest free row."""
         request.row = heappop(self._free_rows)
         self.requests[request.row] = request
 
     def leave(self, request: Request) -> None:
-        """Frees the row of `request`."""
+        """Free the row of `request`."""
         row = request.row
         self.requests[row] = None
         heappush(self._free_rows, row)
@@ -77,18 +77,18 @@ class InputBatch:
         )
 
     def start_decoding(self, request: Request) -> None:
-        """From the next step on `request` computes one token a step."""
+        """Let `request` compute one token a step from the next step on."""
         self._bases[request.row] = request.wheel_base
         self._decoding[request.row] = True
         self._rows = None
 
     def keep(self, step: int, result: StepResult) -> None:
-        """Takes in the tokens that `step` sampled."""
+        """Keep the tokens that `step` sampled."""
         assert result.tokens is not None, "an executor of pages answers with tokens"
         self._sampled[step % self._sampled_steps] = result.tokens
 
-    def bring_home(self, request: Request, num_known: int, step: int) -> None:
-        """Appends to the content what was sampled before `step`, so that `num_known` tokens are known."""
+    def append_sampled(self, request: Request, num_known: int, step: int) -> None:
+        """Append the tokens sampled before `step` to the content, so that `num_known` tokens are known."""
         count = num_known - request.content.num_known_tokens
         if count:
             assert count <= self._sampled_steps
@@ -96,7 +96,10 @@ class InputBatch:
             request.content.append(self._sampled[steps, request.row].tobytes())
 
     def decodes(self, step: int, with_new_page: Iterable[Request]) -> DecodeRows:
-        """The decodes of `step`; each has sampled a token in the step before. `with_new_page`: got a page for it."""
+        """Return the decodes of `step`, each of which sampled a token in the step before.
+
+        `with_new_page`: the requests that got a page for this step.
+        """
         rows = self._rows
         if rows is None:
             rows = self._rows = np.flatnonzero(self._decoding)
@@ -114,7 +117,7 @@ class InputBatch:
         return request.row, holding.num_pages - 1, holding.page_ids[-1]
 
     def take_left(self) -> tuple[int, ...]:
-        """Rows vacated since last asked."""
+        """Return the rows vacated since the last call."""
         left = tuple(self._left)
         self._left.clear()
         return left

@@ -1,4 +1,4 @@
-"""Where a scheduler's pages and tokens come from: a pool of its own, or a part of a device that models share."""
+"""The source of a scheduler's pages and tokens: a pool of its own, or a part of a device that models share."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ __all__ = ["OnePool", "PageSource"]
 
 
 class PageSource(Protocol):
-    """Promises: the answers change only between steps, or by what the scheduler itself takes and gives back."""
+    """Pages and tokens for a scheduler.
+
+    Promises: the answers change only between steps, or by what the scheduler itself takes and gives back.
+    """
 
     token_budget: int
     """Tokens that the next step may compute."""
 
     is_draining: bool
-    """Whether no request is admitted for now."""
+    """Whether admission is suspended."""
 
     @property
     def num_most(self) -> int:
-        """Pages that one request can be sure to get, in time."""
+        """The number of pages that one request is certain to get if it waits long enough."""
 
     @property
     def num_withheld(self) -> int:
-        """Pages that are not used here and cannot be taken, since other models use or claim them."""
+        """Pages that are not used here and cannot be taken, because other models use or claim them."""
 
     def num_free_to_admit(self, num_pages: int) -> int:
-        """Return how many pages a request that is admitted with `num_pages` of them can take now."""
+        """Return how many pages are free for a request that is to be admitted with `num_pages` pages."""
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        """Ask others for pages until `num_pages` can be taken for `request`; whether they can."""
+        """Ask others for pages until `num_pages` can be taken for `request`; return whether they can."""
 
 
 class OnePool:
-    """All pages of one pool, and `token_budget` tokens in every step."""
+    """A PageSource of all pages of one pool, and `token_budget` tokens in every step."""
 
     __slots__ = ("_cache", "is_draining", "num_most", "num_withheld", "token_budget")
 

@@ -1,7 +1,7 @@
-"""What a step does: a frozen value, and the only thing an executor sees.
+"""The plan of a step: a frozen value, and the only thing an executor sees.
 
-A plan speaks of *rows*: places in the executor's batch, one for each running request, in [0, max_num_seqs). The
-fields that name pages, rows and tokens are filled for executors that need them; virtual time does without.
+A plan names *rows*: places in the executor's batch, one for each running request, in [0, max_num_seqs). The fields
+that name pages, rows and tokens are filled for executors that need them, and empty in virtual time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Batch", "Chunk", "DecodeRows", "StepPlan", "StepResult"]
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """A stretch of one sequence's known tokens, computed in one step: of a prompt, or of a recompute.
+    """Consecutive known tokens of one sequence, computed in one step, of a prompt or of a recompute.
 
     Tokens [start, start + num_tokens) are computed; `num_known_tokens` is where known tokens end, and the first
     `num_prompt_tokens` of them are the prompt. A chunk that reaches the end of the known tokens samples the next.
@@ -35,7 +35,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     tokens: Any = None
     """npt.NDArray[np.uint64] of shape [num_tokens], or None."""
     page_ids: tuple[PageId, ...] | None = None
-    """Every page of the sequence so far, in order of position, or None."""
+    """All pages of the sequence so far, in order of position, or None."""
 
     @property
     def end(self) -> int:
@@ -44,7 +44,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_last(self) -> bool:
-        """Whether a token is sampled after it."""
+        """Whether a token is sampled after this chunk."""
         return self.start + self.num_tokens == self.num_known_tokens
 
 
@@ -52,7 +52,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     """The work of a step, as a cost model sees it.
 
     `num_decodes` sequences compute one token each; together they know `decode_known_tokens` tokens, these included.
-    `pool_tokens`: what the whole KV pool holds.
+    `pool_tokens`: the capacity of the KV pool, in tokens.
     """
 
     chunks: tuple[Chunk, ...]
@@ -62,15 +62,15 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in the step."""
+        """The number of tokens computed in the step."""
         return sum(chunk.num_tokens for chunk in self.chunks) + self.num_decodes
 
 
 class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     """The decodes of a step, row by row; all arrays have shape [num_decodes].
 
-    `positions`: where the token stands that is computed. `tokens`: its id. `new_pages`: (row, index in the sequence's
-    page table, page id) of every page that a decode got in this step.
+    `positions`: of the token that is computed. `tokens`: its id. `new_pages`: (row, index in the page table of the
+    sequence, page id) of every page that a decode got in this step.
     """
 
     rows: npt.NDArray[np.int64]
@@ -80,9 +80,12 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
-    """One step. `admitted`, by request index, in order; `preemptions` in order. A row in `left_rows` is no longer
-    whose it was: its request finished, was cancelled or was preempted since the last plan. `transfers` are to be begun:
-    what they read is complete before this step, and what they write is not read before they were reported."""
+    """One step. `admitted`: request indices, in order. `preemptions`: in order.
+
+    `left_rows`: rows left by requests that finished, were cancelled or were preempted since the last plan.
+    `transfers`: to be begun with this step; what they read is complete before it, and what they write is not read
+    before they are reported.
+    """
 
     step: int
     batch: Batch
@@ -94,10 +97,11 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """What an executor answers. `duration_ns`: how long the step took.
+    """The result of a step. `duration_ns`: how long the step took.
 
     `tokens`: shape [max_num_seqs], the id sampled for each row that sampled one; None in virtual time.
-    `stopped_rows`: rows whose token ended their sequence. `transfer_reports`: transfers that ended since the last step.
+    `stopped_rows`: rows with a token that ended its sequence. `transfer_reports`: transfers that ended since the last
+    step.
     """
 
     duration_ns: int

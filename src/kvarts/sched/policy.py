@@ -14,7 +14,7 @@ NEVER_NS = 1 << 62
 
 
 class AdmissionPolicy(Protocol):
-    """Which of the waiting requests is admitted next, and until when that answer holds.
+    """The order in which waiting requests are admitted, and until when its answer holds.
 
     Promises: the same calls give the same answers, in any process. While requests wait there is a head. The head
     changes only when a request is pushed or removed, or at a time that `holds_until_ns` has named: steps that are alike
@@ -25,10 +25,10 @@ class AdmissionPolicy(Protocol):
         """Add `request`, which is WAITING, or PREEMPTED if it ran before."""
 
     def remove(self, request: Request) -> None:
-        """Take out `request`: it was admitted or cancelled."""
+        """Remove `request`, which was admitted or cancelled."""
 
     def head(self, now_ns: int) -> Request:
-        """Return the request to be admitted next; at least one waits."""
+        """Return the request to be admitted next. At least one request waits."""
 
     def holds_until_ns(self, now_ns: int) -> int:
         """Return the first time after `now_ns` at which another request may be the head; NEVER_NS if there is none."""
@@ -37,7 +37,7 @@ class AdmissionPolicy(Protocol):
         """Return how many requests go before `request`, which was just pushed."""
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over all that wait, in a fixed order."""
+        """Iterate over all waiting requests, in a fixed order."""
 
 
 class PriorityPolicy:
@@ -50,7 +50,7 @@ class PriorityPolicy:
         self._top: deque[Request] | None = None
 
     def push(self, request: Request) -> None:
-        """Add `request` behind its equals; one that was preempted before them."""
+        """Add `request` after those of its priority; a preempted request before them."""
         queue = self._by_priority.get(request.priority)
         if queue is None:
             queue = self._by_priority[request.priority] = deque()
@@ -61,7 +61,7 @@ class PriorityPolicy:
             queue.append(request)
 
     def remove(self, request: Request) -> None:
-        """Take out `request`. Costs the length of its queue, unless it is the head of it."""
+        """Remove `request`. Takes time linear in the length of its queue, unless it is the head."""
         queue = self._by_priority[request.priority]
         if queue[0] is request:
             queue.popleft()
@@ -72,12 +72,12 @@ class PriorityPolicy:
             self._top = self._by_priority[max(self._by_priority)] if self._by_priority else None
 
     def head(self, now_ns: int) -> Request:
-        """Return the first of the highest priority."""
+        """Return the first request of the highest priority."""
         assert self._top is not None
         return self._top[0]
 
     def holds_until_ns(self, now_ns: int) -> int:
-        """Return NEVER_NS: waiting does not change the order."""
+        """Return NEVER_NS: the order does not change with time."""
         return NEVER_NS
 
     def num_ahead(self, request: Request) -> int:
@@ -90,7 +90,7 @@ class PriorityPolicy:
 
 
 class WaitingQueue:
-    """Requests that wait to be admitted, in the order of `policy`. Owner of how many they are."""
+    """Requests that wait to be admitted, in the order of `policy`. Owner of their number."""
 
     __slots__ = ("head", "holds_until_ns", "num_ahead", "num_waiting", "num_waiting_tokens", "policy")
 
@@ -101,7 +101,7 @@ class WaitingQueue:
         self.num_ahead = policy.num_ahead
         self.num_waiting = 0
         self.num_waiting_tokens = 0
-        """Known tokens of all that wait."""
+        """Known tokens of all waiting requests."""
 
     def push(self, request: Request) -> None:
         """Add `request`."""
@@ -110,7 +110,7 @@ class WaitingQueue:
         self.num_waiting_tokens += request.num_prompt_tokens + request.num_output_tokens
 
     def remove(self, request: Request) -> None:
-        """Take out `request`."""
+        """Remove `request`."""
         self.policy.remove(request)
         self.num_waiting -= 1
         self.num_waiting_tokens -= request.num_prompt_tokens + request.num_output_tokens

@@ -1,4 +1,4 @@
-"""Pages for what runs, and which running request loses its own when they are short."""
+"""Pages for running requests, and which request loses its pages when they are short."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PageMark", "Preemptor"]
 
 
 class PageMark:
-    """Pages at the mark of the last scheduled step: the first moment in which the most were in use."""
+    """Pages at the mark of the last scheduled step: the first moment with the most pages in use."""
 
     __slots__ = ("_cache", "cached", "released", "used")
 
@@ -24,11 +24,11 @@ class PageMark:
         self.used = self.cached = self.released = 0
 
     def begin(self) -> None:
-        """A step begins: the next `look` sets the mark."""
+        """Begin a step: the next `look` sets the mark."""
         self.used = -1
 
     def look(self) -> None:
-        """Set the mark here if more pages are in use than before in this step."""
+        """Set the mark here if more pages are in use than at the mark so far."""
         cache = self._cache
         num_used = cache.num_used
         if num_used > self.used:
@@ -36,9 +36,9 @@ class PageMark:
 
 
 class Preemptor:
-    """Takes pages for running requests, and preempts others for them. Writes `stalled` nowhere: see Running for owners.
+    """Takes pages for running requests, and preempts others for them.
 
-    `preemptions`: those of the step being planned, in order; `gave_way`: those for other models since the last step was
+    `preemptions`: those of the step being planned, in order. `gave_way`: those for other models since the last step was
     planned.
     """
 
@@ -74,7 +74,7 @@ class Preemptor:
         self.preemptions: list[Preemption] = []
         self.gave_way: list[Preemption] = []
         self.last_end_ns = 0
-        """When the last step ended."""
+        """The end of the last step."""
 
     def take_due(self, num_due: int, now_ns: int) -> None:
         """Take the `num_due` pages that decodes need in this step."""
@@ -88,7 +88,7 @@ class Preemptor:
                 _give_page(request, page_id)
 
     def make_room(self, asker: Request, num_pages: int, now_ns: int) -> bool:
-        """Preempt until `num_pages` can be taken for chunks of `asker`; False if that cost `asker` its own pages.
+        """Preempt until `num_pages` can be taken for chunks of `asker`; return False if `asker` itself was preempted.
 
         The decodes have taken their pages for this step.
         """
@@ -98,7 +98,7 @@ class Preemptor:
         return True
 
     def others_make_way(self, request: Request, num_pages: int) -> bool:
-        """Whether `num_pages` can be taken for running `request` now, since other models gave way."""
+        """Return whether `num_pages` can be taken for running `request` now because other models gave way."""
         if self._running.victim().priority < request.priority:
             return False  # its own model has less important work, which is preempted first
         return self._pages.make_way(request, num_pages, to_admit=False)
@@ -106,7 +106,7 @@ class Preemptor:
     def give_way(self, num_victims: int, model: str, asker: int, num_pages: int) -> list[Request]:
         """Preempt the next `num_victims` victims, between steps, for request `asker` of `model`; return them.
 
-        `num_pages`: how many pages of this pool would be enough for it.
+        `num_pages`: how many pages of this pool would be enough for that request.
         """
         running = self._running
         victims = []
@@ -123,12 +123,12 @@ class Preemptor:
         return victims
 
     def _take_due_one_by_one(self, now_ns: int) -> None:
-        """Not every decode can have its page: in admission order, each takes one or preempts for it."""
+        """Take a page for each decode, in admission order, and preempt for it: there are not enough for all."""
         cache = self._cache
         served: set[int] = set()
         for request in self._running.wheel.needing_page():
             if request.state is not RequestState.DECODING:
-                continue  # preempted for one before it
+                continue  # preempted for a request before it
             while not cache.num_free and not self.others_make_way(request, 1):
                 if self._preempt_for(request, 1, now_ns, served) is request:
                     break
@@ -139,7 +139,7 @@ class Preemptor:
                     _give_page(request, page_ids[0])
 
     def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:
-        """Preempt one request and return it. `served`: the decodes that took a page for this step; None: all."""
+        """Preempt one request and return it. `served`: the decodes that took a page for this step; None for all."""
         self._mark.look()
         running, cache = self._running, self._cache
         num_used = cache.num_used
@@ -148,8 +148,8 @@ class Preemptor:
         is_chunked = victim is running.chunked
         running.leave(victim)
         if not is_chunked:
-            victim.last_token_ns = now_ns  # it made one in the step that ended now
-            # A page taken for the step that it is now not part of.
+            victim.last_token_ns = now_ns  # it sampled a token in the step that ended now
+            # It took a page for the step, which it no longer takes part in.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
         preemption = Preemption(
@@ -160,7 +160,7 @@ class Preemptor:
         return victim
 
     def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0) -> None:
-        """Let `victim`, off the wheel, wait again."""
+        """Put `victim`, which is off the wheel, back into the waiting queue."""
         if self._tell is not None:
             self._tell(preemption)
         self._running.release(victim, num_unused)

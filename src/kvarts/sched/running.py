@@ -1,4 +1,4 @@
-"""What runs: the decode wheel, the one request whose known tokens are not all computed, and the order of preemption."""
+"""Running requests: the decode wheel, the one chunked request, and the order of preemption."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Running", "RunningOrder"]
 
 
 class RunningOrder:
-    """Running requests, by priority, then admission."""
+    """Running requests in the order of priority, then admission."""
 
     __slots__ = ("_by_priority", "num_running")
 
@@ -22,7 +22,7 @@ class RunningOrder:
         self.num_running = 0
 
     def add(self, request: Request) -> None:
-        """Add `request`, whose `admission` is larger than all before."""
+        """Add `request`, which has a larger `admission` than all before."""
         same = self._by_priority.get(request.priority)
         if same is None:
             same = self._by_priority[request.priority] = {}
@@ -30,7 +30,7 @@ class RunningOrder:
         self.num_running += 1
 
     def remove(self, request: Request) -> None:
-        """Take out a request that ended or was preempted."""
+        """Remove a request that ended or was preempted."""
         same = self._by_priority[request.priority]
         del same[request.admission]
         if not same:
@@ -38,10 +38,10 @@ class RunningOrder:
         self.num_running -= 1
 
     def victim(self) -> Request:
-        """Return the request that loses its pages when one is missing: of the lowest priority, the last admitted.
+        """Return the request to preempt when a page is missing: the last admitted of the lowest priority.
 
-        The request that asks is among the candidates, so a victim is never more important than it, and of its equals
-        only those admitted after it are preempted before it.
+        The request that asks for a page is among the candidates. So a victim never has a higher priority, and of the
+        same priority only requests admitted later are preempted before it.
         """
         lowest = self._by_priority[min(self._by_priority)]
         return lowest[next(reversed(lowest))]
@@ -67,9 +67,9 @@ class Running(RunningOrder):
         self.wheel = wheel
         self.batch = batch
         self.chunked: Request | None = None
-        """The one request with known tokens that are not computed after the last step."""
+        """The one request that the last step left with known tokens to compute."""
         self.num_sharing = 0
-        """Decodes whose generated pages other requests may hit, because their tokens are known."""
+        """Decodes with generated pages that other requests may hit, because their tokens are known."""
 
     def enter(self, request: Request, hit_tokens: int, now_ns: int) -> None:
         """Let `request` run from `now_ns` on, admitted last, with its first `hit_tokens` tokens in pages."""
@@ -90,7 +90,7 @@ class Running(RunningOrder):
             self.batch.enter(request)
 
     def start_decoding(self, request: Request) -> None:
-        """Put `request`, all of whose known tokens are computed, on the wheel."""
+        """Put `request`, all known tokens of which are computed, on the wheel."""
         request.become(RequestState.DECODING)
         self.wheel.join(request)
         if self.shares(request):
@@ -99,7 +99,7 @@ class Running(RunningOrder):
             self.batch.start_decoding(request)
 
     def leave(self, request: Request) -> None:
-        """Take `request` off the wheel, or out of its chunks, before it has made all its tokens."""
+        """Take `request` off the wheel, or stop its chunks, before it has generated all its tokens."""
         if request is self.chunked:
             self.chunked = None
         else:
@@ -112,7 +112,7 @@ class Running(RunningOrder):
         return self.batch is not None or request.content.num_known_tokens > request.num_prompt_tokens
 
     def release(self, request: Request, num_unused: int = 0) -> None:
-        """Give back all pages of `request`, which is off the wheel; what it computed stays cached.
+        """Give back all pages of `request`, which is off the wheel; its computed pages stay cached.
 
         `num_unused`: pages beyond its computed tokens.
         """
@@ -121,11 +121,11 @@ class Running(RunningOrder):
         assert holding is not None
         num_computed = request.num_computed
         if batch is not None:
-            batch.bring_home(request, request.num_known, self.wheel.step)
+            batch.append_sampled(request, request.num_known, self.wheel.step)
             batch.leave(request)
             num_pages = holding.num_pages
         else:
-            # A decode takes pages in bulk with others'; a request that was loaded has them before it computes.
+            # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
             num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
         self._cache.close(holding, request.content, num_computed // page_size, num_pages)
         request.holding = None
@@ -153,7 +153,7 @@ class Running(RunningOrder):
         return -(-self.wheel.num_computed(request) // self._page_size)
 
     def holdings(self) -> list[tuple[Holding, int]]:
-        """Return the pages of all running requests, and how many each has. Asserts that states agree, between steps."""
+        """Return the holding and number of pages of each running request, between steps. Assert that states fit."""
         held = []
         for request in self:
             expected = RequestState.PREFILLING if request is self.chunked else RequestState.DECODING

@@ -1,9 +1,9 @@
 """The scheduler of one engine: running requests first, then waiting ones, within a token budget.
 
 There is no prefill mode and no decode mode: in every step, each running request computes some of the tokens that are
-known and not yet computed. Requests with just one such token are on the decode wheel; at most one request has more,
-the *chunked* one, because a request that did not get all its tokens took the last of the budget, and none is admitted
-after it. So the order of a step is: the wheel, the chunked request, requests whose load has ended, then admissions.
+known and not yet computed. Requests with just one such token are on the decode wheel. At most one request has more, the
+*chunked* one: a request that did not get all its tokens took the last of the budget, and none is admitted after it. So
+the order of a step is: the wheel, the chunked request, requests that were loaded, then admissions.
 
 The scheduler reads no clock and no random number: time comes in with `schedule` and `commit`.
 """
@@ -37,8 +37,8 @@ class Scheduler:
     """Owner of the queues, and of everything in a Request that changes.
 
     `cache`: the pages. `pages`: where they and the token budget come from. `policy`: which waiting request is next.
-    `tiers`: what is below the device, or None. `batch`: rows for an executor that needs page ids; plans then name
-    pages, rows and tokens. `tell` receives what happens to requests.
+    `tiers`: the tiers below the device, or None. `batch`: rows for an executor that needs page ids; plans then name
+    pages, rows and tokens. `tell` receives page and request events.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Scheduler:
         self.mark = PageMark(cache)
         self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell)
         self.blocked = Blocked.NOT
-        """Why the head waits; NOT also where none waits, or the head was not looked at since something changed."""
+        """Why the head waits; NOT also if no request waits, or if the head was not looked at since a change."""
         self.blocked_head: Request | None = None
         """The head that waits because of `blocked`."""
         self.num_pages_wanted = 0
-        """How many pages the blocked head has to get, where pages are what it waits for."""
+        """How many pages the blocked head needs, if it waits for pages."""
         self._horizon = Horizon(self.running, self.waiting, cache, pages, self.loads, orders_matter=tell is not None)
         self._completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step, off the wheel."""
@@ -80,9 +80,9 @@ class Scheduler:
     # Requests come and go ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> str | None:
-        """Queue `request`; or return why it can never run, and forget it.
+        """Queue `request`; or return the reason why it can never run, and forget it.
 
-        Raises ConfigError for a request without prompt tokens, or without tokens to generate.
+        Raise ConfigError for a request without prompt tokens, or without tokens to generate.
         """
         config = self.config
         if request.num_prompt_tokens < 1 or request.max_tokens < 1:
@@ -110,9 +110,9 @@ class Scheduler:
         return None
 
     def cancel(self, request: Request) -> None:
-        """Take a waiting or running request out, between steps; its pages are free at once.
+        """Remove a waiting or running request, between steps; its pages are free at once.
 
-        Those of a request that waits for a load are free when that has ended.
+        The pages of a request with a load under way are free when the load has ended.
         """
         if request.state in RUNNING:
             self.running.leave(request)
@@ -128,14 +128,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a request runs or waits."""
         if self.running.num_running or self.waiting.num_waiting:
             return True
         return self.loads is not None and self.loads.num_requests > 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait to be admitted, for a load or otherwise."""
+        """The number of requests that wait for admission or for a load."""
         return self.waiting.num_waiting + (0 if self.loads is None else self.loads.num_requests)
 
     # One step ---------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Scheduler:
         if self._completing:
             self._commit_completing(end_ns, finished)
         if batch is not None and result is not None and result.stopped_rows:
-            # A request that stopped at what was its last token anyway is gone from its row already.
+            # A request that stopped at its last token was finished above and has left its row.
             stopped = [request for row in result.stopped_rows if (request := batch.requests[row]) is not None]
             for request in sorted(stopped, key=lambda request: request.admission):
                 self.running.leave(request)
@@ -214,7 +214,7 @@ class Scheduler:
     def advance(self, num_steps: int, *, is_taken: bool = False) -> list[int]:
         """Do `num_steps` of the steps that `horizon` promised; return the pages each took. `commit_many` must follow.
 
-        `is_taken`: the pages were taken before, in the order of several models' turns.
+        `is_taken`: the pages were taken before, in the order of the turns of several models.
         """
         due = self.wheel.pages_due_by_step(num_steps)
         num_due = sum(due)
@@ -243,7 +243,7 @@ class Scheduler:
     # Inside: prompts --------------------------------------------------------------------------------------
 
     def _continue_chunked(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
-        """Compute the next chunk of the chunked request; return its tokens. Preempts for its pages."""
+        """Compute the next chunk of the chunked request; return its number of tokens. Preempts for its pages."""
         start = request.num_computed
         num_known = request.num_prompt_tokens + request.num_output_tokens
         num_tokens = num_known - start
@@ -258,7 +258,7 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
-        """Admit what was loaded, then from the head of the waiting queue while seats, budget and pages last."""
+        """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
         waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
         page_size, max_num_seqs, tell = self._page_size, self.config.max_num_seqs, self._tell
         admitted: list[int] = []
@@ -318,7 +318,7 @@ class Scheduler:
         return num_tokens
 
     def _compute_chunk(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
-        """Take the pages of a chunk and count it as computed; full pages can be hit from now on."""
+        """Take the pages of a chunk and count it as computed; its full pages can be hit from now on."""
         cache, page_size = self.cache, self._page_size
         holding, content = request.holding, request.content
         assert holding is not None
@@ -327,7 +327,7 @@ class Scheduler:
         if self._tell is not None:
             self._tell(ChunkComputed(request.index, start, end, num_known))
         cache.grow(holding, -(-end // page_size))
-        # A page of unknown tokens is of use to no other request, and to its own once it has let go of it.
+        # No other request can hit a page of unknown tokens; its own can, once it has released the page.
         num_full = min(end // page_size, content.num_known_pages)
         cache.publish(holding, content, num_full)
         if self.loads is not None and num_full > start // page_size:
@@ -345,7 +345,7 @@ class Scheduler:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
 
     def _commit_completing(self, end_ns: int, finished: list[Request]) -> None:
-        """Give each sequence whose last chunk was computed one more token."""
+        """Count the sampled token of each request that computed its last known token off the wheel."""
         for request in self._completing:
             request.num_output_tokens += 1
             if request.first_token_ns < 0:
@@ -362,14 +362,14 @@ class Scheduler:
     # Inside: ends -----------------------------------------------------------------------------------------
 
     def _publish_filled(self, num_steps: int) -> None:
-        """Let pages be hit that decodes fill in the next `num_steps` steps, where their tokens are known."""
+        """Make pages findable that decodes fill in the next `num_steps` steps, if their tokens are known."""
         wheel, cache, batch = self.wheel, self.cache, self._batch
         page_size = self._page_size
         for request in wheel.completing_page(num_steps):
             num_computed = wheel.num_computed(request) + num_steps
             if batch is not None:
                 # The token computed in this step is the one sampled in the step before.
-                batch.bring_home(request, num_computed, wheel.step)
+                batch.append_sampled(request, num_computed, wheel.step)
             num_full = min(num_computed // page_size, request.content.num_known_pages)
             holding = request.holding
             assert holding is not None
@@ -378,7 +378,7 @@ class Scheduler:
                 self.loads.add_computed(request.content, num_full, holding)
 
     def _finish(self, request: Request, end_ns: int) -> None:
-        """End `request`, off the wheel, which made its last token."""
+        """Finish `request`, which is off the wheel and has generated its last token."""
         request.last_token_ns = end_ns
         if self._tell is not None:
             self._tell(Finished(request.index, request.content))

@@ -1,9 +1,9 @@
-"""The decode wheel: who of the decoding requests needs a page next, and who finishes next.
+"""The decode wheel: which decoding requests need a page next, and which finish next.
 
 Each decoding request computes one token a step, so a request that needs a page in some step needs its next one
-page_size steps later. It sits in the slot, out of page_size slots, of the steps in which it needs one. What the
-decodes need over k steps is a sum over slots, whoever they are; k steps pass by turning the wheel, and nobody is
-touched but those who finish.
+page_size steps later. The wheel has page_size slots; a request is in the slot of the steps in which it needs a page.
+The pages that the decodes need over k steps are a sum over slots, whatever requests are in them; k steps pass by
+turning the wheel, and no request is touched but those that finish.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class DecodeWheel:
         self._base_sum = 0
         self._num_due = [0] * page_size
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
-        # (stop step, admission, request); entries of those who left early are recognised and dropped.
+        # (stop step, admission, request); entries of requests that left early are recognised and dropped.
         self._finishing: list[tuple[int, int, Request]] = []
 
     def join(self, request: Request) -> None:
-        """From the next step on `request` computes a token a step, until it has made all its tokens."""
+        """Add `request`: from the next step on it computes a token a step, until it has generated all its tokens."""
         base = request.num_computed - self.step
         request.wheel_base = base
         request.stop_step = self.step + request.max_tokens - request.num_output_tokens - 1
@@ -47,7 +47,7 @@ class DecodeWheel:
         heappush(self._finishing, (request.stop_step, request.admission, request))
 
     def leave(self, request: Request) -> None:
-        """Takes `request` off the wheel and brings its `num_computed` and `num_output_tokens` up to date."""
+        """Remove `request` and bring its `num_computed` and `num_output_tokens` up to date."""
         base = request.wheel_base
         slot = -base % self.page_size
         self._num_due[slot] -= 1
@@ -63,19 +63,19 @@ class DecodeWheel:
 
     @property
     def known_tokens(self) -> int:
-        """The tokens known, in the next step, of all decoding requests together."""
+        """Tokens that all decoding requests together know in the next step."""
         return self._base_sum + self.num_decoding * (self.step + 1)
 
     def num_computed(self, request: Request) -> int:
-        """Tokens of `request`, which is on the wheel, computed before the next step."""
+        """Return how many tokens of `request`, which is on the wheel, are computed before the next step."""
         return request.wheel_base + self.step
 
     def pages_due(self) -> int:
-        """Pages needed in the next step."""
+        """Return how many pages the next step needs."""
         return self._num_due[self.step % self.page_size]
 
     def pages_due_by_step(self, num_steps: int) -> list[int]:
-        """Pages needed in each of the next `num_steps` steps."""
+        """Return how many pages each of the next `num_steps` steps needs."""
         due, size = self._num_due, self.page_size
         first = self.step % size
         last = first + num_steps
@@ -85,12 +85,12 @@ class DecodeWheel:
         return turns + due[: num_steps - len(turns)]
 
     def needing_page(self) -> Iterable[Request]:
-        """Who needs a page in the next step, in admission order."""
+        """Return the requests that need a page in the next step, in admission order."""
         members = self._members[self.step % self.page_size]
         return [members[admission] for admission in sorted(members)]
 
     def completing_page(self, num_steps: int) -> list[Request]:
-        """Who fills at least one page in the next `num_steps` steps; of two that fill the same, the first first."""
+        """Return the requests that fill a page in the next `num_steps` steps, first that which fills it first."""
         size = self.page_size
         filling: list[Request] = []
         for offset in range(1, min(num_steps, size) + 1):
@@ -99,12 +99,12 @@ class DecodeWheel:
         return filling
 
     def steps_to_filled_page(self) -> int:
-        """How many steps until, and with, the next one in which a request fills a page; the wheel is not empty."""
+        """Return in how many steps a request next fills a page, that step included. The wheel is not empty."""
         due, size = self._num_due, self.page_size
         return next(offset for offset in range(1, size + 1) if due[(self.step + offset) % size])
 
     def steps_to_finish(self) -> int:
-        """How many steps until, and with, the one in which a request makes its last token; the wheel is not empty."""
+        """Return in how many steps a request next samples its last token, that step included."""
         finishing = self._finishing
         while True:
             stop_step, admission, request = finishing[0]
@@ -113,9 +113,9 @@ class DecodeWheel:
             heappop(finishing)
 
     def turn(self, num_steps: int) -> list[Request]:
-        """`num_steps` steps have passed, at most `steps_to_finish`.
+        """Let `num_steps` steps pass, at most `steps_to_finish`.
 
-        Takes those off the wheel who made their last token in the last of them, and returns them in admission order.
+        Remove the requests that sampled their last token in the last of them, and return them in admission order.
         """
         step = self.step = self.step + num_steps
         finished: list[Request] = []
