@@ -1,11 +1,10 @@
-"""The loop of a replay: a virtual clock, the engines, and the requests that come to them.
+"""The loop of a replay: a virtual clock, the engines, and the arrival of requests.
 
 At any time, in this order: steps that end now are finished, requests that arrive now are routed, and engines without
-a step under way start one. An engine may do many steps at once, but never past a moment at which something could
-reach it.
+a step under way start one. An engine may do many steps at once, but never past a time at which an event could reach it.
 
-Where requests arrive at known times, each engine runs on its own from arrival to arrival. Where they wait for others
-to end, the engines move together from event to event.
+If requests arrive at known times, each engine runs by itself from arrival to arrival. If requests wait for others to
+end, the engines move together from event to event.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["Driver"]
 
 
 class Driver:
-    """Runs one replay. `on_progress`, where given, is told how many more requests have ended."""
+    """Runs one replay. `on_progress`, if given, is called with the number of further requests that have ended."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class Driver:
         self._log = log
         self._on_progress = on_progress
         self._page_size = replicas[0].config.page_size
-        # To the mocker, every generated token is unlike any other.
+        # In the profile of the mocker, every generated token differs from all others.
         self._know_output = replicas[0].config.profile != "mocker"
         self._rows: dict[int, TraceRequest] = {}
         """Requests that are in an engine, by index."""
@@ -50,10 +49,10 @@ class Driver:
         self._finished: list[Request] = []
         self._ends_ns = [NEVER_NS] * len(replicas)
         self._quiet_ns = [NEVER_NS] * len(replicas)
-        """For engines with a step under way: until when no request ends there, if none arrives there."""
+        """For each engine with a step under way: the time until which no request ends there, if none arrives there."""
 
     def run(self) -> None:
-        """Runs until every request has ended."""
+        """Run until every request has ended."""
         if self._source.is_reactive:
             self._run_by_event()
         else:
@@ -125,7 +124,7 @@ class Driver:
         reason = replicas[replica].submit(request, now_ns)
         if reason is None:
             self._rows[index] = row
-            # It may be admitted in the next step there, and end before all others.
+            # It may be admitted in the next step of this engine, and end before all others.
             self._quiet_ns[replica] = self._ends_ns[replica]
         else:
             self._log.reject(request, row, replica, reason)
@@ -134,10 +133,11 @@ class Driver:
                 self._on_progress(1)
 
     def _start(self, now_ns: int, arrival_ns: int) -> None:
-        """Starts a step on every engine that has work and none under way.
+        """Start a step on every engine that has work and none under way.
 
-        A request that ends elsewhere may send one here. So first come those that do a single step, whose end is then
-        known; then those that could do many, up to the first possible end of a request in any of the others.
+        A request that ends on one engine may send one to another. So engines that do a single step come first: the end
+        of that step is then known. Then come engines that could do many, up to the first possible end of a request in
+        any other engine.
         """
         replicas, ends_ns, quiet_ns = self._replicas, self._ends_ns, self._quiet_ns
         if len(replicas) == 1:

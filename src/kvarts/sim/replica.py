@@ -1,6 +1,6 @@
 """One engine in virtual time: steps, leaps over steps that are alike, and pauses.
 
-Whatever is told in a leap is the same as if its steps had been done one by one.
+The events of a leap are the same as if its steps had been done one by one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
 
 
 class Replica:
-    """An engine whose steps take the time that its executor says.
+    """An engine in virtual time: its executor says how long steps take.
 
-    Owner of what is under way: a step, a leap or a pause.
-    `step_by_step`: never do many steps at once.
+    Owner of what is under way: a step, a leap or a pause. `step_by_step`: never do many steps at once.
     """
 
     def __init__(self, engine: Engine, executor: VirtualExecutor, *, step_by_step: bool = False) -> None:
@@ -42,36 +41,36 @@ class Replica:
         self._num_leapt = 0
         """Steps under way that are alike; 0 for a scheduled step."""
         self.is_pausing = False
-        """Whether what is under way is no step: nothing can be computed before a transfer ends or a request comes."""
-        self._last_decode_ns = 10_000_000  # a guess, to ask for about as many durations as are needed
+        """Whether the engine waits: nothing can be computed before a transfer ends or a request arrives."""
+        self._last_decode_ns = 10_000_000  # a first guess; decides how many durations to ask for
 
     @property
     def now_ns(self) -> int:
-        """When what is under way ends; where nothing is, the time the engine has reached."""
+        """The end of what is under way; without that, the time that the engine has reached."""
         return self.engine.now_ns
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do or to wait for."""
+        """Whether there is something to do or to wait for: requests, or transfers."""
         return self.engine.has_work
 
     def submit(self, request: Request, now_ns: int) -> str | None:
-        """Queue `request` at `now_ns`; or return why it can never run. A pause ends by it."""
+        """Queue `request` at `now_ns`; or return the reason why it can never run. Ends a pause."""
         if self.is_pausing:
             self.is_pausing = self._is_under_way = False
             self.engine.now_ns = now_ns
         return self.engine.submit(request, now_ns)
 
     def cancel(self, request: Request) -> None:
-        """Drop `request` between steps; its pages are free at once."""
+        """Drop `request` between steps. Its pages are free at once."""
         self.engine.cancel(request)
 
     def flush(self) -> None:
-        """Hand all events that wait to the readers of the log."""
+        """Hand all waiting events to the readers of the log."""
         self.engine.log.flush()
 
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
-        """Start a step at `now_ns`, and as many after it as are alike and start before `until_ns`.
+        """Start a step at `now_ns`, and all following steps that are alike and start before `until_ns`.
 
         Return when the last one ends. `finish` must be called for that time before anything else is done.
         """
@@ -115,9 +114,9 @@ class Replica:
         return finished
 
     def run_until(self, until_ns: int, finished: list[Request]) -> None:
-        """End steps, and start those that start before `until_ns`, for as long as there is work.
+        """Do steps as long as there is work and the next one starts before `until_ns`.
 
-        Add to `finished` the requests that finished.
+        Add the requests that finished to `finished`.
         """
         engine, scheduler, tiers = self.engine, self.scheduler, self._tiers
         while True:
@@ -126,13 +125,13 @@ class Replica:
                     return
                 finished += self.finish()
             now_ns = engine.now_ns
-            # `has_work`, asked before every step.
+            # `has_work` spelled out, because this runs before every step.
             if now_ns >= until_ns or not (scheduler.has_work or (tiers is not None and tiers.has_work)):
                 return
             self.start(now_ns, until_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
-        """If a step started now would be one of many alike: when the last would end. No request ends before."""
+        """Return when the last step would end if many alike could start now: no request ends before. Else None."""
         num_steps = self.scheduler.horizon(now_ns) if self._leaps else 0
         next_ns = self._next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
@@ -159,7 +158,7 @@ class Replica:
 
     def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
         scheduler = self.scheduler
-        # No more durations than it takes to get there, as far as the last one tells.
+        # Ask for no more durations than reach `until_ns`, estimated by the last one.
         num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
         if num_wanted < num_steps:
             num_steps = num_wanted
@@ -207,9 +206,10 @@ def tell_by_step(
     pages_taken: list[int],
     num_empty: int,
 ) -> list[Event]:
-    """Return what happened in a leap, told step by step.
+    """Return the events of a leap, step by step.
 
-    In a leap, pages are evicted for those that no empty page was left for, and are made findable in its last step only.
+    The leap itself evicts pages only for those that no empty page was left for, and makes pages findable in its last
+    step only.
     """
     evicted: list[PagesRemoved | CopiesRemoved] = []
     rest: list[Event] = []

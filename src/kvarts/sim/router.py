@@ -14,17 +14,17 @@ RouterName = Literal["round-robin", "least-loaded", "prefix"]
 
 
 class Router(Protocol):
-    """Promises: looks at the replicas and changes nothing in them."""
+    """Chooses replicas. Promises: looks at the replicas and changes nothing in them."""
 
     looks_at_engines: bool
     """Whether the choice depends on what the replicas are doing."""
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        """The index of the engine that `request` goes to."""
+        """Return the index of the replica that `request` goes to."""
 
 
 class RoundRobin:
-    """The i-th arrival goes to replica i modulo their number."""
+    """Sends the i-th arrival to replica i modulo their number."""
 
     looks_at_engines = False
 
@@ -32,33 +32,33 @@ class RoundRobin:
         self._num_routed = 0
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        """See Router."""
+        """Return the replica after the one chosen last."""
         index = self._num_routed % len(replicas)
         self._num_routed += 1
         return index
 
 
 class LeastLoaded:
-    """The replica with the fewest requests running or waiting."""
+    """Chooses the replica with the fewest requests running or waiting."""
 
     looks_at_engines = True
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        """See Router."""
+        """Return the replica with the fewest requests."""
         return min(range(len(replicas)), key=lambda index: num_requests(replicas[index]))
 
 
 class PrefixAware:
-    """The replica where the request costs least: the prompt pages it would have to compute, plus the load.
+    """Chooses the replica where the request costs least: the prompt pages it would have to compute, plus the load.
 
-    Load is the pages in use and the pages that all tokens of waiting requests would fill, in the same unit, so an idle
-    replica without the prefix wins over a crowded one with it as soon as the crowd holds more pages than the hit saves.
+    Load is the pages in use and the pages that all tokens of waiting requests would fill, in the same unit. So an idle
+    replica without the prefix wins over a loaded one with it as soon as the load exceeds the pages that the hit saves.
     """
 
     looks_at_engines = True
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        """See Router."""
+        """Return the replica with the lowest cost."""
 
         def cost(index: int) -> int:
             replica = replicas[index]
@@ -73,12 +73,12 @@ class PrefixAware:
 
 
 def num_requests(replica: Replica) -> int:
-    """Requests running or waiting."""
+    """Return how many requests run or wait."""
     return replica.scheduler.running.num_running + replica.scheduler.waiting.num_waiting
 
 
 def make_router(name: RouterName) -> Router:
-    """The router of that name."""
+    """Return a new router by its name."""
     routers: dict[str, type[RoundRobin | LeastLoaded | PrefixAware]] = {
         "round-robin": RoundRobin,
         "least-loaded": LeastLoaded,
