@@ -1,9 +1,9 @@
 """Token budgets of models that share a device: a weighted max-min share of every round, in whole tokens.
 
-Active models share by weight. What one cannot use, because it is idle, at its ceiling, or was measured to use less,
-goes to those that can, in proportion to their weights, never past a ceiling. Shares are exact fractions; they become
-whole tokens by largest remainder, and what rounding took from a model in one round is owed to it in the next, so that
-nobody with work gets nothing for ever.
+Active models share by weight. Tokens that a model cannot use, because it is idle, at its ceiling, or was measured to
+use less, go to models that can, in proportion to their weights, never past a ceiling. Shares are exact fractions; they
+become whole tokens by largest remainder. What rounding took from a model in one round is added to its share in the
+next, so that no model with work is left without tokens for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["TokenBudgets"]
 
 PER_MILLE = 1000
 DEFAULT_CEILING = 900
-"""Per mille of the total, where at least two are active."""
+"""Per mille of the total, if at least two models are active."""
 
 
 MOST_KNOWN = 4096
@@ -34,12 +34,12 @@ class _Member(msgspec.Struct):
     ceiling: int | None
     is_active: bool = True
     used: int | None = None
-    """Tokens it was measured to use of a budget that it did not use up; None: it could use more."""
+    """Tokens it was measured to use of a budget that it did not exhaust; None if it could use more."""
     owed: Exact = 0
 
 
 class TokenBudgets:
-    """Owner of the shares. Models go by name, in the order in which they were registered, which decides ties.
+    """Owner of the shares. Models are named, and kept in the order of registration, which decides ties.
 
     `total`: tokens a round; may be changed at any time. Raises ConfigError for a value out of range.
     """
@@ -49,7 +49,7 @@ class TokenBudgets:
         self._total = 0
         self._budgets: dict[str, int] | None = None
         self._weights: dict[str, int] = {}
-        """In whole numbers of the same proportions: sums of these are faster than of fractions."""
+        """Weights as whole numbers in the same proportions: their sums are faster than those of fractions."""
         self._bounds: dict[tuple[str, ...], _Bounds] = {}
         self._shares: dict[str, Exact] = {}
         self.total = total
@@ -70,10 +70,10 @@ class TokenBudgets:
     # Models come and go -----------------------------------------------------------------------------------
 
     def register(self, model: str, weight: float, floor: int = 0, ceiling: int | None = None) -> None:
-        """Adds `model`, active; or changes the weight of one that is there, and nothing else.
+        """Add `model` as active; or change the weight of a registered model, and nothing else.
 
-        `floor` and `ceiling` are per mille of the total: what it always gets while it is active, and what it never gets
-        more of. Without a ceiling it may have 900 while another is active, and all while it is alone. Raises
+        `floor` and `ceiling` are per mille of the total: the least that the model gets while it is active, and the most
+        it ever gets. Without a ceiling it may have 900 while another is active, and all while it is alone. Raise
         ConfigError for a weight that is not above 0, a floor above the ceiling, or floors above the whole.
         """
         if not 0 < weight < float("inf"):
@@ -95,13 +95,13 @@ class TokenBudgets:
         self._changed()
 
     def deregister(self, model: str) -> None:
-        """Takes `model` out. Raises ConfigError for one that is not there."""
+        """Remove `model`. Raise ConfigError if it is not registered."""
         self._member(model)
         del self._members[model]
         self._changed()
 
     def set_active(self, model: str, active: bool) -> None:
-        """Whether `model` has work. Its budget changes at once, and so do those that had been lent its share."""
+        """Set whether `model` has work. Its budget changes at once, and so do budgets that got its unused share."""
         member = self._member(model)
         if member.is_active != active:
             member.is_active = active
@@ -109,11 +109,11 @@ class TokenBudgets:
             self._budgets = None
 
     def report_usage(self, model: str, num_tokens: int) -> None:
-        """What `model` used in the round under way; the next one knows. Raises ConfigError for a number below 0."""
+        """Record the tokens that `model` used in this round, for the next. Raise ConfigError for a number below 0."""
         if num_tokens < 0:
             raise ConfigError(f"must be at least 0, got {num_tokens}", field=f"{model}.usage")
         member = self._member(model)
-        # Who used all it had might have used more.
+        # A model that used all it had might have used more.
         used = None if num_tokens >= self.budget_for(model) else num_tokens
         if used != member.used:
             budgets = self.budgets()
@@ -123,30 +123,33 @@ class TokenBudgets:
     # Rounds -----------------------------------------------------------------------------------------------
 
     def budgets(self) -> dict[str, int]:
-        """Tokens of each model in this round; together the smaller of the total and of all ceilings of the active."""
+        """Return the tokens of each model in this round.
+
+        Their sum is the total, or the sum of the ceilings of active models if that is smaller.
+        """
         if self._budgets is None:
             self._budgets = self._divide()
         return dict(self._budgets)
 
     def budget_for(self, model: str) -> int:
-        """Tokens of one model in this round. Raises ConfigError for one that is not there; 0 is a number."""
+        """Return the tokens of one model in this round, possibly 0. Raise ConfigError if it is not registered."""
         self._member(model)
         return self.budgets()[model]
 
     def ceiling_for(self, model: str, num_active: int) -> int:
-        """The most tokens of a round that one model can get, where `num_active` have work.
+        """Return the most tokens of a round that one model can get while `num_active` models have work.
 
-        Raises ConfigError for one that is not there.
+        Raise ConfigError if it is not registered.
         """
         return self._ceiling(self._member(model), num_active)
 
     def next_round(self, demands: Mapping[str, int | None] | None = None) -> dict[str, int]:
-        """Ends the round, and answers the budgets of the next.
+        """End the round and return the budgets of the next.
 
-        `demands`, where given, replaces all that was said of who is active and used how much: by model, the tokens
-        that it could use in the next round, or None for as many as it gets. Who is left out has no work.
+        `demands`, if given, replaces everything known of which models are active and what they used: by model, the
+        tokens that it could use in the next round, or None for any number. Models left out have no work.
         """
-        if self._budgets is not None:  # else nobody has asked for the round that ends
+        if self._budgets is not None:  # None if the budgets of the round were never asked for
             for name, share in self._shares.items():
                 if name in self._members:
                     self._members[name].owed += share - self._budgets[name]
@@ -160,7 +163,7 @@ class TokenBudgets:
     # Inside -----------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Models or their weights."""
+        """Take note that models or their weights have changed."""
         scale = lcm(*(member.weight.denominator for member in self._members.values()))
         self._weights = {name: int(member.weight * scale) for name, member in self._members.items()}
         self._bounds.clear()
@@ -190,24 +193,24 @@ class TokenBudgets:
         return {**dict.fromkeys(members, 0), **_whole(owed, bounds.floors, bounds.ceilings, bounds.total)}
 
     def _ceiling(self, member: _Member, num_active: int) -> int:
-        """In tokens; what is allowed anything is allowed one."""
+        """Return the ceiling of `member` in tokens, at least 1 if it is above 0 per mille."""
         default = DEFAULT_CEILING if num_active > 1 else PER_MILLE
         per_mille = default if member.ceiling is None else member.ceiling
         return min(self._total, max(1, self._total * per_mille // PER_MILLE))
 
 
 class _Bounds(msgspec.Struct):
-    """What holds of those that have work, as long as these are the same and nobody registers."""
+    """Bounds of the shares of the active models, valid as long as these are the same and no model registers."""
 
     weights: dict[str, int]
     floors: dict[str, int]
     ceilings: dict[str, int]
     total: int
-    """Of their shares."""
+    """The sum of their shares."""
     known: dict[tuple[int | None, ...], dict[str, Exact]] = {}
 
     def share(self, used: tuple[int | None, ...]) -> dict[str, Exact]:
-        """Their shares, where everybody was measured to use `used`, or could use more (None)."""
+        """Return the shares of models that were measured to use `used`, or could use more (None)."""
         shares = self.known.get(used)
         if shares is None:
             if len(self.known) >= MOST_KNOWN:
@@ -224,7 +227,7 @@ class _Bounds(msgspec.Struct):
         shares = _fill(self.weights, floors, wanted, min(self.total, sum(wanted.values())))
         left = self.total - sum(shares.values())
         if left:
-            # Nobody was measured to want it; whoever may have it can have it.
+            # No model was measured to want it; give it to any that may have it.
             room = {name: ceilings[name] - share for name, share in shares.items()}
             more = _fill(self.weights, dict.fromkeys(floors, 0), room, left)
             shares = {name: share + more[name] for name, share in shares.items()}
@@ -234,11 +237,11 @@ class _Bounds(msgspec.Struct):
 def _fill(
     weights: Mapping[str, Exact], lowest: Mapping[str, Exact], highest: Mapping[str, Exact], total: Exact
 ) -> dict[str, Exact]:
-    """Shares in proportion to `weights`, each between its bounds, that add up to `total`.
+    """Return shares in proportion to `weights`, each between its bounds, that add up to `total`.
 
-    They are those of one water level: max(lowest, min(highest, level x weight)). As long as somebody's part of what is
-    left is out of its bounds, those on the side that is further out in sum keep to their bound, and the others share
-    the rest; they can only be further out on that side. (The way flexible lengths are resolved in CSS.)
+    They are those of one water level: max(lowest, min(highest, level x weight)). As long as the part of some model in
+    what is left is out of its bounds, the models on the side that is further out in sum keep to their bound, and the
+    others share the rest; they can only be further out on that side. (The way flexible lengths are resolved in CSS.)
     """
     shares: dict[str, Exact] = {}
     rising = list(weights)
@@ -266,7 +269,7 @@ def _fill(
 def _whole(
     shares: Mapping[str, Exact], lowest: Mapping[str, int], highest: Mapping[str, int], total: int
 ) -> dict[str, int]:
-    """Whole tokens that add up to `total`, each within its bounds: rounded down, the rest to the largest remainders."""
+    """Return whole tokens that add up to `total`, each within its bounds: floors plus the rest by largest remainder."""
     tokens = {name: max(lowest[name], min(highest[name], share.__floor__())) for name, share in shares.items()}
     left = total - sum(tokens.values())
     while left:

@@ -1,15 +1,17 @@
 """One device and the models that share it: compute by token budgets, memory by guarantees and loans, and health.
 
-There is one scale of priorities, for requests of all models: larger is more important.
+There is one scale of priorities for requests of all models: larger is more important.
 
-Free memory, empty or cached, may be taken by whoever has something to run. What is short comes from running work of
-strictly lower priority, of models that use more than their guarantee. A model that stays within its own guarantee takes
-it for whomever it runs or admits; beyond it, only for what runs already. No model ever loses running work to another
-while it is within its guarantee, and among equals nobody does: that would cost more in work done again than it gains.
+Any model that has requests to run may take free memory, empty or cached. If that is not enough, pages come from running
+requests of strictly lower priority, of models that use more than their guarantee. A model that stays within its own
+guarantee takes them for requests that run or are to be admitted; beyond its guarantee, only for those that run already.
+No model loses running requests to another while it is within its guarantee, and requests of equal priority are never
+preempted for another model: the recompute would cost more than it gains.
 
-Who waits for memory *claims* it: nobody who claimed later is admitted beyond a guarantee to what would be left of it.
-So between equals a loan comes back as the borrower's requests end, and borrowers cannot keep each other out for ever;
-nor can guarantees alone, since a request that has no room beside those of the others is refused.
+A model with a request that waits for memory *claims* it: no later claimant is admitted beyond its guarantee into memory
+that is claimed. So between equal priorities a loan comes back as the requests of the borrower end, and borrowers cannot
+keep each other out for ever. Nor can guarantees alone: a request that has no room beside the guarantees of the others
+is refused.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ Health = Literal["healthy", "degraded", "dead"]
 
 
 class Donation(msgspec.Struct, frozen=True):
-    """The answer to a request for pages. `is_granted`: so many can be taken now.
+    """The answer to a request for pages. `is_granted`: the pages can be taken now.
 
-    If not, `num_pages_short` are missing, and nobody was preempted. `victims`: who was, as model and request index;
-    `lost_tokens` computed tokens were lost.
+    If not, `num_pages_short` pages are missing, and no request was preempted. `victims`: the preempted requests, as
+    model and request index; `lost_tokens`: computed tokens that they lost.
     """
 
     is_granted: bool
@@ -54,17 +56,17 @@ class _Member(msgspec.Struct):
     cancel: Callable[[Request], object] | None = None
     health: Health = "healthy"
     claimant: int = -1
-    """The index of the request that claims pages, or -1."""
+    """The index of the request for which pages are claimed, or -1."""
     num_reclaimed: int = 0
-    """Its requests that were preempted for other models."""
+    """The number of its requests that were preempted for other models."""
 
 
 class SharedDevice:
-    """Owner of the memory, the budgets, and of who is preempted for whom.
+    """Owner of the memory and the budgets of a device; decides which requests are preempted for other models.
 
-    `num_bytes`: KV memory of the device. `max_num_batched_tokens`: tokens a round. `is_static`: for comparison,
-    nothing is lent: every model has its guarantee and no more, and its part of the tokens by weight. Raises ConfigError
-    for a value out of range, and for a model that is not there.
+    `num_bytes`: KV memory of the device. `max_num_batched_tokens`: tokens a round. `is_static`: lend nothing, for
+    comparison: every model has its guarantee and no more, and its part of the tokens by weight. Raises ConfigError for
+    a value out of range, and for a model that is not registered.
     """
 
     def __init__(self, num_bytes: int, *, max_num_batched_tokens: int, is_static: bool = False) -> None:
@@ -87,12 +89,11 @@ class SharedDevice:
         ceiling: int | None = None,
         tell: Tell | None = None,
     ) -> DevicePart:
-        """Add `model`; return its part of the device, for the scheduler that `attach` then brings.
+        """Add `model` and return its part of the device, for the scheduler that `attach` is to be given.
 
-        A model that is there gets the new weight, and keeps everything else.
-
-        `weight`, `floor` and `ceiling`: see TokenBudgets. `guaranteed_bytes`: what it can always have back.
-        `tell` receives what happens to its pages.
+        A registered model gets the new weight and keeps everything else. `weight`, `floor` and `ceiling`: as
+        TokenBudgets takes them. `guaranteed_bytes`: memory that the model can always have back. `tell` receives the
+        events of its pages.
         """
         self.budgets.register(model, weight, floor=floor, ceiling=ceiling)
         member = self._members.get(model)
@@ -109,35 +110,37 @@ class SharedDevice:
         return member.part
 
     def attach(self, model: str, scheduler: Scheduler, cancel: Callable[[Request], object] | None = None) -> None:
-        """`scheduler`, made with the part of `model`, is the one of `model`. `cancel`: how to, if an engine wants to
-        know."""
+        """Set the scheduler of `model`, which must have the cache of the model's part.
+
+        `cancel`: cancels a request; by default that of the scheduler.
+        """
         member = self._member(model)
         assert scheduler.cache is member.part.cache, f"{model} has another cache"
         member.scheduler = scheduler
         member.cancel = cancel or scheduler.cancel
 
     def deregister(self, model: str) -> list[Request]:
-        """Takes `model` out, with everything it holds; returns its requests, which are cancelled."""
+        """Remove `model` with all its pages; cancel and return its requests."""
         requests = self._cancel_all(self._member(model))
         part = self._members.pop(model).part
         part.memory.remove(part)
         self.budgets.deregister(model)
-        self._somebody_released()
+        self._retry_blocked()
         return requests
 
     # Turns ------------------------------------------------------------------------------------------------
 
     def end_turn(self, model: str, *, has_released: bool) -> None:
-        """After a step of `model`, before which its cache was refreshed.
+        """Update claims after a step of `model`, before which its part was refreshed.
 
-        `has_released`: something went out of use, for which others may have waited.
+        `has_released`: pages went out of use for which other models may have waited.
         """
         self._claim(self._members[model])
         if has_released:
-            self._somebody_released(but=model)
+            self._retry_blocked(but=model)
 
     def _claim(self, member: _Member) -> None:
-        """What the head of its queue waits for."""
+        """Claim the pages that the head of the queue of `member` waits for."""
         scheduler = member.scheduler
         num_pages, head = 0, -1
         if scheduler is not None and scheduler.blocked is Blocked.PAGES and scheduler.waiting.num_waiting:
@@ -145,9 +148,9 @@ class SharedDevice:
             num_pages, head = scheduler.num_pages_wanted, scheduler.blocked_head.index
         is_new, member.claimant = head != member.claimant, head
         if member.part.make_claim(num_pages, is_new=is_new):
-            self._somebody_released(but=member.part.name)
+            self._retry_blocked(but=member.part.name)
 
-    def _somebody_released(self, but: str = "") -> None:
+    def _retry_blocked(self, but: str = "") -> None:
         for model, member in self._members.items():
             scheduler = member.scheduler
             if model != but and scheduler is not None and scheduler.blocked is Blocked.PAGES:
@@ -156,13 +159,13 @@ class SharedDevice:
     # Pages ------------------------------------------------------------------------------------------------
 
     def request_pages(self, model: str, num_pages: int, priority: int, *, asker: int = -1) -> Donation:
-        """Sees to it that `model` can take `num_pages` now for work of `priority`, and says at what cost.
+        """Make sure that `model` can take `num_pages` now for work of `priority`; return at what cost.
 
-        Free memory first: nobody is asked for what is empty or cached. What is short comes from running work of
-        strictly lower priority of other models that use more than their guarantee: of all ways that are enough, one
-        that loses the fewest computed tokens, over as many models as it takes. Who gives way loses pages; what of them
-        is not short stays cached with its model. `asker`: the index of the request it is for. Raises ConfigError for a
-        number of pages below 1.
+        Free memory comes first, without preemption. What is short comes from running requests of strictly lower
+        priority of other models that use more than their guarantee. Of all ways that are enough, take one that loses
+        the fewest computed tokens, over as many models as needed. Pages of preempted requests that are not short stay
+        cached with their model. `asker`: the index of the request that needs the pages. Raise ConfigError for a number
+        of pages below 1.
         """
         if num_pages < 1:
             raise ConfigError(f"must be at least 1, got {num_pages}", field="num_pages")
@@ -203,11 +206,11 @@ class SharedDevice:
                 member.num_reclaimed += count
         part.refresh()
         assert num_pages <= part.cache.num_free, f"{num_pages} pages were asked for, {part.cache.num_free} came"
-        self._somebody_released(but=model)
+        self._retry_blocked(but=model)
         return Donation(True, 0, tuple(gone), lost_tokens)
 
     def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        """Ask other models for pages until `num_pages` can be taken for `request` of `model`; whether they can."""
+        """Ask other models for pages until `num_pages` can be taken for `request` of `model`; return success."""
         member = self._members[model]
         is_within = member.part.is_within(num_pages)
         if (to_admit and not is_within) or not self._has_donors(member, request.priority):
@@ -215,8 +218,10 @@ class SharedDevice:
         return self.request_pages(model, num_pages, request.priority, asker=request.index).is_granted
 
     def may_make_way(self, model: str, now_ns: int) -> bool:
-        """Whether others may give way to the head of `model`, which waits for pages that it is entitled to, as soon as
-        they have enough. What they have grows while they decode."""
+        """Return whether other models may give way to the head of `model` as soon as they use enough pages.
+
+        The head waits for pages that it is entitled to. What the others use grows while they decode.
+        """
         member = self._members[model]
         if not member.part.claimed_bytes or member.scheduler is None:
             return False
@@ -225,7 +230,7 @@ class SharedDevice:
         return self._has_donors(member, member.scheduler.waiting.head(now_ns).priority)
 
     def _has_donors(self, member: _Member, below_priority: int) -> bool:
-        """Whether somebody else uses more than its guarantee and has running work `below_priority`."""
+        """Return whether another model uses more than its guarantee and runs a request `below_priority`."""
         return any(
             other.scheduler is not None
             and other.scheduler.running.num_running
@@ -236,11 +241,14 @@ class SharedDevice:
         )
 
     def num_reclaimed(self, model: str) -> int:
-        """How many requests of `model` were preempted for other models."""
+        """Return how many requests of `model` were preempted for other models."""
         return self._member(model).num_reclaimed
 
     def loans(self, now_ns: int) -> list[Loan]:
-        """Who owes whom now. `since_ns`: when `loans` was first asked and told of it, and told so ever since."""
+        """Return the present loans.
+
+        `since_ns` is the time of the first of all consecutive calls that found the loan.
+        """
         parts = self.memory.parts  # none, where each has memory of its own
         found = debts(
             self.memory.num_bytes,
@@ -253,13 +261,14 @@ class SharedDevice:
     # Health -----------------------------------------------------------------------------------------------
 
     def health(self, model: str) -> Health:
-        """Of `model`."""
+        """Return the health of `model`."""
         return self._member(model).health
 
     def set_health(self, model: str, health: Health) -> list[Request]:
-        """A *degraded* model goes on with what runs and admits nobody; a *dead* one loses everything it holds.
+        """Set the health of `model`; return the requests that end by it, running ones first.
 
-        Returns the requests that end by it, those that ran first. A model may become healthy again.
+        A *degraded* model goes on with running requests and admits none; a *dead* one loses its requests and pages. A
+        model may become healthy again.
         """
         if health not in ("healthy", "degraded", "dead"):
             raise ConfigError(f"must be 'healthy', 'degraded' or 'dead', got {health!r}", field=f"{model}.health")
@@ -273,7 +282,7 @@ class SharedDevice:
         if health == "dead":
             requests = self._cancel_all(member)
             member.part.cache.shed(member.part.cache.num_cached)
-        self._somebody_released()
+        self._retry_blocked()
         return requests
 
     def _cancel_all(self, member: _Member) -> list[Request]:
@@ -288,13 +297,13 @@ class SharedDevice:
     # Laws -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Asserts laws L1 to L3 of every model, and L1 of the device, between steps."""
+        """Assert laws L1 to L3 of every model, and L1 of the device, between steps."""
         for member in self._members.values():
             if member.scheduler is not None:
                 member.scheduler.check()
         self.memory.check()
         if not any(part.cache.num_used for part in self.memory.parts.values()):
-            assert not self.loans(0), "L2: nobody uses anything, and something is owed"
+            assert not self.loans(0), "L2: no pages are used, and memory is owed"
 
     def _member(self, model: str) -> _Member:
         member = self._members.get(model)

@@ -1,4 +1,4 @@
-"""Whose running work goes, when a model needs pages that others have: the least computed work that is enough."""
+"""Which running requests are preempted when another model needs pages: the fewest computed tokens that are enough."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Victims", "cheapest", "victims_of"]
 
 
 class Victims(msgspec.Struct, frozen=True):
-    """What becomes free if the first `count` victims of a model go, and how many computed tokens that loses."""
+    """The memory that is freed by preempting the first `count` victims of a model, and the computed tokens lost."""
 
     count: int
     num_bytes: int
@@ -22,10 +22,10 @@ class Victims(msgspec.Struct, frozen=True):
 
 
 def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, enough_bytes: int) -> list[Victims]:
-    """For each number of victims of `scheduler`, in its own order, up to the one that frees `enough_bytes`.
+    """Return an entry for each number of victims of `scheduler`, up to the number that frees `enough_bytes`.
 
-    Victims have a priority strictly `below_priority`. Pages that they share with others stay in use, until those go
-    as well.
+    Victims come in the scheduler's own order and have a priority strictly `below_priority`. Pages that they share with
+    others stay in use until those are preempted as well.
     """
     found: list[Victims] = []
     num_pages = lost = 0
@@ -47,18 +47,19 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
 
 
 def _in_order(scheduler: Scheduler, below_priority: int) -> list[Request]:
-    """Lowest priority first, then who was admitted last."""
+    """Return running requests with a priority below, the lowest priority first, then the last admitted."""
     less = [request for request in scheduler.running if request.priority < below_priority]
     return sorted(less, key=lambda request: (request.priority, -request.admission))
 
 
 def cheapest(choices: Sequence[Sequence[Victims]], limits: Sequence[int], num_bytes: int) -> list[int] | None:
-    """How many victims of each model: together they free `num_bytes`, each no more than its limit counts for.
+    """Return how many victims each model gives up; together they free `num_bytes`, each counted up to its limit.
 
-    Of all ways that do, one that loses the fewest tokens, and then the fewest victims; None if none does. Costs the
-    number of undominated combinations: few, as each model gives up its victims in one order.
+    Of all ways that are enough, return one that loses the fewest tokens, and of these the fewest victims; None if
+    there is none. Time and memory grow with the number of undominated combinations: few, as each model gives up its
+    victims in one order.
     """
-    # (lost tokens, victims, bytes freed, counts by model): none is worse than another in all of the first three.
+    # (lost tokens, victims, bytes freed, counts by model): no entry is worse than another in all of the first three.
     ways: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]
     for choice, limit in zip(choices, limits, strict=True):
         longer = []

@@ -1,8 +1,8 @@
-"""Who owes whom, of several models that share the memory of a device.
+"""Loans between models that share the memory of a device.
 
-Only what is used is lent: cached pages are free, whoever's they are. A model owes what it uses beyond its guarantee,
-less its part of the memory that is guaranteed to nobody; every model lends in proportion to what it leaves unused of
-its guarantee, and every borrower owes in proportion to its excess, in whole bytes.
+Only used memory counts as lent: cached pages are free, whichever model they belong to. A model owes what it uses beyond
+its guarantee, less its part of the memory that no model is guaranteed. Every model lends in proportion to the unused
+part of its guarantee, and every borrower owes in proportion to its excess, in whole bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Loan", "debts"]
 
 
 class Loan(msgspec.Struct, frozen=True):
-    """`borrower` owes `lender` `num_bytes`, and something without a pause since `since_ns`."""
+    """`borrower` owes `lender` `num_bytes` now, and has owed it something without a pause since `since_ns`."""
 
     lender: str
     borrower: str
@@ -24,10 +24,10 @@ class Loan(msgspec.Struct, frozen=True):
 
 
 def debts(num_bytes: int, guaranteed: Mapping[str, int], used: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """Bytes by lender and borrower; what is 0 is left out.
+    """Return bytes owed by lender and borrower, without entries of 0.
 
-    `num_bytes`: of the device. `guaranteed`, `used`: bytes by model. All that is owed adds up to what is used beyond
-    guarantees and beyond the memory guaranteed to nobody.
+    `num_bytes`: of the device. `guaranteed`, `used`: bytes by model. The sum is what is used beyond guarantees and
+    beyond the memory that no model is guaranteed.
     """
     excess = {model: used[model] - part for model, part in guaranteed.items() if used[model] > part}
     unused = {model: part - used[model] for model, part in guaranteed.items() if used[model] < part}

@@ -1,4 +1,4 @@
-"""What a replay of several models says: a report of each, and one of the device they share."""
+"""The report of a replay of several models: one of each model, and one of the device that they share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NS_PER_MS = 1e6
 
 
 class LoanPeriod(msgspec.Struct, frozen=True):
-    """From `since_ms` to `until_ms`, `borrower` owed `lender` something without a pause.
+    """A period in which `borrower` owed `lender` something without a pause, from `since_ms` to `until_ms`.
 
-    At most `peak_bytes`, `mean_bytes` on average.
+    It owed `peak_bytes` at most and `mean_bytes` on average.
     """
 
     lender: str
@@ -35,7 +35,7 @@ class LoanPeriod(msgspec.Struct, frozen=True):
 
 
 def jain_index(shares: list[float]) -> float | None:
-    """Jain's fairness index: (sum x)^2 / (n sum x^2), 1 for equal shares, 1/n where one has all. None of nothing.
+    """Return Jain's fairness index, (sum x)^2 / (n sum x^2): 1 for equal shares, 1/n if one has all; None if empty.
 
     R. Jain, D. Chiu and W. Hawe, A Quantitative Measure of Fairness and Discrimination for Resource Allocation in
     Shared Computer Systems, DEC-TR-301, 1984.
@@ -47,8 +47,8 @@ def jain_index(shares: list[float]) -> float | None:
 class SharedReport:
     """The outcome of a replay of several models. `reports` is by model; `summary` is what `--json` prints.
 
-    `contested`: by model, the tokens it computed in rounds in which several could have computed more than their
-    budget, and what its weight entitled it to of these.
+    `contested`: by model, the tokens it computed in rounds in which several models could have computed more than their
+    budget, and the part of these that its weight entitled it to.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SharedReport:
 
     @cached_property
     def loans(self) -> list[LoanPeriod]:
-        """Every period of debt, by its beginning: what is used beyond a guarantee, at the mark of each step."""
+        """Return every loan period by its beginning. A loan is use beyond a guarantee, at the mark of each step."""
         times_ns, owed = self._debts()
         lasts_ns = np.diff(times_ns, append=times_ns[-1:])
         periods = []
@@ -87,7 +87,7 @@ class SharedReport:
         return sorted(periods, key=lambda period: (period.since_ms, period.lender, period.borrower))
 
     def _used(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Moments, at least one, and the bytes that each model uses from each on: shape [models, moments]."""
+        """Return times, at least one, and the bytes that each model uses from each on: shape [models, times]."""
         config = self.config
         names = list(self._logs)
         moments, marks = [], []
@@ -103,15 +103,15 @@ class SharedReport:
         if not len(times_ns):
             return np.zeros(1, np.int64), np.zeros((len(names), 1), np.int64)
         used_bytes = np.concatenate(marks, axis=1)[:, order]
-        # What a model used last, it uses until it is told otherwise.
+        # A model uses what it used last until the next entry of its own.
         last = np.maximum.accumulate(np.where(used_bytes >= 0, np.arange(len(times_ns)), -1), axis=1)
         used_bytes = np.where(last >= 0, np.take_along_axis(used_bytes, np.maximum(last, 0), axis=1), 0)
-        # Of several things at one time, what holds after the last of them.
+        # Of several entries at one time the last one holds.
         settled = np.append(np.diff(times_ns) > 0, True)
         return times_ns[settled], used_bytes[:, settled]
 
     def _debts(self) -> tuple[npt.NDArray[np.int64], dict[tuple[str, str], npt.NDArray[np.float64]]]:
-        """Moments, and what is owed from each on, as `kvarts.sharing.loans.debts` says, by lender and borrower."""
+        """Return times, and the bytes owed from each on, by lender and borrower, as `debts` computes them."""
         config = self.config
         names = list(self._logs)
         times_ns, used_bytes = self._used()
@@ -132,7 +132,7 @@ class SharedReport:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Everything in one JSON-able value."""
+        """Return the whole report as one value that JSON can hold."""
         config = self.config
         of_models = {name: report.summary for name, report in self.reports.items()}
         duration_ms = max(summary["duration_ms"] for summary in of_models.values())
@@ -183,7 +183,7 @@ class SharedReport:
         }
 
     def _loan_totals(self, duration_ms: float) -> list[dict[str, Any]]:
-        """By lender and borrower."""
+        """Return the totals of loans by lender and borrower."""
         pairs: dict[tuple[str, str], list[LoanPeriod]] = {}
         for period in self.loans:
             pairs.setdefault((period.lender, period.borrower), []).append(period)
@@ -202,11 +202,11 @@ class SharedReport:
         ]
 
     def to_json(self) -> bytes:
-        """The summary as indented JSON, with a line end."""
+        """Return the summary as indented JSON, with a line end."""
         return msgspec.json.format(msgspec.json.encode(self.summary), indent=2) + b"\n"
 
     def loans_jsonl(self) -> bytes:
-        """The periods of debt as JSON lines."""
+        """Return the loan periods as JSON lines."""
         encoded: bytes = msgspec.json.Encoder().encode_lines(self.loans)
         return encoded
 

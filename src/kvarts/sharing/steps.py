@@ -1,4 +1,4 @@
-"""What the steps of an engine leave behind that shares its device: between two of them, others have their turns."""
+"""The step log of an engine that shares its device: between two of its steps, other models have turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TurnLog"]
 
 
 class TurnLog(StepLog):
-    """A StepLog whose steps do not follow each other at once, and whose pages others may take or evict."""
+    """A StepLog with gaps between steps, in which other models may take or evict pages."""
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
@@ -23,14 +23,14 @@ class TurnLog(StepLog):
         self._withheld = array("i")
 
     def record_step(self, done: StepDone) -> None:
-        """Keep a scheduled step."""
+        """Record a scheduled step."""
         super().record_step(done)
         self._starts_ns.append(done.start_ns)
         self._cached.append(done.num_cached)
         self._withheld.append(done.num_withheld)
 
     def record_leap(self, done: LeapDone) -> None:
-        """Keep steps that were alike."""
+        """Record steps that were alike."""
         super().record_leap(done)
         turns = done.turns
         assert turns is not None
@@ -40,19 +40,19 @@ class TurnLog(StepLog):
 
     @property
     def starts_ns(self) -> Column:
-        """See StepLog."""
+        """The start of each step; other models may have had turns since the step before."""
         return np.frombuffer(self._starts_ns, np.int64)
 
     @property
     def gaps_ns(self) -> Column:
-        """See StepLog."""
+        """The time from the end of the step before to the end of each step; of the first step, its duration."""
         ends_ns = self.starts_ns + self.durations_ns
         return np.diff(ends_ns, prepend=self.starts_ns[:1])
 
     def cached(self) -> Column:
-        """See StepLog."""
+        """Return the pages cached at the mark of each step."""
         return np.frombuffer(self._cached, np.int32).astype(np.int64)
 
     def withheld(self) -> Column:
-        """See StepLog."""
+        """Return the pages withheld before each step."""
         return np.frombuffer(self._withheld, np.int32).astype(np.int64)

@@ -1,14 +1,14 @@
-"""The loop of a replay of several models on one device: one clock, one compute lane, turns.
+"""The loop of a replay of several models on one device: one clock, turns in order, one step at a time.
 
-Models take turns in the order in which they were registered; a round is a turn of each. A turn is one step, inside the
-model's token budget. Budgets are divided when somebody has prompt tokens to compute, once a round at most, among those
-that have work: who only decodes counts with what that takes, who has prompts with all it may have. Where everybody
-only decodes, everybody has what it needs. A budget that is too small for all decodes of its model is saved until it is
-not: a step decodes all or none.
+Models take turns in the order in which they were registered; a round is a turn of each. A turn is one step, within the
+model's token budget. Budgets are divided when a model has prompt tokens to compute, at most once a round, among the
+models that have work: a model that only decodes counts with the tokens of its decodes, a model with prompts with all
+that it may have. If all models only decode, each has what it needs. A budget that is too small for all decodes of its
+model is saved until it is not: a step decodes all or none.
 
-At any time, in this order: a step that ends now is finished, requests that arrive now are queued, and the next in turn
-starts a step. Where all that run only decode, many turns are done at once, see `_leap`; whatever is recorded is the
-same as if they had been done one by one.
+At any time, in this order: a step that ends now is finished, requests that arrive now are queued, and the next model in
+turn starts a step. If all running requests only decode, `_leap` does many turns at once; its records are the same as
+if the turns had been done one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NS_PER_S = 1e9
 
 
 class HealthChange(msgspec.Struct, frozen=True):
-    """From `time_ns` on, `model` is in `health`."""
+    """From `time_ns` on, `model` has the health `health`."""
 
     time_ns: int
     model: str
@@ -42,9 +42,9 @@ class HealthChange(msgspec.Struct, frozen=True):
 
 
 class Tenant:
-    """One model on the lane: where its requests come from, what runs them, and what became of them.
+    """One model of the device: the source of its requests, its engine, and the log of its requests.
 
-    `weight`: see TokenBudgets. `priority` is added to that of each request.
+    `weight`: as TokenBudgets takes it. `priority` is added to that of each request.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Tenant:
         """Requests that are in the engine, by index."""
         self.num_arrived = 0
         self.saved = 0
-        """Tokens of budgets that were too small for a step."""
+        """Tokens saved from budgets that were too small for a step."""
         self.contested_tokens = 0
-        """Computed in rounds in which at least two models could have computed more than they got."""
+        """Tokens computed in rounds in which at least two models could have computed more than their budget."""
         self.contested_share = 0.0
-        """What its weight entitled it to in these rounds, of what they computed."""
+        """The part of all tokens computed by contending models in these rounds that its weight entitled it to."""
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a step would do nothing until others give back pages, or requests may be admitted again."""
+        """Whether a step could do nothing until other models give back pages, or admission is resumed."""
         scheduler = self.scheduler
         can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
         return not (scheduler.running.num_running or (can_admit and scheduler.blocked is not Blocked.PAGES))
@@ -103,7 +103,7 @@ class Tenant:
         return self._decode_ns(wheel.num_decoding, wheel.known_tokens, pool_tokens, num_steps)
 
     def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> None:
-        """Start steps that are alike, each when its turn comes; their pages were taken. `end_leap` must follow."""
+        """Start steps that are alike, each in its own turn; their pages were taken already. `end_leap` must follow."""
         engine, scheduler = self.engine, self.scheduler
         assert engine.log.tell_details is None, "what happens in many turns at once is not told in detail"
         scheduler.advance(len(durations_ns), is_taken=True)
@@ -133,9 +133,9 @@ class Tenant:
 
 
 class TurnLoop:
-    """Runs one replay. `device` knows the models by the names of `tenants`.
+    """Runs one replay. `device` has the models registered by the names of `tenants`.
 
-    `changes`: of health. `on_progress`, where given, is told how many more requests have ended.
+    `changes`: of health. `on_progress`, if given, is called with the number of further requests that have ended.
     """
 
     def __init__(
@@ -154,26 +154,26 @@ class TurnLoop:
         self._audit = audit
         self._changes = sorted(changes, key=lambda change: change.time_ns)
         for change in self._changes:
-            device.health(change.model)  # an error now, rather than in the middle
+            device.health(change.model)  # raises now for an unknown model, not in the middle of the replay
         self._on_progress = on_progress
         self._now_ns = 0
         self._place = 0
-        """Whose turn it is."""
+        """The index of the model that has the next turn."""
         self._granted: dict[str, int] | None = None
-        """The budgets of this round, if it was divided."""
+        """The budgets of this round; None if they were not divided."""
         self._num_working = 0
-        """How many models had work in this round, if it was divided."""
+        """How many models had work when budgets were divided in this round."""
         self._num_spent = 0
-        """Tokens computed in this round since it was divided."""
+        """Tokens computed in this round since budgets were divided."""
         self._contestants: list[Tenant] = []
-        """Who could have computed more than its budget in this round, if several could."""
+        """The models that could have computed more than their budgets in this round, if there are several."""
         self._arrival_ns = NEVER_NS
         self._arriving = self._tenants[0]
         self._look_ahead()
-        self._last_round_ns = 10_000_000  # a guess, to ask for about as many durations as are needed
+        self._last_round_ns = 10_000_000  # a first guess; decides how many durations to ask for
 
     def run(self) -> None:
-        """Runs until every request has ended."""
+        """Run until every request has ended."""
         while True:
             while self._changes and self._changes[0].time_ns <= self._now_ns:
                 self._change(self._changes.pop(0))
@@ -201,16 +201,16 @@ class TurnLoop:
             tenant.engine.log.flush()
         self._device.check()
 
-    # What comes from outside ------------------------------------------------------------------------------
+    # Arrivals and health ----------------------------------------------------------------------------------
 
     def _next_ns(self) -> int:
-        """When the next request arrives, or a model's health changes."""
+        """Return when the next request arrives, or the health of a model changes."""
         if self._changes and self._changes[0].time_ns < self._arrival_ns:
             return self._changes[0].time_ns
         return self._arrival_ns
 
     def _look_ahead(self) -> None:
-        """Sources have changed: finds out who is next."""
+        """Find the tenant with the next arrival, after sources have changed."""
         self._arrival_ns = NEVER_NS
         for tenant in self._tenants:
             time_ns = tenant.source.next_ns()
@@ -219,7 +219,7 @@ class TurnLoop:
                 self._arriving = tenant
 
     def _arrivals(self, until_ns: int) -> None:
-        """Requests that arrive up to `until_ns`, in order of time, then of models."""
+        """Submit requests that arrive up to `until_ns`, in order of time, then of models."""
         while self._arrival_ns <= until_ns:
             tenant, now_ns = self._arriving, self._arrival_ns
             row = tenant.source.pop()
@@ -285,7 +285,7 @@ class TurnLoop:
         return not tenant.is_stalled or self._device.may_make_way(tenant.name, self._now_ns)
 
     def _next(self) -> Tenant | None:
-        """Whose turn it is, of those that can do something; a round ends with its last model."""
+        """Return the model that has the next turn, of those that can step; a round ends with its last model."""
         tenants = self._tenants
         for _ in tenants:
             if self._place == len(tenants):
@@ -302,7 +302,7 @@ class TurnLoop:
         self._contestants = []
 
     def _turn(self, tenant: Tenant) -> None:
-        """One step of `tenant`, if its budget allows one."""
+        """Do one step of `tenant`, if its budget allows one."""
         self._place += 1
         scheduler = tenant.scheduler
         budget = self._budget(tenant)
@@ -336,7 +336,7 @@ class TurnLoop:
             self._device.check()
 
     def _account(self, tenant: Tenant, num_tokens: int) -> None:
-        """Tokens of a contested round count for who computed them, and as shares of all who contended for them."""
+        """Count tokens of a contested round for `tenant`, and as shares for all models that contended for them."""
         tenant.contested_tokens += num_tokens
         total = sum(other.weight for other in self._contestants)
         for other in self._contestants:
@@ -345,7 +345,7 @@ class TurnLoop:
     # Budgets ----------------------------------------------------------------------------------------------
 
     def _budget(self, tenant: Tenant) -> int:
-        """Tokens that `tenant` may compute in its turn."""
+        """Return the tokens that `tenant` may compute in its turn."""
         budgets = self._device.budgets
         if self._granted is None:
             working = [other for other in self._tenants if self._can_step(other)]
@@ -356,7 +356,7 @@ class TurnLoop:
             self._num_spent = 0
         granted = self._granted.get(tenant.name)
         if granted is None:
-            # It had no work when the round was divided: it may have what nobody has used, or is still to use.
+            # It had no work when budgets were divided: it may have what no model has used or may still use.
             self._num_working += 1
             to_come = self._tenants[self._place :]
             granted = budgets.total - self._num_spent - sum(self._granted.get(other.name, 0) for other in to_come)
@@ -364,7 +364,7 @@ class TurnLoop:
         return granted + tenant.saved
 
     def _only_decode(self, working: Sequence[Tenant]) -> bool:
-        """Whether everybody can have what it needs, and needs no more than a token for each decode."""
+        """Return whether each model needs a token for each decode only, and all of them together fit in the round."""
         budgets = self._device.budgets
         total = 0
         for tenant in working:
@@ -398,13 +398,14 @@ class TurnLoop:
     # Many turns at once -----------------------------------------------------------------------------------
 
     def _leap(self) -> bool:
-        """Does as many turns as are certain to be alike: all that run decode, and nobody arrives or finishes before the
-        last. False if not even one is.
+        """Do as many turns as are certain to be alike; return False if there are none.
+
+        In these turns all running requests decode, and no request arrives or finishes before the last of them.
         """
         if self._granted is not None:
             return False
         for tenant in self._tenants:
-            if tenant.wants_tokens:  # the most frequent reason, before anything is made
+            if tenant.wants_tokens:  # the most frequent reason, and the cheapest to find
                 return False
         tenants, place = self._tenants, self._place
         active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.is_stalled]
@@ -426,7 +427,7 @@ class TurnLoop:
             waiting = tenant.scheduler.waiting
             if waiting.num_waiting:
                 until_ns = min(until_ns, waiting.holds_until_ns(self._now_ns))
-        # No more durations than it takes to get there, as far as the last round tells.
+        # Ask for no more durations than reach `until_ns`, estimated by the last round.
         num_wanted = (until_ns - self._now_ns) // self._last_round_ns + 2
         num_turns = min(num_turns, num_wanted * num_active)
         strides = [_Stride(tenant, -(-(num_turns - position) // num_active)) for position, tenant in enumerate(active)]
@@ -436,14 +437,13 @@ class TurnLoop:
         return num_done > 0
 
     def _walk(self, strides: Sequence[_Stride], num_turns: int, until_ns: int) -> int:
-        """Takes the pages of up to `num_turns` turns, in their order, as long as they begin before `until_ns` and there
-        are any; how many turns had theirs.
+        """Take the pages of up to `num_turns` turns that begin before `until_ns`; return how many turns had theirs.
 
-        Turn by turn, since what one takes may be evicted from another.
+        Pages are taken turn by turn, because the pages that one model takes may be evicted from another.
         """
         now_ns = self._now_ns
         num_strides = len(strides)
-        # Free memory shrinks by what is taken, and each model that has memory of its own has its own.
+        # What is taken is no longer free. A model with memory of its own has its own count.
         free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
         is_apart = self._device.is_static
         turn = 0
@@ -475,7 +475,7 @@ class TurnLoop:
         return turn
 
     def _commit(self, strides: Sequence[_Stride], last: int) -> None:
-        # Whoever has the last turn may finish somebody, which the others must not know of before.
+        # The last turn may finish requests, which the other models must not see before it ends.
         for stride in (*strides[last + 1 :], *strides[: last + 1]):
             num_steps = len(stride.starts_ns)
             if not num_steps:
@@ -495,7 +495,7 @@ class TurnLoop:
 
 
 class _Stride:
-    """The steps of one model in many turns done at once: what each takes and how long, and what it found."""
+    """The steps of one model in many turns done at once: pages and duration of each, and the state before it."""
 
     __slots__ = (
         "cache",
@@ -514,7 +514,7 @@ class _Stride:
         self.durations_ns = tenant.decode_ns(num_steps) if num_steps > 0 else []
         self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps > 0 else []
         self.num_unused = cache.pool.total - cache.num_used
-        """Pages of the device, by their number, that the model does not use."""
+        """Pages of the device, in pages of this model, that the model does not use."""
         self.starts_ns: list[int] = []
         self.cached: list[int] = []
         self.withheld: list[int] = []
