@@ -15,7 +15,7 @@ from kvarts.kv.eviction import LruOrder
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.transfer import TransferReport
 from kvarts.kv.tree import Node, PrefixTree
-from kvarts.offload.channel import Lane
+from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.safe_first import SafeFirst
@@ -330,12 +330,12 @@ def test_what_is_stored_is_told_with_its_tier() -> None:
     assert stored == [("device", 0, 4), ("host", 0, 4), ("disk", 0, 4)]
 
 
-def test_a_lane_takes_one_transfer_after_the_other() -> None:
-    lane = Lane(latency_us=1.0, bytes_per_s=3_000_000_000)
-    assert lane.submit(100, 10) == 100 + 1000 + 4
-    assert lane.submit(0, 3) == 1104 + 1000 + 1
-    assert lane.submit(10_000, 0) == 11_000
-    assert (lane.num_bytes, lane.num_transfers) == (13, 3)
+def test_a_channel_takes_one_transfer_after_the_other() -> None:
+    channel = Channel(latency_us=1.0, bytes_per_s=3_000_000_000)
+    assert channel.submit(100, 10) == 100 + 1000 + 4
+    assert channel.submit(0, 3) == 1104 + 1000 + 1
+    assert channel.submit(10_000, 0) == 11_000
+    assert (channel.num_bytes, channel.num_transfers) == (13, 3)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
-"""A lane: how long transfers take in one direction, in virtual time."""
+"""A channel: one direction of one connection between tiers, in virtual time."""
 
 from __future__ import annotations
 
-__all__ = ["Lane"]
+__all__ = ["Channel"]
 
 NS_PER_S = 1_000_000_000
 
 
-class Lane:
-    """Carries one transfer after the other, in the order in which they were submitted, beside compute."""
+class Channel:
+    """Carries transfers one after the other, in the order in which they were submitted, while the device computes."""
 
     __slots__ = ("_bytes_per_s", "_free_ns", "_latency_ns", "num_bytes", "num_transfers")
 
@@ -20,9 +20,10 @@ class Lane:
         self.num_transfers = 0
 
     def submit(self, now_ns: int, num_bytes: int) -> int:
-        """When a transfer of `num_bytes` that is submitted at `now_ns` ends.
+        """Return when a transfer of `num_bytes` that is submitted at `now_ns` ends.
 
-        It takes the latency, and the bytes over the bandwidth, rounded up to whole nanoseconds, after the one before.
+        It starts when the transfer before it has ended, and takes the latency plus the bytes over the bandwidth,
+        rounded up to whole nanoseconds.
         """
         self.num_bytes += num_bytes
         self.num_transfers += 1

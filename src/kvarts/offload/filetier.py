@@ -1,4 +1,4 @@
-"""The tier of files: pages go by their keys, so it knows again what an earlier process left."""
+"""The tier of files: pages are named by their keys, so it finds pages again that an earlier process stored."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["FileTier"]
 
 
 class FileTier(MemoryTier):
-    """A MemoryTier whose places are keys.
+    """A MemoryTier with keys as slots.
 
-    `known_keys`: pages that are there, the oldest first. Nobody knows what they hold until somebody asks; they go first
-    when room is needed. `namespace` is part of every key: whatever makes pages of the same tokens different, such as
-    the model. `take_dropped` says which files have to go.
+    `known_keys`: pages of earlier processes, the oldest first. Their content is unknown until it is looked up; they are
+    evicted first. `namespace` is part of every key: everything that makes pages of the same tokens different, such as
+    the model. `take_dropped` returns the files to delete.
     """
 
     def __init__(
@@ -39,52 +39,52 @@ class FileTier(MemoryTier):
         self._root = root_key("sha256_cbor", namespace)
         self._keys: WeakKeyDictionary[Content, BlockKeys] = WeakKeyDictionary()
         self._dropped: dict[bytes, None] = {}
-        self._strangers = dict.fromkeys(known_keys)
-        while len(self._strangers) > num_pages:
-            self._drop_stranger()
-        self.index.pool.take(len(self._strangers))
+        self._unknown = dict.fromkeys(known_keys)
+        while len(self._unknown) > num_pages:
+            self._drop_unknown()
+        self.index.pool.take(len(self._unknown))
         self.find = self._find
 
     @property
     def num_used(self) -> int:
-        """See Tier."""
-        return self.index.num_used - len(self._strangers)
+        """Pages that are pinned or coming."""
+        return self.index.num_used - len(self._unknown)
 
     @property
     def num_cached(self) -> int:
-        """See Tier."""
-        return self.index.num_cached + len(self._strangers)
+        """Pages that can be found, or have unknown content, and are not pinned."""
+        return self.index.num_cached + len(self._unknown)
 
     def key(self, content: Content, page: int) -> bytes:
-        """The key of a page of known tokens."""
+        """Return the key of a page of known tokens."""
         keys = self._keys.get(content)
         if keys is None:
             keys = self._keys[content] = BlockKeys(content, algorithm="sha256_cbor", root=self._root)
         return keys[page]
 
     def take_dropped(self) -> tuple[bytes, ...]:
-        """Keys that left the tier since last asked."""
+        """Return the keys that left the tier since the last call."""
         dropped = tuple(self._dropped)
         self._dropped.clear()
         return dropped
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
-        """See Tier."""
+        """Find consecutive pages, also of earlier processes, and pin them for `holder`."""
         self._find(content, start, limit)
         return super().lookup(holder, content, start, limit)
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
-        """See MemoryTier."""
+        """Return the stretches of pages [start, end) that are stored, also by earlier processes."""
         self._recognise(content, 0, min(end, content.num_known_pages))
         return super().held(content, start, end)
 
     def prepare_store(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> TierStore | None:
-        """See Tier."""
+        """Make room for the missing pages of [start, end); their slots are keys."""
         end = min(end, content.num_known_pages)
         self._recognise(content, 0, end)
         num_short = self.index.missing(content, start, end) - self.index.pool.num_empty
-        while num_short > 0 and self._strangers:
-            self._drop_stranger()
+        while num_short > 0 and self._unknown:
+            self._drop_unknown()
             self.index.pool.give(1, None)
             num_short -= 1
         store = super().prepare_store(content, start, end, deepest_first=deepest_first)
@@ -96,7 +96,7 @@ class FileTier(MemoryTier):
         return store
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
-        """See Tier."""
+        """End a store; return False if it had ended before."""
         is_first = super().complete_store(store, is_stored=is_stored)
         if is_first and not is_stored:
             for segment in store.segments:
@@ -106,17 +106,17 @@ class FileTier(MemoryTier):
         return is_first
 
     def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
-        """See Tier."""
+        """Begin to load pages that were offered to `holder`; their slots are keys."""
         load = super().prepare_load(holder, num_pages)
         load.segments = self._named(load.content, load.segments)
         return load
 
     def reset(self) -> None:
-        """See Tier."""
+        """Forget all pages, also those of earlier processes."""
         super().reset()
-        self.index.pool.give(len(self._strangers), None)
-        self._dropped.update(self._strangers)
-        self._strangers.clear()
+        self.index.pool.give(len(self._unknown), None)
+        self._dropped.update(self._unknown)
+        self._unknown.clear()
 
     def _named(self, content: Content, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         return tuple(
@@ -131,25 +131,25 @@ class FileTier(MemoryTier):
         return self.index.find(content, start, limit)
 
     def _recognise(self, content: Content, start: int, end: int) -> None:
-        """Pages of `content` that an earlier process left become findable, the first ones first."""
-        if not self._strangers:
+        """Make pages of `content` that an earlier process stored findable, the first ones first."""
+        if not self._unknown:
             return
         position = start + self.index.find(content, start, end)
         known_end = position
-        while known_end < end and self.key(content, known_end) in self._strangers:
+        while known_end < end and self.key(content, known_end) in self._unknown:
             known_end += 1
         if known_end == position:
             return
         for page in range(position, known_end):
-            del self._strangers[self.key(content, page)]
+            del self._unknown[self.key(content, page)]
         self.index.pool.give(known_end - position, None)
         placement = self.index.place(content, position, known_end)
         if placement is not None:
             self.index.settle(placement, is_stored=True)
 
-    def _drop_stranger(self) -> None:
-        key = next(iter(self._strangers))
-        del self._strangers[key]
+    def _drop_unknown(self) -> None:
+        key = next(iter(self._unknown))
+        del self._unknown[key]
         self._dropped[key] = None
 
     def _on_gone(self, content: Content, start: int, end: int) -> None:

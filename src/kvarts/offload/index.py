@@ -1,12 +1,12 @@
-"""The index of one tier below the device: which pages it holds, which are on their way, and which goes first.
+"""The index of one tier below the device: which pages it holds, which are coming, and which goes first.
 
-A tree of runs, as on the device, with two differences. A page has one copy at most. And a run may be a *hole*: not
-here, but something after it is, which can be used as long as the device has the hole's pages.
+A tree of runs, as on the device, with two differences. A page has one copy at most. And a run may be a *hole*: its
+pages are not in the tier, but pages after it are, and can be used as long as the device has the hole's pages.
 
-Recency is that of whole prefixes: whatever touches a page touches what is before it, and the deepest page goes first,
-so what remains of a sequence is always a prefix of it. A pin is its deepest run: everything from there to the root is
-pinned. What leaves the tree while it is pinned is *doomed*: nobody finds it, and its pages are given back when the
-last pin ends.
+Recency is that of whole prefixes: an operation that touches a page touches all pages before it, and the deepest page
+goes first, so what remains of a sequence is always a prefix of it. A pin is its deepest run: everything from there to
+the root is pinned. A run that leaves the tree while it is pinned is *doomed*: it cannot be found, and its pages are
+given back when the last pin ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["NodeState", "Placement", "Segment", "TierIndex", "TierRun"]
 
 
 class NodeState(IntEnum):
-    """Of the pages of a run."""
+    """The state of the pages of a run."""
 
     HOLE = 0
     COMING = 1
@@ -34,7 +34,7 @@ class NodeState(IntEnum):
 class TierRun(msgspec.Struct, eq=False):
     """Pages [start, end) of `content`. Written by TierIndex only.
 
-    `slots`: ids of the tier's pages, or None where they are only counted, or there are none. `placement`: what a
+    `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
     coming run belongs to. `older` and `newer`: neighbours in the order of recency, for stored runs.
     """
 
@@ -53,7 +53,7 @@ class TierRun(msgspec.Struct, eq=False):
 
     @property
     def num_pages(self) -> int:
-        """Its length."""
+        """The number of pages of the run."""
         return self.end - self.start
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ class TierRun(msgspec.Struct, eq=False):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Pages [start, end) of a sequence, and the tier's pages they go to or come from, where these have ids."""
+    """Pages [start, end) of a sequence, and the tier's pages that they are copied to or from, if these have ids."""
 
     start: int
     end: int
@@ -69,7 +69,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, eq=False):
-    """Pages that are coming: `num_pages` in `segments`, root side first. `run` is the deepest; it is pinned."""
+    """Pages that are coming: `num_pages` in `segments`, in order of position. `run` is the deepest; it is pinned."""
 
     run: TierRun
     segments: tuple[Segment, ...]
@@ -82,7 +82,7 @@ NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 class TierIndex:
     """Owner of one tier's pages: empty, cached, or in use because they are pinned, coming or doomed.
 
-    `on_stored` and `on_removed` are told of runs that become findable and that no longer are.
+    `on_stored` and `on_removed` are called for runs that become findable and for runs that no longer are.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class TierIndex:
         """Findable pages that nothing pins."""
         self.num_evicted = 0
         self.num_refused = 0
-        """Pages that no room could be made for."""
+        """Pages that were not stored because no room could be made."""
         self.num_holes = 0
-        """Runs of the tree that are not here."""
+        """Runs of the tree that are holes."""
         self._with_slots = with_slots
         self._on_stored = on_stored
         self._on_removed = on_removed
         self._roots: dict[str | None, TierRun] = {}
-        # One sentinel closes the order of recency to a ring: newer of it is the oldest run.
+        # A sentinel closes the order of recency to a ring: its `newer` is the oldest run.
         self._ring = _root()
         self._ring.older = self._ring.newer = self._ring
 
@@ -116,13 +116,13 @@ class TierIndex:
 
     @property
     def num_free(self) -> int:
-        """Pages that something new can take: empty or cached."""
+        """Pages that can be taken: empty or cached."""
         return self.pool.num_empty + self.num_cached
 
     # Finding ----------------------------------------------------------------------------------------------
 
     def find(self, content: Content, start: int, limit: int) -> int:
-        """How many pages of `content` from page `start` on are stored, one after the other, up to page `limit`."""
+        """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
         position = 0
         node = self._roots.get(content.salt)
         while node is not None and position < limit and node.children:
@@ -139,7 +139,7 @@ class TierIndex:
         return position - start if position > start else 0
 
     def stored(self, content: Content, end: int) -> list[tuple[int, int]]:
-        """The stretches of the first `end` pages that are stored, each as long as can be."""
+        """Return the longest stretches of the first `end` pages that are stored."""
         stretches: list[tuple[int, int]] = []
         for run, start, position in self._path(content, end):
             if run.state is NodeState.STORED:
@@ -149,7 +149,7 @@ class TierIndex:
         return stretches
 
     def missing(self, content: Content, start: int, end: int) -> int:
-        """How many of the pages [start, end) are neither stored nor coming."""
+        """Return how many of the pages [start, end) are neither stored nor coming."""
         num_missing = end - start
         for run, before, position in self._path(content, end):
             if position > start and run.state is not NodeState.HOLE:
@@ -159,14 +159,14 @@ class TierIndex:
     # Pinning ----------------------------------------------------------------------------------------------
 
     def pin(self, content: Content, end: int) -> TierRun:
-        """Pins everything here of the first `end` pages, which must be known to the tree, holes or not."""
+        """Pin all runs of the first `end` pages, holes included. The tree must have all of these pages."""
         node, position = self._descend(content, end)
-        assert position == end, f"pages from {position} on are not here, and were to be pinned up to {end}"
+        assert position == end, f"pages from {position} on are not in the tier, and were to be pinned up to {end}"
         self._pin(node)
         return node
 
     def unpin(self, run: TierRun) -> None:
-        """Ends one pin; `run` is what `pin` answered."""
+        """End one pin; `run` is what `pin` returned."""
         node = run
         while node.parent is not None:
             node.pins -= 1
@@ -182,7 +182,7 @@ class TierIndex:
             node = node.parent
 
     def slots_of(self, run: TierRun, start: int) -> tuple[PageId, ...] | None:
-        """Where the pages from `start` to the end of `run` are, which are all stored."""
+        """Return the ids of the pages from `start` to the end of `run`, all of which are stored."""
         if not self._with_slots:
             return None
         slots: list[PageId] = []
@@ -194,7 +194,7 @@ class TierIndex:
         return tuple(slots)
 
     def touch(self, run: TierRun) -> None:
-        """Makes everything from `run` to the root most recent, the deepest page the oldest of it."""
+        """Make all runs from `run` to the root the most recent, deeper ones older."""
         ring = self._ring
         node: TierRun | None = run
         while node is not None:
@@ -208,10 +208,9 @@ class TierIndex:
     # Coming and going -------------------------------------------------------------------------------------
 
     def place(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> Placement | None:
-        """Makes room for those of the pages [start, end) that are missing, as far as it can be made.
+        """Make room for those of the pages [start, end) that are missing; None if none is or no room can be made.
 
-        Where that is not for all, for the first, or for the last if `deepest_first`. None if nothing is missing or
-        there is no room at all. `settle` must follow.
+        If there is not room for all, place the first of them, or the last if `deepest_first`. `settle` must follow.
         """
         node, position, run_in_part = self._walk(content, end)
         holes = self._holes(node, start) if self.num_holes else []
@@ -269,7 +268,7 @@ class TierIndex:
         return placement
 
     def settle(self, placement: Placement, *, is_stored: bool) -> None:
-        """What was coming is here, or will never be."""
+        """End a placement: its pages are stored, or will never come."""
         node: TierRun = placement.run
         arrived = []
         while node.parent is not None:
@@ -293,7 +292,7 @@ class TierIndex:
                 self._on_stored(node)
 
     def drop(self, content: Content, page: int) -> None:
-        """Forgets `page` and everything that follows it."""
+        """Forget `page` and all pages after it."""
         for run, _, position in self._path(content, page + 1):
             if position > page:
                 if run.start < page:
@@ -301,7 +300,7 @@ class TierIndex:
                 self._drop(run)
 
     def lose(self, content: Content, start: int, end: int) -> None:
-        """The device no longer has pages [start, end): what follows a hole there is of no use."""
+        """Take note that the device no longer has pages [start, end): pages after a hole there cannot be used."""
         for run, _, position in self._path(content, end):
             if run.state is NodeState.HOLE and position > start:
                 if run.start < start:
@@ -310,7 +309,7 @@ class TierIndex:
                 return
 
     def reset(self) -> None:
-        """Forgets everything. What is pinned or coming is given back when that ends, and never found again."""
+        """Forget all pages. Pinned and coming pages are given back when that ends, and are never found again."""
         for root in self._roots.values():
             for run in list((root.children or {}).values()):
                 self._drop(run)
@@ -326,7 +325,7 @@ class TierIndex:
             node = node.parent
 
     def _walk(self, content: Content, end: int) -> tuple[TierRun, int, TierRun | None]:
-        """The deepest run wholly among the first `end` pages, up to where these are here, and a run that goes on."""
+        """Return the deepest run wholly within the first `end` pages, how many of these are known, and a cut run."""
         node = self._roots.get(content.salt)
         if node is None:
             node = self._roots[content.salt] = _root()
@@ -342,12 +341,12 @@ class TierIndex:
         return node, position, None
 
     def _descend(self, content: Content, end: int) -> tuple[TierRun, int]:
-        """The deepest run of the first `end` pages, cut where they end or differ, and where that is."""
+        """Return the deepest run of the first `end` pages, split where they end or differ, and that position."""
         node, position, run_in_part = self._walk(content, end)
         return (node if run_in_part is None else self._split(run_in_part, position)), position
 
     def _path(self, content: Content, end: int) -> Iterator[tuple[TierRun, int, int]]:
-        """The runs of the first `end` pages, as far as they are known here: each with the pages it shares with them."""
+        """Iterate over the known runs of the first `end` pages, each with the first and last position it shares."""
         position = 0
         node = self._roots.get(content.salt)
         while node is not None and position < end and node.children:
@@ -362,7 +361,7 @@ class TierIndex:
             node = child
 
     def _holes(self, deepest: TierRun, start: int) -> list[TierRun]:
-        """Holes from page `start` up to `deepest`, root side first."""
+        """Return the holes from page `start` up to `deepest`, in order of position."""
         holes = []
         node = deepest
         while node.parent is not None and node.end > start:
@@ -380,7 +379,7 @@ class TierIndex:
         return Segment(run.start, run.end, None if run.slots is None else tuple(run.slots))
 
     def _add(self, parent: TierRun, content: Content, start: int, end: int) -> TierRun:
-        """A new hole, pinned once."""
+        """Add a hole, pinned once, and return it."""
         key = content.key(start)
         run = TierRun(content, key, start, end, parent, NodeState.HOLE, 1)
         self.num_holes += 1
@@ -390,7 +389,7 @@ class TierIndex:
         return run
 
     def _split(self, run: TierRun, at: int) -> TierRun:
-        """Splits `run` before page `at`; returns the head. `run` becomes the tail."""
+        """Split `run` before page `at`; return the head. `run` becomes the tail."""
         assert run.start < at < run.end
         parent = run.parent
         assert parent is not None and parent.children is not None
@@ -410,7 +409,7 @@ class TierIndex:
         return head
 
     def _evict(self, count: int) -> None:
-        """Makes `count` cached pages empty, if it is above 0."""
+        """Make `count` cached pages empty, if it is above 0."""
         while count > 0:
             run = self._ring.newer
             while run.pins:
@@ -459,7 +458,7 @@ class TierIndex:
                 self._on_removed(node.content, node.start, node.end)
 
     def _cut_off(self, run: TierRun) -> None:
-        """Takes `run` out of the tree, and the holes before it that nothing follows any more."""
+        """Remove `run` from the tree, and the holes before it that no run follows any more."""
         self._unlink(run)
         node = run.parent
         while node is not None and node.parent is not None:
@@ -478,7 +477,7 @@ class TierIndex:
     # Laws -------------------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[TierRun]:
-        """Every run of the tree, holes included, parents before children."""
+        """Iterate over all runs of the tree, holes included, parents before children."""
         stack = list(self._roots.values())
         while stack:
             for child in (stack.pop().children or {}).values():
@@ -486,14 +485,14 @@ class TierIndex:
                 stack.append(child)
 
     def recency(self) -> Iterator[TierRun]:
-        """Stored runs, the oldest first."""
+        """Iterate over stored runs, the oldest first."""
         run = self._ring.newer
         while run is not self._ring:
             yield run
             run = run.newer
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
-        """Asserts laws L1 and L3. `is_above`: whether a faster tier has the first pages of a content, so many."""
+        """Assert laws L1 and L3. `is_above`: whether a faster tier has the first n pages of a content."""
         num_cached = num_pinned = 0
         slots: list[PageId] = []
         listed = {id(run): index for index, run in enumerate(self.recency())}

@@ -20,7 +20,7 @@ from kvarts.events import PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.transfer import Direction, Loaded, Move, Offer, Transfer, TransferReport
 from kvarts.kv.tree import Match, Node, Path
-from kvarts.offload.channel import Lane
+from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
 from kvarts.offload.safe_first import Below, SafeFirst
@@ -99,10 +99,10 @@ class Offloader:
         in_memory = {"latency_us": config.latency_us}
         on_disk = {"latency_us": config.disk_latency_us}
         self.lanes = {
-            "d2h": Lane(**in_memory, bytes_per_s=config.bytes_per_s("d2h")),
-            "h2d": Lane(**in_memory, bytes_per_s=config.bytes_per_s("h2d")),
-            "disk_write": Lane(**on_disk, bytes_per_s=config.bytes_per_s("disk_write")),
-            "disk_read": Lane(**on_disk, bytes_per_s=config.bytes_per_s("disk_read")),
+            "d2h": Channel(**in_memory, bytes_per_s=config.bytes_per_s("d2h")),
+            "h2d": Channel(**in_memory, bytes_per_s=config.bytes_per_s("h2d")),
+            "disk_write": Channel(**on_disk, bytes_per_s=config.bytes_per_s("disk_write")),
+            "disk_read": Channel(**on_disk, bytes_per_s=config.bytes_per_s("disk_read")),
         }
         target_free = config.target_free
         if target_free is None:

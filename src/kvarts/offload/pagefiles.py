@@ -1,7 +1,7 @@
-"""Pages in files: one file a page, named by its key, whole or not there.
+"""Pages in files: one file a page, named by its key, written whole or not at all.
 
-A file is a line that says what it is, the key, the length and a checksum of the bytes, and the bytes. It appears under
-its name when it is complete; whatever else lies in the directory, or was cut short or changed, is no page.
+A file has a header line, with its format, the key, the length and a checksum of the bytes, and then the bytes. It gets
+its name when it is complete; any other file in the directory, and any file that is cut short or changed, is no page.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ KEY_BYTES = 32
 
 
 class PageFiles:
-    """A directory of pages, of at most `max_bytes` bytes with all that describes them. Raises ConfigError, OutputError.
+    """A directory of pages, of at most `max_bytes` bytes with their headers. Raises ConfigError, OutputError.
 
-    Deciding what goes is the tier's business: `write` refuses what would be too much.
+    The tier decides which pages go: `write` refuses a page that would exceed `max_bytes`.
     """
 
     def __init__(self, directory: Path | str, *, max_bytes: int) -> None:
@@ -40,11 +40,11 @@ class PageFiles:
         self.num_bytes = sum(self._sizes.values())
 
     def keys(self) -> list[bytes]:
-        """Keys of the pages that are here, in the order in which they were written."""
+        """Return the keys of all pages in the directory, in the order in which they were written."""
         return list(self._sizes)
 
     def write(self, key: bytes, payload: bytes) -> bool:
-        """Stores a page. False if it would be too much, or cannot be written."""
+        """Store a page. Return False if it would exceed `max_bytes` or cannot be written."""
         size = HEAD.size + len(payload)
         if self.num_bytes - self._sizes.get(key, 0) + size > self.max_bytes:
             return False
@@ -62,7 +62,7 @@ class PageFiles:
         return True
 
     def read(self, key: bytes) -> bytes | None:
-        """The bytes of a page; None if it is not here, cut short, changed, or another."""
+        """Return the bytes of a page; None if its file is missing, cut short, changed, or of another key."""
         try:
             text = self._path(key).read_bytes()
         except OSError:
@@ -76,7 +76,7 @@ class PageFiles:
         return payload if blake2b(payload, digest_size=16).digest() == digest else None
 
     def delete(self, key: bytes) -> None:
-        """Forgets a page, if it is here."""
+        """Delete a page, if it is stored."""
         self.num_bytes -= self._sizes.pop(key, 0)
         self._path(key).unlink(missing_ok=True)
 
@@ -85,7 +85,7 @@ class PageFiles:
         return self.directory / name[:2] / f"{name}.kv"
 
     def _candidates(self) -> list[Path]:
-        """Files by the names that pages have."""
+        """Return the files that are named like pages."""
         return [
             path
             for path in self.directory.glob("??/*.kv")

@@ -1,7 +1,7 @@
-"""A tier below the device: what it promises, and the one that keeps pages in memory, or only counts them.
+"""The protocol of a tier below the device, and a tier that keeps pages in memory or only counts them.
 
-Everything that takes time is in two halves, and pinned in between: a store is prepared and completed, and so is a load.
-Failure is a kind of completion. A holder is whoever asks on behalf of a request, by number.
+Operations that take time have two halves, and their pages are pinned in between: a store is prepared and completed, and
+so is a load. Failure is a kind of completion. A holder is the number on behalf of which pages are pinned.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ __all__ = ["MemoryTier", "Tier", "TierLoad", "TierOffer", "TierStore"]
 
 
 class TierOffer(msgspec.Struct, frozen=True, gc=False):
-    """What a tier has for a request after what faster tiers have: so many pages, and whether it takes them a transfer
-    that others need not wait for."""
+    """The pages that a tier has for a request after those of faster tiers.
+
+    The number of pages, and whether loading them takes a transfer that others need not wait for.
+    """
 
     num_pages: int
     is_async: bool
 
 
 class TierStore(msgspec.Struct, eq=False):
-    """A store under way. `segments`: the `num_pages` pages of `content` and where they go, root side first."""
+    """A store under way. `segments`: the `num_pages` pages of `content` and where they go, in order of position."""
 
     content: Content
     segments: tuple[Segment, ...]
@@ -36,7 +38,7 @@ class TierStore(msgspec.Struct, eq=False):
 
 
 class TierLoad(msgspec.Struct, eq=False):
-    """A load under way. `segments`: the `num_pages` pages of `content` and where they are, root side first."""
+    """A load under way. `segments`: the `num_pages` pages of `content` and where they are, in order of position."""
 
     content: Content
     segments: tuple[Segment, ...]
@@ -46,8 +48,11 @@ class TierLoad(msgspec.Struct, eq=False):
 
 
 class Tier(Protocol):
-    """Promises: nothing is findable before its store is complete; what is pinned stays; a completion that comes twice
-    changes nothing and is counted."""
+    """Pages kept below the device.
+
+    Promises: no page is findable before its store is complete; pinned pages stay; a second completion of the same
+    transfer changes nothing and is counted.
+    """
 
     name: str
     num_pages: int
@@ -55,7 +60,7 @@ class Tier(Protocol):
 
     @property
     def num_evicted(self) -> int:
-        """Pages that had to make room for others."""
+        """Pages that were evicted to make room."""
 
     @property
     def num_used(self) -> int:
@@ -66,33 +71,37 @@ class Tier(Protocol):
         """Pages that can be found and are not pinned."""
 
     def find(self, content: Content, start: int, limit: int) -> int:
-        """Pages of `content` that are here from page `start` on, one after the other, up to page `limit`."""
+        """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
-        """As `find`, and pins what it answers for `holder`, in place of what was pinned for it before."""
+        """Find pages as `find` does and pin them for `holder`, instead of those pinned for it before."""
 
     def forget(self, holder: int) -> None:
-        """Ends what `lookup` pinned for `holder`, if anything."""
+        """End the pin of `lookup` for `holder`, if there is one."""
 
     def prepare_store(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> TierStore | None:
-        """Makes room for those of pages [start, end) that are neither here nor coming, or for as many as possible: the
-        first, or the last if `deepest_first`. None if these are none."""
+        """Make room for those of pages [start, end) that are neither stored nor coming; None if there are none.
+
+        If there is not room for all, store as many as possible: the first, or the last if `deepest_first`.
+        """
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
-        """The store ended: from now on its pages can be found, or it never was. False if it had ended before."""
+        """End a store: its pages can be found from now on, or are dropped. Return False if it had ended before."""
 
     def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
-        """Takes the first `num_pages` that were offered to `holder`, or all."""
+        """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them."""
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
-        """The load ended. Pages after the first `num_good_pages` were broken: they leave the index. False if it had
-        ended before."""
+        """End a load. Pages after the first `num_good_pages` were broken and leave the tier.
+
+        Return False if it had ended before.
+        """
 
     def lose(self, content: Content, start: int, end: int) -> None:
-        """Pages [start, end) have left every faster tier."""
+        """Take note that pages [start, end) have left every faster tier."""
 
     def reset(self) -> None:
-        """Forgets everything; transfers under way end without being registered."""
+        """Forget all pages. Transfers under way end without effect."""
 
 
 class _Pin(msgspec.Struct, eq=False):
@@ -103,10 +112,10 @@ class _Pin(msgspec.Struct, eq=False):
 
 
 class MemoryTier:
-    """A Tier of `num_pages` pages of memory, with ids (`slots`) where an executor copies into them.
+    """A Tier of `num_pages` pages of memory, with ids (`slots`) if an executor copies into them.
 
-    `on_stored` and `on_removed` are told of runs that become findable and that no longer are: content, first page, page
-    after the last, and for the former the content before it.
+    `on_stored` and `on_removed` are called for runs that become findable and for runs that no longer are: content,
+    first page, page after the last, and for the former the content before it.
     """
 
     def __init__(
@@ -136,56 +145,56 @@ class MemoryTier:
 
     @property
     def num_used(self) -> int:
-        """See Tier."""
+        """Pages that are pinned or coming."""
         return self.index.num_used
 
     @property
     def num_cached(self) -> int:
-        """See Tier."""
+        """Pages that can be found and are not pinned."""
         return self.index.num_cached
 
     @property
     def num_evicted(self) -> int:
-        """See Tier."""
+        """Pages that were evicted to make room."""
         return self.index.num_evicted
 
     @property
     def has_holes(self) -> bool:
-        """Whether something here follows what only the device has."""
+        """Whether the tier has pages that follow pages only the device has."""
         return self.index.num_holes > 0
 
     @property
     def has_offers(self) -> bool:
-        """Whether something is pinned because it was offered."""
+        """Whether pages are pinned because they were offered."""
         return bool(self._pins)
 
     def is_stored(self, store: TierStore) -> bool:
-        """Whether all of a store that ended is here."""
+        """Return whether all pages of a store that ended are in the tier."""
         assert isinstance(store.ticket, Placement)
         return store.ticket.run.state is NodeState.STORED
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
-        """The stretches of pages [start, end) that are here, whatever is before them."""
+        """Return the stretches of pages [start, end) that are stored, whether or not pages before them are."""
         return [(max(first, start), last) for first, last in self.index.stored(content, end) if last > start]
 
     def offered(self, holder: int) -> int:
-        """Pages that are pinned for `holder`."""
+        """Return how many pages are pinned for `holder`."""
         pin = self._pins.get(holder)
         return 0 if pin is None else pin.end - pin.start
 
     def read(self, content: Content, start: int, end: int) -> TierLoad:
-        """A load that nobody was offered: of pages [start, end), which are stored."""
+        """Begin a load, without an offer, of pages [start, end), all of which are stored."""
         pin = _Pin(content, start, end, self.index.pin(content, end))
         return TierLoad(content, (Segment(start, end, self.index.slots_of(pin.run, start)),), end - start, pin)
 
     def end_read(self, load: TierLoad) -> None:
-        """Ends what `read` began; it was no use of these pages that should keep them longer."""
+        """End what `read` began, without making the pages more recent."""
         load.is_open = False
         assert isinstance(load.ticket, _Pin)
         self.index.unpin(load.ticket.run)
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
-        """See Tier."""
+        """Find consecutive pages from `start` on and pin them for `holder`."""
         if self._pins:
             self.forget(holder)
         num_pages = self.index.find(content, start, limit)
@@ -196,13 +205,13 @@ class MemoryTier:
         return TierOffer(num_pages, self._is_async)
 
     def forget(self, holder: int) -> None:
-        """See Tier."""
+        """End the pin of `lookup` for `holder`, if there is one."""
         pin = self._pins.pop(holder, None)
         if pin is not None:
             self.index.unpin(pin.run)
 
     def prepare_store(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> TierStore | None:
-        """See Tier."""
+        """Make room for the missing pages of [start, end), or for as many as possible."""
         end = min(end, content.num_known_pages)
         placement = self.index.place(content, start, end, deepest_first=deepest_first)
         if placement is None:
@@ -210,7 +219,7 @@ class MemoryTier:
         return TierStore(content, placement.segments, placement.num_pages, placement)
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
-        """See Tier."""
+        """End a store; return False if it had ended before."""
         if not store.is_open:
             self.num_stray_completions += 1
             return False
@@ -220,7 +229,7 @@ class MemoryTier:
         return True
 
     def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
-        """See Tier."""
+        """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them."""
         pin = self._pins.pop(holder)
         offered = pin.end - pin.start
         if num_pages is not None and num_pages < offered:
@@ -233,7 +242,7 @@ class MemoryTier:
         return TierLoad(pin.content, (Segment(pin.start, pin.end, slots),), pin.end - pin.start, pin)
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
-        """See Tier."""
+        """End a load, and drop pages after the first `num_good_pages`; return False if it had ended before."""
         if not load.is_open:
             self.num_stray_completions += 1
             return False
@@ -248,15 +257,15 @@ class MemoryTier:
         return True
 
     def drop(self, content: Content, page: int) -> None:
-        """Forgets `page` and everything that follows it: it is broken."""
+        """Forget `page`, which is broken, and all pages after it."""
         self.index.drop(content, page)
 
     def reset(self) -> None:
-        """See Tier."""
+        """Forget all pages. Transfers under way end without effect."""
         self.index.reset()
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
-        """Asserts laws L1 to L3; see TierIndex.check."""
+        """Assert laws L1 to L3. `is_above`: whether a faster tier has the first n pages of a content."""
         self.index.check(is_above)
 
 
