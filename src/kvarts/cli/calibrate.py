@@ -1,4 +1,4 @@
-"""`kvarts calibrate`."""
+"""`kvarts calibrate`: fits a cost model to a measured run."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def calibrate_command(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Fit how long steps take to a measured run, by replaying it some thousand times.
+    """Fit a cost model to a measured run, by replaying it some thousand times.
 
     MEASURED has a line a request, with times and token counts: JSON lines as vLLM's timings have them, or CSV; or a
-    line a step, with what it did and how long it took. Needs the extra kvarts[calibrate].
+    line a step, with its work and its duration. Needs the extra kvarts[calibrate].
     """
     from kvarts.calibrate.stepfit import is_step_record
     from kvarts.executor.roofline import RooflineCost
@@ -94,7 +94,7 @@ def calibrate_command(
 
 
 def columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
-    """What `--column FIELD=NAME` says; None where nothing does."""
+    """Return the names that `--column FIELD=NAME` gives to fields; None without the option."""
     columns = {}
     for text in given:
         field, equals, name = text.partition("=")
@@ -188,7 +188,7 @@ def _as_toml(cost: Any, measured: Path, report: dict[str, Any]) -> str:
 
 
 class _Progress:
-    """A bar on standard error, where somebody watches."""
+    """A progress bar on standard error, if that is a terminal."""
 
     def __init__(self) -> None:
         self._bar: Any = None

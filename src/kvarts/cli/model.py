@@ -1,4 +1,4 @@
-"""`kvarts model`: what models are, and how they fit devices."""
+"""`kvarts model`: figures of models and devices, and how they fit."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def list_command() -> None:
 
 @model_command.command("show")
 @click.argument("model")
-@click.option("--device", metavar="NAME", help="Say what fits this device: see `kvarts model list`.")
+@click.option("--device", metavar="NAME", help="Also print what fits this device, one of `kvarts model list`.")
 @click.option("--tensor-parallel", metavar="N", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Devices it is split over.")  # fmt: skip
+              help="Devices that the model is split over.")  # fmt: skip
 @click.option("--page-size", metavar="TOKENS", type=click.IntRange(min=1), default=16, show_default=True,
-              help="Tokens a page.")  # fmt: skip
+              help="Tokens in a page.")  # fmt: skip
 @click.option("--memory-fraction", metavar="X", type=float, default=0.9, show_default=True,
-              help="How much of the device may be used.")  # fmt: skip
+              help="Share of the device's memory that may be used.")  # fmt: skip
 @click.option("--weight-dtype", metavar="DTYPE", help="Number format of weights. [that of the model]")
 @click.option("--kv-dtype", metavar="DTYPE", help="Number format of KV. [that of the model]")
 @click.option("--max-batched-tokens", metavar="TOKENS", type=click.IntRange(min=1), default=8192, show_default=True,
@@ -147,11 +147,11 @@ def _layers(window: int | None, count: int) -> str:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--family", metavar="NAME", default="qwen3", show_default=True,
               help="qwen3, llama, mistral (sliding window), gemma2 (soft caps) or gemma3 (mixed windows).")  # fmt: skip
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of its weights.")
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the random weights.")
 def tiny_command(directory: Path, family: str, seed: int) -> None:
     """Write a small model with random weights and a tokenizer of bytes to DIRECTORY.
 
-    What it says means nothing. It is for trying things out: `kvarts generate --model DIRECTORY --prompt hello`.
+    Its output means nothing. To try kvarts without a download: `kvarts generate --model DIRECTORY --prompt hello`.
     """
     from kvarts.cli.torching import need_torch
 

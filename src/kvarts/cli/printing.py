@@ -1,4 +1,4 @@
-"""What commands print as data."""
+"""Output of commands on standard output."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ __all__ = ["print_json"]
 
 
 def print_json(value: Any) -> None:
-    """Prints one JSON value to standard output, indented, with a line end."""
+    """Print one JSON value to standard output, indented, with a line end."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     sys.stdout.buffer.flush()

@@ -20,7 +20,7 @@ LIMITS = {
 
 
 def render_table(summary: dict[str, Any]) -> str:
-    """The lines of the table, with a line end."""
+    """Return the table as text, with a line end."""
     config = summary["config"]
     pages, page_size, replicas = config["pages"], config["page_size"], config["replicas"]
     completed, rejected = summary["num_completed"], summary["num_rejected"]
@@ -75,7 +75,7 @@ def render_table(summary: dict[str, Any]) -> str:
 
 
 def _tiers(summary: dict[str, Any]) -> list[str]:
-    """Where hits came from, and what moved for it, if there is a tier below the device."""
+    """Return rows on hits and transfers by tier; none without a tier below the device."""
     transfers = summary["transfers"]
     if transfers is None:
         return []
@@ -89,7 +89,7 @@ def _tiers(summary: dict[str, Any]) -> list[str]:
 
 
 def as_bytes(count: float) -> str:
-    """In the largest unit that leaves a number of at least 1."""
+    """Return `count` in the largest decimal unit in which it is at least 1."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -130,14 +130,14 @@ def _advice(summary: dict[str, Any]) -> list[str]:
 
 
 def as_number(value: float | None) -> str:
-    """With two digits after the point, or from 10,000 on none."""
+    """Return `value` with two decimals, or without decimals from 10,000 on."""
     if value is None:
         return "-"
     return f"{value:,.2f}" if value < 10_000 else f"{value:,.0f}"
 
 
 def as_percent(value: float | None) -> str:
-    """A ratio."""
+    """Return a ratio in per cent."""
     return "-" if value is None else f"{value * 100:.1f} %"
 
 
