@@ -1,18 +1,22 @@
-"""A lane: how long transfers take in one direction, in virtual time."""
+"""A channel: how long transfers take in one direction between two tiers, in virtual time."""
 
 from __future__ import annotations
 
-__all__ = ["Lane"]
+__all__ = ["Channel"]
 
 NS_PER_S = 1_000_000_000
 
 
-class Lane:
-    """Carries one transfer after the other, in the order in which they were submitted, beside compute."""
+class Channel:
+    """Carries one transfer after the other, in the order in which they were submitted, beside compute.
 
-    __slots__ = ("_bytes_per_s", "_free_ns", "_latency_ns", "num_bytes", "num_transfers")
+    `name`: what reports call it.
+    """
 
-    def __init__(self, *, latency_us: float, bytes_per_s: int) -> None:
+    __slots__ = ("_bytes_per_s", "_free_ns", "_latency_ns", "name", "num_bytes", "num_transfers")
+
+    def __init__(self, name: str, *, latency_us: float, bytes_per_s: int) -> None:
+        self.name = name
         self._latency_ns = round(latency_us * 1000)
         self._bytes_per_s = bytes_per_s
         self._free_ns = 0
@@ -20,7 +24,7 @@ class Lane:
         self.num_transfers = 0
 
     def submit(self, now_ns: int, num_bytes: int) -> int:
-        """When a transfer of `num_bytes` that is submitted at `now_ns` ends.
+        """Return when a transfer of `num_bytes` that is submitted at `now_ns` ends.
 
         It takes the latency, and the bytes over the bandwidth, rounded up to whole nanoseconds, after the one before.
         """
