@@ -19,7 +19,7 @@ from kvarts.kv.pool import IdPool
 from kvarts.kv.transfer import TransferReport
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.offloader import Offloader
+from kvarts.offload.opening import open_offloader
 
 NUM_PAGES, PAGE_SIZE, NUM_REQUESTS, ROUNDS = 128, 16, 200, 7
 VLLM_US = {"plan a store": 148, "complete it": 132, "look up": 121, "plan a load": 41, "complete the load": 38}
@@ -28,7 +28,7 @@ VLLM_US = {"plan a store": 148, "complete it": 132, "look up": 121, "plan a load
 def one_round() -> dict[str, float]:
     num_device = NUM_PAGES * (NUM_REQUESTS + 2)
     cache = PageCache(IdPool(num_device), PrefixTree(LruOrder()))
-    offloader = Offloader(
+    offloader = open_offloader(
         OffloadConfig(host_pages=NUM_PAGES * NUM_REQUESTS),
         cache,
         page_size=PAGE_SIZE,

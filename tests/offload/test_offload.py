@@ -18,6 +18,7 @@ from kvarts.kv.tree import Node, PrefixTree
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.offloader import Offloader
+from kvarts.offload.opening import open_offloader
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.request import Request
 from kvarts.sim.replica import Replica
@@ -109,7 +110,7 @@ def lazy_offloader(num_pages: int, target_free: int, order: SafeFirst | None = N
     order = order or SafeFirst()
     cache = PageCache(CountPool(num_pages), PrefixTree(order, watcher=order))
     config = OffloadConfig(host_pages=64, policy="lazy", target_free=target_free, kv_bytes_per_token=1000)
-    return Offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order), cache
+    return open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order), cache
 
 
 def leave(cache: PageCache, tokens: Sequence[int], owner: int) -> Content:
@@ -129,13 +130,13 @@ def test_after_a_lazy_store_the_next_pages_taken_lose_nothing() -> None:
     assert cache.num_used == 6, "the transfer holds its pages, and those before them"
     offloader.advance_to(1 << 60)
     assert cache.num_used == 0
-    assert offloader.host.find(old, 1, 6) == 5
+    assert offloader.tiers[0].find(old, 1, 6) == 5
     offloader.plan_stores(0)
     assert offloader.next_ns == 1 << 62, "the target is met"
     cache.take(5)
     assert cache.match(old, 6).num_pages == 1
     assert cache.match(young, 6).num_pages == 6
-    assert offloader.host.find(old, 1, 6) == 5
+    assert offloader.tiers[0].find(old, 1, 6) == 5
 
 
 def test_pages_with_a_copy_below_go_before_pages_without() -> None:
@@ -161,8 +162,8 @@ def test_the_lazy_scan_does_not_stall_behind_what_it_cannot_store() -> None:
     other = leave(cache, range(100, 104), 1)
     offloader.plan_stores(0)
     offloader.advance_to(1 << 60)
-    assert offloader.host.find(private, 0, 4) == 1
-    assert offloader.host.find(other, 0, 4) == 4
+    assert offloader.tiers[0].find(private, 0, 4) == 1
+    assert offloader.tiers[0].find(other, 0, 4) == 4
 
 
 def test_a_store_that_failed_is_not_tried_for_ever() -> None:
@@ -254,7 +255,7 @@ def test_a_failed_load_is_a_miss() -> None:
     assert offloader.counts.num_failed == 1
     assert request.num_output_tokens == 1
     assert request.cached_tokens == 0
-    assert offloader.host.find(request.content, 0, 10) == 10, "it was computed and stored anew"
+    assert offloader.tiers[0].find(request.content, 0, 10) == 10, "it was computed and stored anew"
 
 
 def test_a_request_cancelled_while_it_loads_is_cleaned_up_when_the_load_ends() -> None:
@@ -278,7 +279,7 @@ def test_a_request_cancelled_while_it_loads_is_cleaned_up_when_the_load_ends() -
 
 def test_a_load_writes_to_the_middle_part_only() -> None:
     cache = PageCache(IdPool(16), PrefixTree(LruOrder()))
-    offloader = Offloader(
+    offloader = open_offloader(
         OffloadConfig(host_pages=16), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
     )
     content = leave(cache, range(8), 0)
@@ -304,7 +305,7 @@ def test_a_load_writes_to_the_middle_part_only() -> None:
 
 def test_a_transfer_is_complete_when_all_workers_have_reported() -> None:
     cache = PageCache(IdPool(8), PrefixTree(LruOrder()))
-    offloader = Offloader(
+    offloader = open_offloader(
         OffloadConfig(host_pages=8, workers=2), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
     )
     content = leave(cache, range(4), 0)
@@ -314,10 +315,10 @@ def test_a_transfer_is_complete_when_all_workers_have_reported() -> None:
     assert transfer.num_pages == 4
     offloader.report([TransferReport(0, 1)], 0)
     offloader.report([TransferReport(0, 1)], 0)
-    assert offloader.host.find(content, 0, 4) == 0
+    assert offloader.tiers[0].find(content, 0, 4) == 0
     assert cache.num_used == 4
     offloader.report([TransferReport(0, 0), TransferReport(77, 0)], 0)
-    assert offloader.host.find(content, 0, 4) == 4
+    assert offloader.tiers[0].find(content, 0, 4) == 4
     assert cache.num_used == 0
     offloader.report([TransferReport(0, 0)], 0)
     assert offloader.counts.num_stray_reports == 3
@@ -331,7 +332,7 @@ def test_what_is_stored_is_told_with_its_tier() -> None:
 
 
 def test_a_channel_takes_one_transfer_after_the_other() -> None:
-    channel = Channel(latency_us=1.0, bytes_per_s=3_000_000_000)
+    channel = Channel("d2h", latency_us=1.0, bytes_per_s=3_000_000_000)
     assert channel.submit(100, 10) == 100 + 1000 + 4
     assert channel.submit(0, 3) == 1104 + 1000 + 1
     assert channel.submit(10_000, 0) == 11_000

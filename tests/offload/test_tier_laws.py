@@ -104,7 +104,7 @@ class TierMachine(RuleBasedStateMachine):
             self.model.unpin(self.offers.pop(holder)[3])
         expected = self.model.find(names, start)
         assert self.tier.find(content, start, limit) == expected
-        assert self.tier.lookup(holder, content, start, limit).num_pages == expected
+        assert self.tier.lookup(holder, content, start, limit) == expected
         if expected:
             self.offers[holder] = (content, start, start + expected, self.model.pin(names[: start + expected]))
 

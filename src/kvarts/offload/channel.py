@@ -8,11 +8,15 @@ NS_PER_S = 1_000_000_000
 
 
 class Channel:
-    """Carries transfers one after the other, in the order in which they were submitted, while the device computes."""
+    """Carries transfers one after the other, in the order in which they were submitted, while the device computes.
 
-    __slots__ = ("_bytes_per_s", "_free_ns", "_latency_ns", "num_bytes", "num_transfers")
+    `name`: what reports call it.
+    """
 
-    def __init__(self, *, latency_us: float, bytes_per_s: int) -> None:
+    __slots__ = ("_bytes_per_s", "_free_ns", "_latency_ns", "name", "num_bytes", "num_transfers")
+
+    def __init__(self, name: str, *, latency_us: float, bytes_per_s: int) -> None:
+        self.name = name
         self._latency_ns = round(latency_us * 1000)
         self._bytes_per_s = bytes_per_s
         self._free_ns = 0

@@ -10,6 +10,7 @@ import msgspec
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.offload.spec import ChannelSpec, TierSpec
 from kvarts.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
@@ -93,9 +94,22 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self._num_pages("disk_pages", "disk_memory", page_size)
 
     def tiers(self, page_size: int) -> dict[str, int]:
-        """Pages of each tier below the device, the fastest first, by its name."""
-        sizes = {"host": self.num_host_pages(page_size), "disk": self.num_disk_pages(page_size)}
-        return {name: num_pages for name, num_pages in sizes.items() if num_pages} if sizes["host"] else {}
+        """Return the pages of each tier below the device, the fastest first, by its name."""
+        return {spec.name: spec.num_pages for spec in self.tier_specs(page_size)}
+
+    def tier_specs(self, page_size: int) -> tuple[TierSpec, ...]:
+        """Return the tiers below the device, the fastest first; none without host memory."""
+        host, disk = self.num_host_pages(page_size), self.num_disk_pages(page_size)
+        if not host:
+            return ()
+        write = ChannelSpec("d2h", self.bytes_per_s("d2h"), self.latency_us)
+        read = ChannelSpec("h2d", self.bytes_per_s("h2d"), self.latency_us)
+        specs = (TierSpec("host", host, write, read),)
+        if not disk:
+            return specs
+        write = ChannelSpec("disk_write", self.bytes_per_s("disk_write"), self.disk_latency_us)
+        read = ChannelSpec("disk_read", self.bytes_per_s("disk_read"), self.disk_latency_us)
+        return (*specs, TierSpec("disk", disk, write, read, is_files=True))
 
     def prepare(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from kvarts.content import Content
 from kvarts.keys import BlockKeys, root_key
 from kvarts.offload.index import Segment
-from kvarts.offload.tier import MemoryTier, TierLoad, TierOffer, TierStore
+from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
 
 __all__ = ["FileTier"]
 
@@ -30,12 +30,10 @@ class FileTier(MemoryTier):
         *,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
-        is_async: bool = True,
-        on_stored: Callable[[Content, int, int, Content | None], object] | None = None,
-        on_removed: Callable[[Content, int, int], object] | None = None,
+        on_stored: OnStored | None = None,
+        on_removed: OnRemoved | None = None,
     ) -> None:
-        self._tell_removed = on_removed
-        super().__init__(name, num_pages, is_async=is_async, on_stored=on_stored, on_removed=self._on_gone)
+        super().__init__(name, num_pages, on_stored=on_stored, on_removed=on_removed)
         self._root = root_key("sha256_cbor", namespace)
         self._keys: WeakKeyDictionary[Content, BlockKeys] = WeakKeyDictionary()
         self._dropped: dict[bytes, None] = {}
@@ -55,6 +53,11 @@ class FileTier(MemoryTier):
         """Pages that can be found, or have unknown content, and are not pinned."""
         return self.index.num_cached + len(self._unknown)
 
+    def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
+        """From now on tell these of runs that become findable, and of runs that no longer are."""
+        self._tell_removed = on_removed
+        super().listen(on_stored, self._on_gone)
+
     def key(self, content: Content, page: int) -> bytes:
         """Return the key of a page of known tokens."""
         keys = self._keys.get(content)
@@ -68,7 +71,7 @@ class FileTier(MemoryTier):
         self._dropped.clear()
         return dropped
 
-    def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find consecutive pages, also of earlier processes, and pin them for `holder`."""
         self._find(content, start, limit)
         return super().lookup(holder, content, start, limit)

@@ -102,8 +102,8 @@ class TierIndex:
         self.num_holes = 0
         """Runs of the tree that are holes."""
         self._with_slots = with_slots
-        self._on_stored = on_stored
-        self._on_removed = on_removed
+        self.on_stored = on_stored
+        self.on_removed = on_removed
         self._roots: dict[str | None, TierRun] = {}
         # A sentinel closes the order of recency to a ring: its `newer` is the oldest run.
         self._ring = _root()
@@ -287,9 +287,9 @@ class TierIndex:
         self.unpin(placement.run)
         if is_stored:
             self.touch(placement.run)
-        if self._on_stored is not None:
+        if self.on_stored is not None:
             for node in reversed(arrived):
-                self._on_stored(node)
+                self.on_stored(node)
 
     def drop(self, content: Content, page: int) -> None:
         """Forget `page` and all pages after it."""
@@ -430,8 +430,8 @@ class TierIndex:
             else:
                 _unlist(run)
                 self._cut_off(run)
-            if self._on_removed is not None:
-                self._on_removed(*gone)
+            if self.on_removed is not None:
+                self.on_removed(*gone)
 
     def _drop(self, run: TierRun) -> None:
         removed: list[TierRun] = []
@@ -453,9 +453,9 @@ class TierIndex:
                     self.pool.give(node.num_pages, node.slots)
             elif node.state is NodeState.COMING:
                 node.state = NodeState.DOOMED
-        if self._on_removed is not None:
+        if self.on_removed is not None:
             for node in removed:
-                self._on_removed(node.content, node.start, node.end)
+                self.on_removed(node.content, node.start, node.end)
 
     def _cut_off(self, run: TierRun) -> None:
         """Remove `run` from the tree, and the holes before it that no run follows any more."""

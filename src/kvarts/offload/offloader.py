@@ -7,7 +7,7 @@ Whatever a transfer reads or writes is held from its beginning to its end, howev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
@@ -21,11 +21,9 @@ from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.transfer import Direction, Loaded, Move, Offer, Transfer, TransferReport
 from kvarts.kv.tree import Match, Node, Path
 from kvarts.offload.channel import Channel
-from kvarts.offload.config import OffloadConfig
-from kvarts.offload.filetier import FileTier
 from kvarts.offload.safe_first import Below, SafeFirst
-from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy, precedes
-from kvarts.offload.tier import MemoryTier, TierLoad, TierStore
+from kvarts.offload.store_policy import StorePolicy, precedes
+from kvarts.offload.tier import ConnectedTier, Tier, TierLoad, TierStore
 
 __all__ = ["OffloadCounts", "Offloader"]
 
@@ -52,116 +50,94 @@ class _UnderWay(msgspec.Struct, eq=False):
     num_pages: int
     waiting_for: set[int]
     num_good_pages: int = ALL
-    stores: tuple[tuple[MemoryTier, TierStore], ...] = ()
+    stores: tuple[tuple[Tier, TierStore], ...] = ()
     paths: tuple[Path, ...] = ()
-    loads: tuple[tuple[MemoryTier, TierLoad], ...] = ()
+    loads: tuple[tuple[Tier, TierLoad], ...] = ()
     request: int = -1
     start_page: int = 0
 
 
 class Offloader:
-    """Owner of the tiers below one device, of their lanes, and of every transfer under way.
+    """Owner of the tiers below one device, of their channels, and of every transfer under way.
 
+    `tiers`: the fastest first; what is stored in one goes on to the next. `policy`: what is stored below the device,
+    and when. `order`: what goes next of `cache`, for a policy that stores what is about to be evicted.
     `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end when their
-    lane says so. `tell` receives what happens. `known_keys` and `namespace`: see FileTier.
-    `order`: what goes next of `cache`, for a lazy policy.
+    channel says so. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: none. `tell` receives
+    what happens.
     """
 
     def __init__(
         self,
-        config: OffloadConfig,
         cache: PageCache,
+        tiers: Sequence[ConnectedTier],
+        policy: StorePolicy[Any],
         *,
-        page_size: int,
-        max_num_batched_tokens: int,
+        page_bytes: int,
+        order: SafeFirst | None = None,
+        full_prompt_hits: bool = False,
+        workers: int = 1,
+        fail_every: int = 0,
         with_page_ids: bool = False,
         tell: Tell | None = None,
-        known_keys: Iterable[bytes] = (),
-        namespace: str = "",
-        order: SafeFirst | None = None,
     ) -> None:
-        assert (order is not None) == (config.policy == "lazy"), "a lazy policy stores what `order` would evict next"
-        self._order = order
-        self._known_keys = known_keys
-        self._namespace = namespace
-        self.config = config
-        self.counts = OffloadCounts()
-        self.page_bytes = config.kv_bytes_per_token * page_size
         self._cache = cache
+        self._connected = tuple(tiers)
+        self._policy = policy
+        self._order = order
         self._tell = tell
         self._with_page_ids = with_page_ids
-        self._sizes = config.tiers(page_size)
-        self.tiers = [self._make_tier(name, num_pages) for name, num_pages in self._sizes.items()]
-        self.tier_names = tuple(self._sizes)
-        self.full_prompt_hits = config.full_prompt_hits
-        self.host = self.tiers[0]
-        self.disk = self.tiers[1] if len(self.tiers) > 1 else None
-        in_memory = {"latency_us": config.latency_us}
-        on_disk = {"latency_us": config.disk_latency_us}
-        self.lanes = {
-            "d2h": Channel(**in_memory, bytes_per_s=config.bytes_per_s("d2h")),
-            "h2d": Channel(**in_memory, bytes_per_s=config.bytes_per_s("h2d")),
-            "disk_write": Channel(**on_disk, bytes_per_s=config.bytes_per_s("disk_write")),
-            "disk_read": Channel(**on_disk, bytes_per_s=config.bytes_per_s("disk_read")),
-        }
-        target_free = config.target_free
-        if target_free is None:
-            target_free = 2 * -(-max_num_batched_tokens // page_size)
-        self._lazy: LazyPolicy | None = None
-        if order is not None:
-            # More than the tier holds would be stored in turns, for ever.
-            self._lazy = LazyPolicy(cache, order, min(target_free, self.host.num_pages))
-        self._policy: StorePolicy[Any] = EagerPolicy(cache) if self._lazy is None else self._lazy
-        self.confirm = self._policy.confirm
+        self._num_workers = workers
+        self._fail_every = fail_every
+        self.page_bytes = page_bytes
+        self.full_prompt_hits = full_prompt_hits
+        self.counts = OffloadCounts()
+        self.tiers = tuple(connected.tier for connected in tiers)
+        self.tier_names = tuple(tier.name for tier in self.tiers)
+        self.confirm = policy.confirm
+        self._is_told_all = tell is not None or len(tiers) > 1
+        for place, tier in enumerate(self.tiers):
+            tier.listen(
+                partial(self._on_stored, place) if self._is_told_all else None,
+                partial(self._on_removed, place) if self._is_told_all or order is not None else None,
+            )
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.on_removed = self._on_evicted
         cache.on_evicted = self._lose_gone
         if order is not None:
             order.on_grown = self._mark_as_held
-            # What is safe may be in files alone, and files may be there that this process never wrote.
+            # What is safe may be in the second tier alone, and files may be there that this process never wrote.
             order.hears_all = len(self.tiers) > 1
         self._under_way: dict[int, _UnderWay] = {}
         self.num_transfers = 0
-        """Transfers begun so far; and the number of the next."""
+        """Transfers begun so far; also the number of the next."""
         self._due: list[tuple[int, int]] = []
         self._planned: list[Transfer] = []
         self._loaded: list[Loaded] = []
-        self._spills: list[tuple[Content, int, int]] = []
+        self._spills: list[list[tuple[Content, int, int]]] = [[] for _ in self.tiers]
+        """By tier, what has come to it and is to go on to the next."""
         self._removed: list[tuple[Content, int, int]] = []
         self._now_ns = 0
 
-    def _make_tier(self, name: str, num_pages: int) -> MemoryTier:
-        if name == "disk" and self._with_page_ids:
-            return FileTier(
-                name,
-                num_pages,
-                known_keys=self._known_keys,
-                namespace=self._namespace,
-                on_stored=partial(self._on_stored, name),
-                on_removed=partial(self._on_removed, name),
-            )
-        is_told = self._tell is not None or len(self._sizes) > 1
-        return MemoryTier(
-            name,
-            num_pages,
-            with_slots=self._with_page_ids,
-            on_stored=partial(self._on_stored, name) if is_told else None,
-            on_removed=partial(self._on_removed, name) if is_told or self.config.policy == "lazy" else None,
-        )
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """Of each tier in turn: towards it, and back."""
+        return tuple(channel for connected in self._connected for channel in (connected.write, connected.read))
 
     # The scheduler asks -----------------------------------------------------------------------------------
 
     def plan_stores(self, now_ns: int) -> None:
         """Begins the stores of the step that starts at `now_ns`."""
         self._now_ns = now_ns
-        stores: list[tuple[MemoryTier, TierStore]] = []
+        stores: list[tuple[Tier, TierStore]] = []
         paths: list[Path] = []
         for content, start, end, where in self._policy.choose():
             self._prepare(content, start, end, where, stores, paths)
         if stores:
             self._begin_stores(stores, paths)
-        if self._spills:
-            self._begin_spills()
+        for place, wanted in enumerate(self._spills):
+            if wanted:
+                self._begin_spills(place)
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
         """What the tiers have of `content` from page `start` on, up to page `limit`; None if nothing.
@@ -171,9 +147,9 @@ class Offloader:
         position = start
         by_tier = []
         for tier in self.tiers:
-            offer = tier.lookup(request, content, position, limit)
-            by_tier.append(offer.num_pages)
-            position += offer.num_pages
+            num_pages = tier.lookup(request, content, position, limit)
+            by_tier.append(num_pages)
+            position += num_pages
         if position == start:
             return None
         return Offer(position - start, tuple(by_tier))
@@ -190,7 +166,8 @@ class Offloader:
         ends_ns = [self._now_ns]
         position = start
         num_left = num_pages
-        for tier in self.tiers:
+        for connected in self._connected:
+            tier = connected.tier
             num_offered = tier.offered(request)
             if not num_offered:
                 continue
@@ -206,8 +183,7 @@ class Offloader:
                 assert sources is not None
                 moves.append(Move(tier.name, sources, tuple(holding.page_ids[position : position + count])))
             else:
-                lane = self.lanes["h2d" if tier is self.host else "disk_read"]
-                ends_ns.append(lane.submit(self._now_ns, count * self.page_bytes))
+                ends_ns.append(connected.read.submit(self._now_ns, count * self.page_bytes))
             position += count
             num_left -= count
         under_way = _UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
@@ -231,7 +207,7 @@ class Offloader:
     @property
     def has_work(self) -> bool:
         """Whether a transfer is under way or about to be, or a load has ended that nobody took note of."""
-        return bool(self._under_way or self._loaded or self._spills or self._policy.has_work)
+        return bool(self._under_way or self._loaded or any(self._spills) or self._policy.has_work)
 
     def num_pages(self) -> tuple[int, ...]:
         """Pages used and cached in each tier, one pair after the other."""
@@ -247,14 +223,14 @@ class Offloader:
 
     def pages_to_spare(self) -> int | None:
         """How many pages may be taken in steps alike before something happens down here; None: it does in the next."""
-        if self._loaded or self._spills:
+        if self._loaded or any(self._spills):
             return None
         spare = self._policy.pages_to_spare()
-        if spare is not None and (self._lazy is not None or any(tier.has_holes for tier in self.tiers)):
-            # Whatever follows a page that is lost goes with it, in that very step. A page that only files have is lost
-            # to host memory.
+        if spare is not None and (self._order is not None or any(tier.has_holes for tier in self.tiers)):
+            # Whatever follows a page that is lost goes with it, in that very step. A page that only the second tier has
+            # is lost to the first.
             num_without_loss = self._cache.pool.num_empty
-            if self._order is not None and self.disk is None:
+            if self._order is not None and len(self.tiers) == 1:
                 num_without_loss += self._order.num_safe
             return min(spare, num_without_loss)
         return spare
@@ -265,7 +241,7 @@ class Offloader:
         if not due or due[0][0] > now_ns:
             return False
         self._now_ns = now_ns
-        fail_every = self.config.fail_every
+        fail_every = self._fail_every
         while due and due[0][0] <= now_ns:
             transfer_id = heappop(due)[1]
             under_way = self._under_way.pop(transfer_id)
@@ -294,19 +270,19 @@ class Offloader:
         start: int,
         end: int,
         where: object,
-        stores: list[tuple[MemoryTier, TierStore]],
+        stores: list[tuple[Tier, TierStore]],
         paths: list[Path],
     ) -> None:
-        host = self.host
-        num_refused = host.index.num_refused
-        store = host.prepare_store(content, start, end, deepest_first=self._lazy is not None)
-        num_refused = host.index.num_refused - num_refused
+        first = self.tiers[0]
+        num_refused = first.num_refused
+        store = first.prepare_store(content, start, end, deepest_first=self._policy.stores_deepest_first)
+        num_refused = first.num_refused - num_refused
         self.counts.num_pages_without_room += num_refused
         order = self._order
         if order is not None:
             self._unmark_removed()
-            if num_refused and self._lazy is not None:
-                self._lazy.is_stuck = True
+            if num_refused:
+                self._policy.refuse()
             if store is None and not num_refused:
                 self._mark_as_held(content, start, end)
         if store is None:
@@ -315,10 +291,10 @@ class Offloader:
         if order is not None:
             for segment in store.segments:
                 self._mark(order, path, segment.start, segment.end, Below.COMING)
-        stores.append((host, store))
+        stores.append((first, store))
         paths.append(path)
 
-    def _begin_stores(self, stores: list[tuple[MemoryTier, TierStore]], paths: list[Path]) -> None:
+    def _begin_stores(self, stores: list[tuple[Tier, TierStore]], paths: list[Path]) -> None:
         num_pages = 0
         for _, store in stores:
             num_pages += store.num_pages
@@ -329,32 +305,31 @@ class Offloader:
                 ids = self._cache.page_ids(path)
                 for segment in store.segments:
                     assert segment.slots is not None
-                    moves.append(Move(self.host.name, tuple(ids[segment.start : segment.end]), segment.slots))
+                    moves.append(Move(self.tiers[0].name, tuple(ids[segment.start : segment.end]), segment.slots))
         else:
-            end_ns = self.lanes["d2h"].submit(self._now_ns, num_pages * self.page_bytes)
+            end_ns = self._connected[0].write.submit(self._now_ns, num_pages * self.page_bytes)
         under_way = _UnderWay(Direction.STORE, num_pages, self._workers(), stores=tuple(stores), paths=tuple(paths))
         self._begin(under_way, end_ns, moves)
 
-    def _begin_spills(self) -> None:
-        """What came to host memory goes on to files."""
-        disk = self.disk
-        assert disk is not None
-        wanted, self._spills = self._spills, []
+    def _begin_spills(self, place: int) -> None:
+        """Begin to copy what came to the tier at `place` to the next."""
+        upper, lower = self.tiers[place], self.tiers[place + 1]
+        wanted, self._spills[place] = self._spills[place], []
         stores = []
         sources: list[TierLoad] = []
         num_pages = 0
         moves: list[Move] = []
         for content, start, end in wanted:
-            end = start + self.host.find(content, start, end)  # noqa: PLW2901
+            end = start + upper.find(content, start, end)  # noqa: PLW2901
             if end == start:
                 continue
-            num_refused = disk.index.num_refused
-            store = disk.prepare_store(content, start, end)
-            self.counts.num_pages_without_room += disk.index.num_refused - num_refused
+            num_refused = lower.num_refused
+            store = lower.prepare_store(content, start, end)
+            self.counts.num_pages_without_room += lower.num_refused - num_refused
             if store is None:
                 continue
-            source = self.host.read(content, store.segments[0].start, store.segments[-1].end)
-            stores.append((disk, store))
+            source = upper.read(content, store.segments[0].start, store.segments[-1].end)
+            stores.append((lower, store))
             sources.append(source)
             num_pages += store.num_pages
             if self._with_page_ids:
@@ -362,21 +337,21 @@ class Offloader:
                 assert slots is not None
                 for segment in store.segments:
                     assert segment.slots is not None
-                    moves.append(Move(disk.name, slots[segment.start - first : segment.end - first], segment.slots))
+                    moves.append(Move(lower.name, slots[segment.start - first : segment.end - first], segment.slots))
         self._unmark_removed()
         if not stores:
             return
         end_ns = 0
         if not self._with_page_ids:
-            end_ns = self.lanes["disk_write"].submit(self._now_ns, num_pages * self.page_bytes)
-        loads = tuple((self.host, source) for source in sources)
+            end_ns = self._connected[place + 1].write.submit(self._now_ns, num_pages * self.page_bytes)
+        loads = tuple((upper, source) for source in sources)
         under_way = _UnderWay(Direction.SPILL, num_pages, self._workers(), stores=tuple(stores), loads=loads)
         self._begin(under_way, end_ns, moves)
 
     # Transfers --------------------------------------------------------------------------------------------
 
     def _workers(self) -> set[int]:
-        return set(range(self.config.workers))
+        return set(range(self._num_workers))
 
     def _begin(self, under_way: _UnderWay, end_ns: int, moves: list[Move]) -> None:
         transfer_id = self.num_transfers
@@ -390,7 +365,7 @@ class Offloader:
             )
             self._tell(StoreStarted(transfer_id, under_way.stores[0][0].name, runs))
         if self._with_page_ids:
-            dropped = self.disk.take_dropped() if isinstance(self.disk, FileTier) else ()
+            dropped = tuple(key for tier in self.tiers for key in tier.take_dropped())
             self._planned.append(Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped))
         else:
             heappush(self._due, (end_ns, transfer_id))
@@ -408,8 +383,7 @@ class Offloader:
             self._end(report.transfer_id, under_way)
 
     def _end(self, transfer_id: int, under_way: _UnderWay) -> None:
-        if self._lazy is not None:
-            self._lazy.is_stuck = False
+        self._policy.end_refusal()
         if under_way.direction is Direction.LOAD:
             self._end_load(transfer_id, under_way)
         else:
@@ -431,7 +405,7 @@ class Offloader:
         order = self._order
         if order is not None:
             for path, (_, store) in zip(under_way.paths, under_way.stores, strict=False):
-                is_whole = is_stored and self.host.is_stored(store)
+                is_whole = is_stored and self.tiers[0].is_stored(store)
                 for segment in store.segments:
                     if is_whole:
                         self._mark(order, path, segment.start, segment.end, Below.STORED)
@@ -445,18 +419,16 @@ class Offloader:
         for path in under_way.paths:
             self._cache.unhold(path)
 
-    def _end_spill(self, stores: tuple[tuple[MemoryTier, TierStore], ...], *, is_stored: bool) -> None:
-        """Host memory may have let go of its pages before they became files, or failed to."""
-        for disk, store in stores:
+    def _end_spill(self, stores: tuple[tuple[Tier, TierStore], ...], *, is_stored: bool) -> None:
+        """The tier above may have let go of its pages before they were stored here, or failed to be."""
+        for tier, store in stores:
             for segment in store.segments:
                 if is_stored:
-                    if self._lazy is not None:
-                        self._mark_as_held(store.content, segment.start, segment.end)
+                    self._mark_as_held(store.content, segment.start, segment.end)
                     continue
-                num_above = self._cache.match(store.content, segment.end).num_pages
-                num_above += self.host.find(store.content, num_above, segment.end)
+                num_above = self._num_above(self.tiers.index(tier), store.content, segment.end)
                 if num_above < segment.end:
-                    disk.lose(store.content, max(segment.start, num_above), segment.end)
+                    tier.lose(store.content, max(segment.start, num_above), segment.end)
 
     def _end_load(self, transfer_id: int, under_way: _UnderWay) -> None:
         num_left = under_way.num_good_pages
@@ -492,28 +464,36 @@ class Offloader:
             return
         if any(tier.has_holes for tier in self.tiers):
             for content, start, end in gone:
-                self.host.lose(content, start, end)
-                if self.disk is not None:
-                    self.disk.lose(content, start + self.host.find(content, start, end), end)
+                position = start
+                for tier in self.tiers:
+                    tier.lose(content, position, end)
+                    position += tier.find(content, position, end)
             self._unmark_removed()
         gone.clear()
 
-    def _on_stored(self, name: str, content: Content, start: int, end: int, parent: Content | None) -> None:
+    def _num_above(self, place: int, content: Content, end: int) -> int:
+        """Return how many of the first `end` pages of `content` the device has, and tiers above `place` after it."""
+        num_pages = self._cache.match(content, end).num_pages
+        for tier in self.tiers[:place]:
+            num_pages += tier.find(content, num_pages, end)
+        return num_pages
+
+    def _on_stored(self, place: int, content: Content, start: int, end: int, parent: Content | None) -> None:
         if self._tell is not None:
-            self._tell(PagesStored(content, start, end, parent, name))
-        if self.disk is not None and name == "host":
-            spills = self._spills
+            self._tell(PagesStored(content, start, end, parent, self.tier_names[place]))
+        if place + 1 < len(self.tiers):
+            spills = self._spills[place]
             if spills and precedes(spills[-1][0], spills[-1][2], content, start):
                 start = spills.pop()[1]
             spills.append((content, start, end))
 
-    def _on_removed(self, name: str, content: Content, start: int, end: int) -> None:
+    def _on_removed(self, place: int, content: Content, start: int, end: int) -> None:
         if self._tell is not None:
-            self._tell(PagesRemoved(content, start, end, name))
-        if self._lazy is not None:
+            self._tell(PagesRemoved(content, start, end, self.tier_names[place]))
+        if self._order is not None:
             self._removed.append((content, start, end))
-        if self.disk is not None and name == "host":
-            self.disk.lose(content, max(start, self._cache.match(content, end).num_pages), end)
+        for below in range(place + 1, len(self.tiers)):
+            self.tiers[below].lose(content, max(start, self._num_above(below, content, end)), end)
 
     def _unmark_removed(self, below: Below = Below.FAILED) -> None:
         """What was removed below is lost if the device evicts it.
@@ -526,7 +506,7 @@ class Offloader:
         for content, start, end in self._removed:
             if self._cache.tree.has(content, start):
                 self._mark_match(order, self._cache.match(content, end), start, below)
-                if self.disk is not None:
+                if len(self.tiers) > 1:
                     self._mark_held(order, content, start, end)
         self._removed.clear()
         order.regroup()
@@ -542,9 +522,9 @@ class Offloader:
         return num_held
 
     def _mark_held(self, order: SafeFirst, content: Content, start: int, end: int) -> int:
-        if self.disk is None:
+        if len(self.tiers) == 1:
             # Nothing can be found below after something that cannot, neither there nor on the device.
-            num_held = self.host.find(content, start, end)
+            num_held = self.tiers[0].find(content, start, end)
             if num_held:
                 self._mark_match(order, self._cache.match(content, start + num_held), start, Below.STORED)
             return num_held
@@ -571,12 +551,8 @@ class Offloader:
     def check(self) -> None:
         """Asserts laws L1 to L3 in every tier below."""
 
-        def on_device(content: Content, num_pages: int) -> bool:
-            return self._cache.match(content, num_pages).num_pages >= num_pages
-
-        def on_device_or_host(content: Content, num_pages: int) -> bool:
-            match = self._cache.match(content, num_pages).num_pages
-            return match + self.host.find(content, match, num_pages) >= num_pages
+        def is_above(place: int, content: Content, num_pages: int) -> bool:
+            return self._num_above(place, content, num_pages) >= num_pages
 
         if self._order is not None:
             for node in self._cache.tree.nodes():
@@ -587,9 +563,8 @@ class Offloader:
                 below = self._order.below(node)
                 num_expected = node.end - node.start if below == Below.STORED else 0
                 assert len(held) == num_expected, f"L4: {node} is marked {below}; {len(held)} pages are below"
-        self.host.check(on_device)
-        if self.disk is not None:
-            self.disk.check(on_device_or_host)
+        for place, tier in enumerate(self.tiers):
+            tier.check(partial(is_above, place))
         if not self._under_way:
             for tier in self.tiers:
                 assert tier.has_offers or not tier.num_used, f"L2: {tier.num_used} pages of {tier.name} held at rest"

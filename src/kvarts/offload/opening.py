@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
@@ -10,10 +11,13 @@ from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.offload.config import OffloadConfig
+from kvarts.offload.filetier import FileTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.safe_first import SafeFirst
+from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy
+from kvarts.offload.tier import ConnectedTier, MemoryTier, Tier
 
-__all__ = ["TiersToOpen"]
+__all__ = ["TiersToOpen", "open_offloader"]
 
 
 class TiersToOpen:
@@ -43,7 +47,7 @@ class TiersToOpen:
 
     def open_below(self, cache: PageCache, *, with_page_ids: bool, tell: Tell | None) -> Offloader:
         """Open the tiers below `cache`."""
-        return Offloader(
+        return open_offloader(
             self._offload,
             cache,
             page_size=self._config.page_size,
@@ -54,3 +58,46 @@ class TiersToOpen:
             namespace=self._namespace,
             order=self._safe_first,
         )
+
+
+def open_offloader(
+    offload: OffloadConfig,
+    cache: PageCache,
+    *,
+    page_size: int,
+    max_num_batched_tokens: int,
+    with_page_ids: bool = False,
+    tell: Tell | None = None,
+    known_keys: Iterable[bytes] = (),
+    namespace: str = "",
+    order: SafeFirst | None = None,
+) -> Offloader:
+    """Open the tiers of `offload` below `cache`. `order`: what goes next of `cache`, for a lazy policy."""
+    assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
+    tiers = []
+    for spec in offload.tier_specs(page_size):
+        tier: Tier
+        if spec.is_files and with_page_ids:
+            tier = FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
+        else:
+            tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
+        tiers.append(ConnectedTier(tier, spec.write.open(), spec.read.open()))
+    policy: StorePolicy[Any] = EagerPolicy(cache)
+    if order is not None:
+        target_free = offload.target_free
+        if target_free is None:
+            target_free = 2 * -(-max_num_batched_tokens // page_size)
+        # More than the tier holds would be stored in turns, for ever.
+        policy = LazyPolicy(cache, order, min(target_free, tiers[0].tier.num_pages))
+    return Offloader(
+        cache,
+        tiers,
+        policy,
+        page_bytes=offload.kv_bytes_per_token * page_size,
+        order=order,
+        full_prompt_hits=offload.full_prompt_hits,
+        workers=offload.workers,
+        fail_every=offload.fail_every,
+        with_page_ids=with_page_ids,
+        tell=tell,
+    )

@@ -29,7 +29,17 @@ class StorePolicy(Protocol, Generic[Where]):
         """What should be stored in this step: content, first page, page after the last, and where these are."""
 
     def hold(self, content: Content, end: int, where: Where) -> Path:
-        """Holds the first `end` pages of something that was just chosen."""
+        """Hold the first `end` pages of something that was just chosen."""
+
+    @property
+    def stores_deepest_first(self) -> bool:
+        """Whether the last pages of what is chosen are stored, where there is room for a part only."""
+
+    def refuse(self) -> None:
+        """Take note that the tier had no room for what was chosen."""
+
+    def end_refusal(self) -> None:
+        """Take note that the tier may have room again."""
 
     @property
     def has_work(self) -> bool:
@@ -41,6 +51,8 @@ class StorePolicy(Protocol, Generic[Where]):
 
 class EagerPolicy:
     """Every page is stored in the step after it became complete; and with it what is before it, if that is missing."""
+
+    stores_deepest_first = False
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
@@ -72,6 +84,12 @@ class EagerPolicy:
         """See StorePolicy."""
         return None if self._confirmed else ANY
 
+    def refuse(self) -> None:
+        """Do nothing: a page is offered once."""
+
+    def end_refusal(self) -> None:
+        """Do nothing."""
+
 
 class LazyPolicy:
     """Cached pages are stored when they come near eviction, so that the next `target_free` pages taken lose nothing.
@@ -81,6 +99,8 @@ class LazyPolicy:
     it looks at is covered or chosen, so it never looks at more than `target_free` of them, and never stands still.
     """
 
+    stores_deepest_first = True
+
     def __init__(self, cache: PageCache, order: SafeFirst, target_free: int) -> None:
         self._cache = cache
         self._order = order
@@ -88,8 +108,16 @@ class LazyPolicy:
         self.is_stuck = False
         """The tier had no room for what was chosen; nothing is chosen until that may have changed."""
 
+    def refuse(self) -> None:
+        """Choose nothing until a transfer has ended."""
+        self.is_stuck = True
+
+    def end_refusal(self) -> None:
+        """Choose again."""
+        self.is_stuck = False
+
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """See StorePolicy."""
+        """Do nothing: pages are chosen where they are about to be evicted."""
 
     def choose(self) -> list[tuple[Content, int, int, Node]]:
         """See StorePolicy."""

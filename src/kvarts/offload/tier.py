@@ -12,19 +12,16 @@ from typing import Protocol
 import msgspec
 
 from kvarts.content import Content
+from kvarts.offload.channel import Channel
 from kvarts.offload.index import NodeState, Placement, Segment, TierIndex, TierRun
 
-__all__ = ["MemoryTier", "Tier", "TierLoad", "TierOffer", "TierStore"]
+__all__ = ["ConnectedTier", "MemoryTier", "OnRemoved", "OnStored", "Tier", "TierLoad", "TierStore"]
 
+OnStored = Callable[[Content, int, int, Content | None], object]
+"""Is told of a run that can be found from now on: content, first page, page after the last, the content before it."""
 
-class TierOffer(msgspec.Struct, frozen=True, gc=False):
-    """The pages that a tier has for a request after those of faster tiers.
-
-    The number of pages, and whether loading them takes a transfer that others need not wait for.
-    """
-
-    num_pages: int
-    is_async: bool
+OnRemoved = Callable[[Content, int, int], object]
+"""Is told of a run that can no longer be found: content, first page, page after the last."""
 
 
 class TierStore(msgspec.Struct, eq=False):
@@ -59,6 +56,18 @@ class Tier(Protocol):
     num_stray_completions: int
 
     @property
+    def num_refused(self) -> int:
+        """Pages that were to be stored and found no room."""
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether something here follows what only a faster tier has."""
+
+    @property
+    def has_offers(self) -> bool:
+        """Whether something is pinned because `lookup` answered it."""
+
+    @property
     def num_evicted(self) -> int:
         """Pages that were evicted to make room."""
 
@@ -73,8 +82,14 @@ class Tier(Protocol):
     def find(self, content: Content, start: int, limit: int) -> int:
         """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
 
-    def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
+    def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the stretches of pages [start, end) that are here, whatever is before them."""
+
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find pages as `find` does and pin them for `holder`, instead of those pinned for it before."""
+
+    def offered(self, holder: int) -> int:
+        """Return how many pages are pinned for `holder`."""
 
     def forget(self, holder: int) -> None:
         """End the pin of `lookup` for `holder`, if there is one."""
@@ -97,11 +112,40 @@ class Tier(Protocol):
         Return False if it had ended before.
         """
 
+    def is_stored(self, store: TierStore) -> bool:
+        """Return whether all of a store that ended is here."""
+
+    def read(self, content: Content, start: int, end: int) -> TierLoad:
+        """Begin to read pages [start, end), which are stored, on their way to the next tier; no holder asked for them.
+
+        `end_read` must follow.
+        """
+
+    def end_read(self, load: TierLoad) -> None:
+        """End what `read` began; it was no use of these pages that should keep them longer."""
+
     def lose(self, content: Content, start: int, end: int) -> None:
         """Take note that pages [start, end) have left every faster tier."""
 
     def reset(self) -> None:
         """Forget all pages. Transfers under way end without effect."""
+
+    def take_dropped(self) -> tuple[bytes, ...]:
+        """Return the keys of files that have to go since last asked; none for a tier without files."""
+
+    def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
+        """From now on tell these of runs that become findable, and of runs that no longer are."""
+
+    def check(self, is_above: Callable[[Content, int], bool]) -> None:
+        """Assert laws L1 to L3. `is_above`: whether the first so many pages of a content are in faster tiers."""
+
+
+class ConnectedTier(msgspec.Struct, frozen=True):
+    """A tier, and the channels by which pages go to it and come from it."""
+
+    tier: Tier
+    write: Channel
+    read: Channel
 
 
 class _Pin(msgspec.Struct, eq=False):
@@ -124,24 +168,27 @@ class MemoryTier:
         num_pages: int,
         *,
         with_slots: bool = False,
-        is_async: bool = True,
-        on_stored: Callable[[Content, int, int, Content | None], object] | None = None,
-        on_removed: Callable[[Content, int, int], object] | None = None,
+        on_stored: OnStored | None = None,
+        on_removed: OnRemoved | None = None,
     ) -> None:
         self.name = name
         self.num_pages = num_pages
         self.num_stray_completions = 0
-        self.index = TierIndex(
-            num_pages,
-            with_slots=with_slots,
-            on_stored=None if on_stored is None else lambda run: on_stored(*_as_stored(run)),
-            on_removed=on_removed,
-        )
+        self.index = TierIndex(num_pages, with_slots=with_slots)
+        self.listen(on_stored, on_removed)
         self.find = self.index.find
         self.lose = self.index.lose
-        self._is_async = is_async
         self._pins: dict[int, _Pin] = {}
-        self._none = TierOffer(0, is_async)
+
+    def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
+        """From now on tell these of runs that become findable, and of runs that no longer are."""
+        self.index.on_stored = None if on_stored is None else lambda run: on_stored(*_as_stored(run))
+        self.index.on_removed = on_removed
+
+    @property
+    def num_refused(self) -> int:
+        """Pages that were to be stored and found no room."""
+        return self.index.num_refused
 
     @property
     def num_used(self) -> int:
@@ -193,16 +240,15 @@ class MemoryTier:
         assert isinstance(load.ticket, _Pin)
         self.index.unpin(load.ticket.run)
 
-    def lookup(self, holder: int, content: Content, start: int, limit: int) -> TierOffer:
+    def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find consecutive pages from `start` on and pin them for `holder`."""
         if self._pins:
             self.forget(holder)
         num_pages = self.index.find(content, start, limit)
-        if not num_pages:
-            return self._none
-        end = start + num_pages
-        self._pins[holder] = _Pin(content, start, end, self.index.pin(content, end))
-        return TierOffer(num_pages, self._is_async)
+        if num_pages:
+            end = start + num_pages
+            self._pins[holder] = _Pin(content, start, end, self.index.pin(content, end))
+        return num_pages
 
     def forget(self, holder: int) -> None:
         """End the pin of `lookup` for `holder`, if there is one."""
@@ -263,6 +309,10 @@ class MemoryTier:
     def reset(self) -> None:
         """Forget all pages. Transfers under way end without effect."""
         self.index.reset()
+
+    def take_dropped(self) -> tuple[bytes, ...]:
+        """Return nothing: there are no files."""
+        return ()
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
         """Assert laws L1 to L3. `is_above`: whether a faster tier has the first n pages of a content."""

@@ -265,7 +265,10 @@ class Report:
         lanes = LANES[: 2 * len(self._tiers)]
         return {
             **{name: sum(getattr(count, name) for count in counts) for name in counts[0].__struct_fields__},
-            "bytes": {name: sum(offloader.lanes[name].num_bytes for offloader in self._offloaders) for name in lanes},
+            "bytes": {
+                name: sum(offloader.channels[place].num_bytes for offloader in self._offloaders)
+                for place, name in enumerate(lanes)
+            },
             "num_evicted_pages": {
                 name: sum(offloader.tiers[place].num_evicted for offloader in self._offloaders)
                 for place, name in enumerate(self._tiers)
