@@ -90,7 +90,9 @@ def load_steps(path: Path | str) -> list[StepRecord]:
             )
         for start, count, known in record.chunks:
             if start < 0 or count < 1 or start + count > known:
-                raise InputError(f"[{start}, {count}, {known}] is not a valid chunk", path=path, line=number, field="chunks")
+                raise InputError(
+                    f"[{start}, {count}, {known}] is not a valid chunk", path=path, line=number, field="chunks"
+                )
         if not record.num_decodes and not record.chunks:
             raise InputError("has no work", path=path, line=number, field="num_decodes")
         records.append(record)
