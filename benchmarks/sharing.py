@@ -17,8 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from kvarts.sharing.config import SharingConfig, resolve_sharing
-from kvarts.sharing.replay import replay_shared
+from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
@@ -39,18 +38,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def config_of(kv_memory: str, speedup: float, variant: dict[str, Any]) -> SharingConfig:
     models = {
-        "first": {"model": "llama-3.1-8b", **variant.get("first", {})},
-        "second": {"model": "qwen3-8b", **variant.get("second", {})},
+        "first": ModelShare(model="llama-3.1-8b", **variant.get("first", {})),
+        "second": ModelShare(model="qwen3-8b", **variant.get("second", {})),
     }
     settings = {name: value for name, value in variant.items() if name not in models}
-    return resolve_sharing(
-        {"models": models, "device": "h100-80gb", "kv_memory": kv_memory, "speedup": speedup, **settings}
-    )
+    each = ReplayConfig(speedup=speedup)
+    return SharingConfig(models=models, device="h100-80gb", kv_memory=kv_memory, each=each, **settings)
 
 
 def one_round(traces: dict[str, Trace], config: SharingConfig) -> tuple[float, float]:
     start = perf_counter()
-    replay_shared(traces, config).to_json()
+    replay(traces, config).to_json()
     both = perf_counter() - start
     return both / alone(traces, config, 1.0), both / alone(traces, config, 0.5)
 
@@ -60,7 +58,7 @@ def alone(traces: dict[str, Trace], config: SharingConfig, part: float) -> float
     for name, trace in traces.items():
         values = {
             "num_pages": int(config.kv_bytes * part) // config.page_bytes[name],
-            "max_num_batched_tokens": int(config.max_num_batched_tokens * part),
+            "max_num_batched_tokens": int(config.each.max_num_batched_tokens * part),
             "cost": config.configs[name].cost,
             "speedup": config.configs[name].speedup,
         }
@@ -83,7 +81,7 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for pair, (traces, kv_memory, speedup) in loaded.items():
         for variant, changes in VARIANTS.items():
-            summary = replay_shared(traces, config_of(kv_memory, speedup, changes)).summary
+            summary = replay(traces, config_of(kv_memory, speedup, changes)).summary
             first, second = summary["models"].values()
             cells = []
             for model in (first, second):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvarts.llm.llm import Engine
     from kvarts.offload.config import OffloadConfig
     from kvarts.report.report import Report
-    from kvarts.sharing.config import resolve_sharing
+    from kvarts.sharing.config import ModelShare, SharingConfig, resolve_sharing
     from kvarts.sharing.replay import replay_shared
     from kvarts.sharing.report import SharedReport
     from kvarts.sim.config import ReplayConfig, Slo
@@ -37,14 +37,12 @@ __all__ = [
     "KvartsError",
     "LinearCost",
     "MissingFileError",
-    "OffloadConfig",
     "OutputError",
     "PolynomialCost",
     "ReplayConfig",
     "Report",
     "RooflineCost",
     "SamplingParams",
-    "SharedReport",
     "Slo",
     "Trace",
     "TraceRequest",
@@ -52,9 +50,9 @@ __all__ = [
     "load_mooncake",
     "load_trace",
     "replay",
-    "replay_shared",
-    "resolve_sharing",
 ]
+__all__ += ["OffloadConfig"]  # offload
+__all__ += ["ModelShare", "SharedReport", "SharingConfig", "replay_shared", "resolve_sharing"]  # sharing
 
 _HOMES = {
     "kvarts.errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
@@ -64,7 +62,7 @@ _HOMES = {
     "kvarts.llm.llm": ("Engine",),
     "kvarts.offload.config": ("OffloadConfig",),
     "kvarts.report.report": ("Report",),
-    "kvarts.sharing.config": ("resolve_sharing",),
+    "kvarts.sharing.config": ("ModelShare", "SharingConfig", "resolve_sharing"),
     "kvarts.sharing.replay": ("replay_shared",),
     "kvarts.sharing.report": ("SharedReport",),
     "kvarts.sim.config": ("ReplayConfig", "Slo"),

@@ -6,11 +6,11 @@ command line. In a TOML file and on the command line the fields go by the short 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from kvarts.errors import ConfigError
+from kvarts.settings import SettingError, setting
 
 __all__ = ["EngineConfig", "Profile"]
 
@@ -38,30 +38,38 @@ class EngineConfig(
     Raises ConfigError for a value out of range.
     """
 
-    num_pages: int = 32_768
-    page_size: int = 16
-    max_num_batched_tokens: int = 8_192
-    max_num_seqs: int = 256
-    profile: Profile = "default"
+    num_pages: Annotated[
+        int,
+        setting(
+            "Pages of KV memory of each replica.",
+            metavar="N",
+            default="32768; with --device, what fits",
+            replaces=("kv_memory",),
+        ),
+    ] = 32_768
+    page_size: Annotated[int, setting("Tokens a page.", metavar="TOKENS")] = 16
+    max_num_batched_tokens: Annotated[int, setting("Tokens a step may compute.", metavar="TOKENS")] = 8_192
+    max_num_seqs: Annotated[int, setting("Requests that may run at once.", metavar="N")] = 256
+    profile: Annotated[Profile, setting("Rules of the scheduler: kvarts' own, or those of NVIDIA Dynamo's mocker.")] = (
+        "default"
+    )
 
     def __post_init__(self) -> None:
-        at_least_one = {
-            "pages": self.num_pages,
-            "page_size": self.page_size,
-            "max_batched_tokens": self.max_num_batched_tokens,
-            "max_seqs": self.max_num_seqs,
-        }
-        for field, value in at_least_one.items():
+        for field in ("num_pages", "page_size", "max_num_batched_tokens", "max_num_seqs"):
+            value = getattr(self, field)
             if value < 1:
-                raise ConfigError(f"must be at least 1, got {value}", field=field)
+                raise SettingError(f"must be at least 1, got {value}", field)
         if self.profile not in ("default", "mocker"):
-            raise ConfigError(f"must be 'default' or 'mocker', got {self.profile!r}", field="profile")
+            raise SettingError(f"must be 'default' or 'mocker', got {self.profile!r}", "profile")
         if self.max_num_seqs > self.max_num_batched_tokens:
-            raise ConfigError(
+            raise SettingError(
                 f"{self.max_num_seqs} sequences cannot each get a token from a budget of "
                 f"{self.max_num_batched_tokens} tokens a step",
-                field="max_seqs",
-                hint=f"Raise max_batched_tokens, or set max_seqs to {self.max_num_batched_tokens} or less.",
+                "max_num_seqs",
+                "max_num_batched_tokens",
+                of=self,
+                hint=f"Raise {{max_num_batched_tokens}}, or set {{max_num_seqs}} to {self.max_num_batched_tokens} "
+                "or less.",
             )
 
     @property

@@ -181,7 +181,8 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     config = case.config(**{"audit": True, **changes})
     trace = case.trace()
     requests = RequestLog(largest_hit_counts=config.profile == "mocker")
-    tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
+    offload: Any = config.offload
+    tiers = {} if offload is None else offload.tiers(config.page_size)
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]
     engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]

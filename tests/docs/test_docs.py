@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from kvarts.cli.main import main
-from kvarts.sim.config import load_config
+from kvarts.cli.replay import OneRun, all_sections, read_settings
 from kvarts.traffic.mooncake import load_mooncake
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_configurations(
         monkeypatch.setattr(sys, "argv", ["kvarts", "replay", "--config", str(path)])
         assert main() == 0
     else:
-        assert load_config(path)
+        OneRun(read_settings(path, all_sections()), None, all_sections())
 
 
 @pytest.mark.parametrize(("text", "output"), blocks("json"))

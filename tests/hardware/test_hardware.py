@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
-from kvarts.hardware import Geometry, fit_memory, load_device, load_geometry
+from kvarts.hardware import Device, Geometry, MemoryFit, fit_memory, load_device, load_geometry
 from kvarts.hardware.device import device_names
 from kvarts.hardware.fit import local_kv_bytes_per_token
 from kvarts.hardware.geometry import preset_names
@@ -185,9 +185,14 @@ def test_a_device_that_cannot_be(name: str) -> None:
         load_device(name)
 
 
+def fit_of(model: Geometry, device: Device, **changes: Any) -> MemoryFit:
+    settings = {"page_size": 16, "memory_fraction": 0.9, "max_num_batched_tokens": 8192, "max_num_seqs": 256}
+    return fit_memory(model, device, **{**settings, **changes})
+
+
 def test_pages_that_fit() -> None:
     llama, device = load_geometry("llama-3.1-8b"), load_device("rtx-4090")
-    fit = fit_memory(llama, device, max_num_batched_tokens=2048)
+    fit = fit_of(llama, device, max_num_batched_tokens=2048)
     used = fit.weight_bytes + fit.activation_bytes + fit.context_bytes
     assert fit.page_bytes == 16 * 131_072
     assert fit.num_pages * fit.page_bytes <= 0.9 * device.memory_bytes - used < (fit.num_pages + 1) * fit.page_bytes
@@ -195,12 +200,12 @@ def test_pages_that_fit() -> None:
     # vLLM 0.19 measured what it needed there, and made 2,588.
     assert fit.num_pages == pytest.approx(2588, rel=0.15)
     with pytest.raises(ConfigError, match="does not fit h100-80gb"):
-        fit_memory(load_geometry("llama-3.1-70b"), load_device("h100-80gb"))
+        fit_of(load_geometry("llama-3.1-70b"), load_device("h100-80gb"))
 
 
 def test_devices_share_weights_and_heads() -> None:
     llama, device = load_geometry("llama-3.1-70b"), load_device("h100-80gb")
-    fits = {ways: fit_memory(llama, device, tensor_parallel=ways) for ways in (4, 8)}
+    fits = {ways: fit_of(llama, device, tensor_parallel=ways) for ways in (4, 8)}
     assert fits[4].page_bytes == 2 * fits[8].page_bytes
     assert fits[4].num_pages * 2 < fits[8].num_pages
     assert local_kv_bytes_per_token(llama, 8) == local_kv_bytes_per_token(llama, 16), "a head is kept whole"
@@ -214,7 +219,7 @@ def test_devices_share_weights_and_heads() -> None:
 def test_a_fit_that_cannot_be(setting: dict[str, Any]) -> None:
     (field,) = setting
     with pytest.raises(ConfigError, match=field):
-        fit_memory(load_geometry("qwen3-0.6b"), load_device("l40s"), **setting)
+        fit_of(load_geometry("qwen3-0.6b"), load_device("l40s"), **setting)
 
 
 def test_a_geometry_is_a_value() -> None:

@@ -193,4 +193,4 @@ def test_a_bad_setting_is_refused_where_it_is_built(field: str, value: object) -
 def test_more_sequences_than_tokens_are_refused_with_a_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(max_num_batched_tokens=64)
-    assert "set max_seqs to 64 or less" in str(caught.value)
+    assert "set max_num_seqs to 64 or less" in str(caught.value)

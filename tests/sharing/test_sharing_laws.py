@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts import replay
 from kvarts.report.requests import REJECTED
-from kvarts.sharing.config import resolve_sharing
+from kvarts.sharing.config import ModelShare, SharingConfig
 from kvarts.sharing.loans import debts
-from kvarts.sharing.replay import replay_shared
 from kvarts.sharing.report import SharedReport
-from kvarts.sim.replay import replay
+from kvarts.sim.config import ReplayConfig
 
 from builders.models import Case, Kept, assert_steps_as_in_naive, cases, evicted_names
 from oracles.naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
@@ -38,30 +38,36 @@ class Sharing:
     total_tokens: int
     max_num_seqs: int
 
-    def values(self, **changes: Any) -> dict[str, Any]:
+    def models(self) -> dict[str, ModelShare]:
         return {
-            "models": {
-                f"m{place}": {
-                    "cost": "polynomial",
-                    "kv_bytes_per_token": self.page_bytes[place] // self.page_size,
-                    "weight": self.weights[place],
-                    "floor": self.floors[place],
-                    "ceiling": self.ceilings[place],
-                    "guarantee": str(self.guarantees[place]) + "B",
-                }
-                for place in range(len(self.cases))
-            },
-            "kv_memory": self.num_bytes,
-            "page_size": self.page_size,
-            "max_batched_tokens": self.total_tokens,
-            "max_seqs": self.max_num_seqs,
-            **changes,
+            f"m{place}": ModelShare(
+                cost="polynomial",
+                kv_bytes_per_token=self.page_bytes[place] // self.page_size,
+                weight=self.weights[place],
+                floor=self.floors[place],
+                ceiling=self.ceilings[place],
+                guarantee=str(self.guarantees[place]) + "B",
+            )
+            for place in range(len(self.cases))
         }
+
+    def config(
+        self, models: dict[str, ModelShare] | None = None, *, static_split: bool = False, **changes: Any
+    ) -> SharingConfig:
+        each = ReplayConfig(
+            page_size=self.page_size,
+            max_num_batched_tokens=self.total_tokens,
+            max_num_seqs=self.max_num_seqs,
+            **changes,
+        )
+        return SharingConfig(
+            models=models or self.models(), kv_memory=self.num_bytes, static_split=static_split, each=each
+        )
 
     def run(self, kept: list[Kept] | None = None, **changes: Any) -> SharedReport:
         traces = {f"m{place}": case.trace() for place, case in enumerate(self.cases)}
         observers_of = None if kept is None else lambda name: [kept[int(name[1:])]]
-        return replay_shared(traces, resolve_sharing(self.values(**changes)), observers_of=observers_of)
+        return replay(traces, self.config(**changes), observers_of=observers_of)
 
 
 @st.composite
@@ -169,7 +175,7 @@ def test_loans_over_time_are_what_is_owed_at_each_moment(case: Sharing) -> None:
     for place in range(len(times_ns)):
         mine = {pair: num_bytes[place] for pair, num_bytes in owed.items() if num_bytes[place]}
         theirs = debts(
-            config.kv_bytes, config.guaranteed_bytes, dict(zip(config.shares, used[:, place].tolist(), strict=True))
+            config.kv_bytes, config.guaranteed_bytes, dict(zip(config.models, used[:, place].tolist(), strict=True))
         )
         for pair in {*mine, *theirs}:
             assert abs(mine.get(pair, 0) - theirs.get(pair, 0)) <= 1
@@ -203,12 +209,11 @@ def test_models_without_traffic_change_nothing(case: Sharing, place: int) -> Non
     alone = case.run()
     place = min(place, len(case.cases))
     idle = Case([], 1, case.page_size, 1, 1, 1, "default", 1)
-    values = case.values()
-    others = list(values["models"].items())
-    model = {"cost": "polynomial", "kv_bytes_per_token": 1, "weight": 3.0, "guarantee": "0B"}
-    values["models"] = dict([*others[:place], ("idle", model), *others[place:]])
+    others = list(case.models().items())
+    model = ModelShare(cost="polynomial", kv_bytes_per_token=1, weight=3.0, guarantee="0B")
+    config = case.config(dict([*others[:place], ("idle", model), *others[place:]]))
     traces = {f"m{number}": of_model.trace() for number, of_model in enumerate(case.cases)}
-    beside = replay_shared({**traces, "idle": idle.trace()}, resolve_sharing(values))
+    beside = replay({**traces, "idle": idle.trace()}, config)
     for name, of_model in alone.reports.items():
         assert of_model.requests_jsonl() == beside.reports[name].requests_jsonl()
         assert of_model.timelines[0].to_json() == beside.reports[name].timelines[0].to_json()

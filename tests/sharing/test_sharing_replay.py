@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvarts import ModelShare, SharingConfig, replay
+from kvarts.cli.sharing import parse_share
 from kvarts.errors import ConfigError, InputError
-from kvarts.sharing.config import parse_health, parse_share, resolve_sharing
-from kvarts.sharing.replay import replay_shared
+from kvarts.sharing.health import parse_health
 from kvarts.sharing.report import jain_index
 from kvarts.traffic.azure import load_azure
 from kvarts.traffic.formats import load_trace
@@ -53,13 +54,13 @@ def test_the_command_writes_everything_and_says_the_same_twice(
 
 
 def test_memory_that_others_have_is_withheld_in_a_timeline(tmp_path: Path) -> None:
-    values = {
-        "models": {"chat": {"model": "llama-3.1-8b"}, "code": {"model": "qwen3-8b", "priority": 1}},
-        "device": "h100-80gb",
-        "kv_memory": "3GiB",
-    }
+    config = SharingConfig(
+        models={"chat": ModelShare(model="llama-3.1-8b"), "code": ModelShare(model="qwen3-8b", priority=1)},
+        device="h100-80gb",
+        kv_memory="3GiB",
+    )
     traces = {"chat": load_trace(CHAT), "code": load_trace(CODE)}
-    report = replay_shared(traces, resolve_sharing(values))
+    report = replay(traces, config)
     timeline = report.reports["chat"].timelines[0]
     columns = timeline.columns
     assert (columns["used_blocks"] + columns["withheld_blocks"] <= timeline.total_blocks).all()
@@ -126,28 +127,54 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--model", "a=llama-3.1-8b", "--device", "h100-80gb"], "a: has no trace. Give --trace a=FILE."),
-        ([*MODELS, *TRACES, "--trace", "x=y", *DEVICE], "trace: is for 'x', which is no model. There are: chat, code."),
-        ([*MODELS, "--trace", "chat"], "trace: 'chat' is not NAME=FILE. Name the model it is for."),
-        ([*MODELS, *TRACES], "device: is missing. Models and device go together: --device NAME."),
-        ([CHAT, *MODELS, *DEVICE], "trace: each model has its own. Give --trace NAME=FILE for each."),
-        ([*MODELS, *TRACES, *DEVICE, "--replicas", "2"], "replicas: is for a replay of one model."),
-        ([*MODELS, *TRACES, *DEVICE, "--host-pages", "9"], "offload_host_pages: is for a replay of one model."),
-        ([*MODELS, *TRACES, *DEVICE, "--health", "x=dead@1"], "x: is not registered. There are: chat, code."),
-        (["--model", "llama-3.1-8b", "--model", "qwen3-8b"], "model: several models need names."),
-        (["--static-split"], "static_split: is for several models on one device."),
-        (["--model", "a=llama-3.1-8b:wieght=2"], "a.wieght: 'wieght=2' is not known. Known: weight, floor,"),
-        (["--model", "a=llama-3.1-8b:weight=two"], "a.weight: 'two' is no number"),
-        (["--model", "a=llama-3.1-8b:weight=0", *DEVICE], "a.weight: must be a finite number above 0, got 0.0"),
-        (["--model", "a=llama-3.1-8b:guarantee=5GiB", *DEVICE], "guarantee: all guarantees are 5,368,709,120 bytes;"),
-        (["--model", "a=llama-3.1-8b:guarantee=5", *DEVICE], "a.guarantee: must be a size as 20GiB, or a part from 0"),
-        (["--model", "a=llama-3.1-8b:guarantee=-1", *DEVICE], "a.guarantee: '-1' is no size in bytes. Write 20GiB, or"),
-        (["--model", "a=llama-3.1-70b", "--device", "h100-80gb"], "device: llama-3.1-70b does not fit h100-80gb"),
+        (["--model", "a=llama-3.1-8b", "--device", "h100-80gb"], "--model a: has no trace. Give --trace a=FILE."),
+        (
+            [*MODELS, *TRACES, "--trace", "x=y", *DEVICE],
+            "--trace x: is for 'x', which is no model. There are: chat, code.",
+        ),
+        ([*MODELS, "--trace", "chat"], "--trace: 'chat' is not NAME=FILE. Name the model it is for."),
+        (
+            [*MODELS, *TRACES],
+            "--model chat: model: says nothing without a device. Model and device go together: --device NAME.",
+        ),
+        ([CHAT, *MODELS, *DEVICE], "TRACE: each model has its own. Give --trace NAME=FILE for each."),
+        (
+            [*MODELS, *TRACES, *DEVICE, "--replicas", "2"],
+            "--replicas: is for a replay of one model: one device is shared",
+        ),
+        (
+            [*MODELS, *TRACES, *DEVICE, "--health", "x=dead@1"],
+            "--health: is of 'x', which is no model. There are: chat, code.",
+        ),
+        (["--model", "llama-3.1-8b", "--model", "qwen3-8b"], "--model: several models need names."),
+        (["--static-split"], "--static-split: is for several models on one device."),
+        (
+            ["--model", "a=llama-3.1-8b:wieght=2"],
+            "--model a: 'wieght=2' is not known. Known: weight_dtype, kv_dtype, weight, floor,",
+        ),
+        (["--model", "a=llama-3.1-8b:weight=two"], "--model a: weight: 'two' is no number"),
+        (
+            ["--model", "a=llama-3.1-8b:weight=0", *DEVICE],
+            "--model a: weight: must be a finite number above 0, got 0.0",
+        ),
+        (
+            ["--model", "a=llama-3.1-8b:guarantee=5GiB", *DEVICE],
+            "--model a: guarantee: all guarantees are 5,368,709,120 bytes;",
+        ),
+        (
+            ["--model", "a=llama-3.1-8b:guarantee=5", *DEVICE],
+            "--model a: guarantee: must be a size as 20GiB, or a part from 0",
+        ),
+        (
+            ["--model", "a=llama-3.1-8b:guarantee=-1", *DEVICE],
+            "--model a: guarantee: '-1' is no size in bytes. Write 20GiB, or",
+        ),
+        (["--model", "a=llama-3.1-70b", "--device", "h100-80gb"], "--device: llama-3.1-70b does not fit h100-80gb"),
         (
             ["--model", "a=llama-3.1-8b", "--model", "b=qwen3-32b", "--device", "h100-80gb"],
-            "device: the models do not fit h100-80gb together: 0.9 x 80.0 memory - 76.0 weights",
+            "--device: the models do not fit h100-80gb together: 0.9 x 80.0 memory - 76.0 weights",
         ),
-        (["--model", "a=:cost=polynomial", "--kv-memory", "1GiB"], "a.model: is missing. Name a model, or give both"),
+        (["--model", "a=:cost=polynomial", "--kv-memory", "1GiB"], "--model a: names no model. Name one, or give both"),
     ],
 )
 def test_what_cannot_be_is_named(

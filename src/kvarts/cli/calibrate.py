@@ -10,25 +10,33 @@ from typing import Any
 import click
 import msgspec
 
+from kvarts.cli.options import GroupedCommand, given_by_flags, options_of
 from kvarts.cli.printing import print_json
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, write_whole
+from kvarts.settings import given_in
+from kvarts.sim.config import SECTIONS, resolve_replay
 
 __all__ = ["calibrate_command", "columns_of"]
 
 
-@click.command("calibrate")
-@click.argument("measured", type=click.Path(path_type=Path))
-@click.option("--model", metavar="NAME", help="Model that was measured: see `kvarts model list`, or a config.json.")
-@click.option("--device", metavar="NAME", help="Device it ran on.")
-@click.option("--tensor-parallel", metavar="N", type=int, help="Devices it was split over. [1]")
-@click.option("--weight-dtype", metavar="DTYPE", help="Number format of weights. [that of the model]")
-@click.option("--kv-dtype", metavar="DTYPE", help="Number format of KV. [that of the model]")
-@click.option("--cost", metavar="FILE", help="Begin with the coefficients of this file instead of guesses.")
-@click.option("--pages", metavar="N", type=int, help="Pages of KV the engine had. [what fits]")
-@click.option("--page-size", metavar="TOKENS", type=int, help="Tokens a page. [16]")
-@click.option("--max-batched-tokens", metavar="TOKENS", type=int, help="Tokens a step could compute. [8192]")
-@click.option("--max-seqs", metavar="N", type=int, help="Requests that could run at once. [256]")
+MEASURED = click.Argument(["measured"], type=click.Path(path_type=Path))
+KEYS = (
+    "model",
+    "device",
+    "tensor_parallel",
+    "weight_dtype",
+    "kv_dtype",
+    "cost",
+    "pages",
+    "page_size",
+    "max_batched_tokens",
+    "max_seqs",
+)
+"""Settings of a replay that say what was measured."""
+
+
+@click.command("calibrate", cls=GroupedCommand, params=[MEASURED, *options_of(SECTIONS, KEYS)])
 @click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path),
               help="Mooncake trace of the same requests in the same order: who shares prefixes with whom.")  # fmt: skip
 @click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
@@ -66,18 +74,15 @@ def calibrate_command(
     """
     from kvarts.calibrate.stepfit import is_step_record
     from kvarts.executor.roofline import RooflineCost
-    from kvarts.sim.config import make_config
 
     if out is not None:
         check_writable(out)
-    values = {name: value for name, value in settings.items() if value is not None}
+    given = given_by_flags(settings, SECTIONS)
     if is_step_record(measured):
-        values.setdefault("pages", 1)  # steps are not replayed
-    config = make_config(values)
+        given = given.over(given_in({"pages": 1}, SECTIONS))  # steps are not replayed
+    config = resolve_replay(given)
     if not isinstance(config.cost, RooflineCost):
-        raise ConfigError(
-            "are missing", field="model, device", hint="Say what was measured: --model NAME --device NAME."
-        )
+        raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
     if is_step_record(measured):
         text, report, cost = _fit_steps(measured, config.cost)
     else:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from kvarts.cli.options import GroupedCommand, given_by_flags, options_of
 from kvarts.cli.printing import print_json
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
+from kvarts.settings import Section
+from kvarts.sim.hardware import DeviceSettings, ModelSettings
 
 if TYPE_CHECKING:
     from kvarts.hardware import Geometry, MemoryFit
@@ -34,34 +39,26 @@ def list_command() -> None:
         click.echo(f"{name:<16}{load_device(name).source}")
 
 
-@model_command.command("show")
-@click.argument("model")
-@click.option("--device", metavar="NAME", help="Also print what fits this device, one of `kvarts model list`.")
-@click.option("--tensor-parallel", metavar="N", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Devices that the model is split over.")  # fmt: skip
-@click.option("--page-size", metavar="TOKENS", type=click.IntRange(min=1), default=16, show_default=True,
-              help="Tokens in a page.")  # fmt: skip
-@click.option("--memory-fraction", metavar="X", type=float, default=0.9, show_default=True,
-              help="Share of the device's memory that may be used.")  # fmt: skip
-@click.option("--weight-dtype", metavar="DTYPE", help="Number format of weights. [that of the model]")
-@click.option("--kv-dtype", metavar="DTYPE", help="Number format of KV. [that of the model]")
-@click.option("--max-batched-tokens", metavar="TOKENS", type=click.IntRange(min=1), default=8192, show_default=True,
-              help="Tokens a step may compute.")  # fmt: skip
-@click.option("--max-seqs", metavar="N", type=click.IntRange(min=1), default=256, show_default=True,
-              help="Requests that may run at once.")  # fmt: skip
+SECTIONS = (
+    Section(struct=ModelSettings, title="Model and device"),
+    Section(struct=DeviceSettings, title="Model and device"),
+    Section(struct=EngineConfig, title="Engine"),
+)
+KEYS = (
+    "device",
+    "tensor_parallel",
+    "page_size",
+    "memory_fraction",
+    "weight_dtype",
+    "kv_dtype",
+    "max_batched_tokens",
+    "max_seqs",
+)
+
+
+@model_command.command("show", cls=GroupedCommand, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def show_command(
-    model: str,
-    device: str | None,
-    tensor_parallel: int,
-    page_size: int,
-    memory_fraction: float,
-    weight_dtype: str | None,
-    kv_dtype: str | None,
-    max_batched_tokens: int,
-    max_seqs: int,
-    as_json: bool,
-) -> None:
+def show_command(model: str, as_json: bool, **settings: Any) -> None:
     """Print what a token and a page take, and with --device how many pages fit.
 
     MODEL is a name that `kvarts model list` knows, a config.json as Hugging Face models have it, or the directory that
@@ -70,20 +67,26 @@ def show_command(
     from kvarts.hardware import fit_memory, load_device, load_geometry
     from kvarts.hardware.fit import local_kv_bytes_per_token
 
-    geometry = load_geometry(model).stored_as(weight_dtype)
-    fit = None
-    if device is not None:
-        fit = fit_memory(
-            geometry,
-            load_device(device),
-            page_size=page_size,
-            tensor_parallel=tensor_parallel,
-            memory_fraction=memory_fraction,
-            kv_dtype=kv_dtype,
-            max_num_batched_tokens=max_batched_tokens,
-            max_num_seqs=max_seqs,
-        )
-    token_bytes = local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype)
+    given = given_by_flags(settings, SECTIONS)
+    formats, on, engine = given.build(ModelSettings), given.build(DeviceSettings), given.build(EngineConfig)
+    page_size, tensor_parallel, kv_dtype = engine.page_size, on.tensor_parallel, formats.kv_dtype
+    try:
+        geometry = load_geometry(model).stored_as(formats.weight_dtype)
+        fit = None
+        if on.device is not None:
+            fit = fit_memory(
+                geometry,
+                load_device(on.device),
+                page_size=page_size,
+                tensor_parallel=tensor_parallel,
+                memory_fraction=on.memory_fraction,
+                kv_dtype=kv_dtype,
+                max_num_batched_tokens=engine.max_num_batched_tokens,
+                max_num_seqs=engine.max_num_seqs,
+            )
+        token_bytes = local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype)
+    except ConfigError as error:
+        raise given.named(error, (setting for section in SECTIONS for setting in section.settings)) from error
     if as_json:
         values: dict[str, Any] = {
             "model": geometry.name,

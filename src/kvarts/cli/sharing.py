@@ -2,116 +2,153 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from kvarts.cli.outputs import Outputs, make_directory, print_bytes
-from kvarts.cli.sharedtable import render_shared_table
+import click
+import msgspec
+
+from kvarts.cli.options import GroupedOption
+from kvarts.cli.parts import Part, Run
 from kvarts.errors import ConfigError
-from kvarts.files import check_writable, write_whole
-from kvarts.report.rundir import REPORT, named
-from kvarts.sharing.config import SharingConfig, parse_share, resolve_sharing
-from kvarts.sharing.replay import replay_shared
-from kvarts.traffic.formats import load_trace
+from kvarts.settings import Flags, Given, Section, setting, settings_of
+from kvarts.sharing.config import SECTIONS, ModelShare, SharingConfig
+from kvarts.sim.hardware import DeviceSettings, ModelSettings
 
-if TYPE_CHECKING:
-    from kvarts.traffic.trace import Trace
+__all__ = ["PART", "parse_share"]
 
-__all__ = ["SharedRun"]
-
-LOANS = "loans.jsonl"
+MODELS = "models"
+TITLE = "Several models"
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 
-class SharedRun:
-    """One replay of several models: settings from a file and the command line, traces, and where results go.
+class ModelTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What a table [models.NAME] says beside what a model is."""
 
-    `values`: settings by their file names; `models` may be among them, a table for each, with its `trace`. `shares`
-    and `traces` are `NAME=...`, as on the command line, and win. `reading`: how traces are read, see load_trace.
-    Raises ConfigError and OutputError before anything is done.
-    """
+    trace: Annotated[str | None, setting("Path of its trace, relative to this file.", flag=None)] = None
 
-    def __init__(
-        self,
-        values: dict[str, Any],
-        *,
-        shares: Sequence[str],
-        traces: Sequence[str],
-        config_file: Path | None,
-        reading: dict[str, Any],
-    ) -> None:
-        models: dict[str, dict[str, Any]] = {}
-        paths: dict[str, Path] = {}
-        for name, table in values.pop("models", {}).items():
-            if not isinstance(table, dict):
-                raise ConfigError("must be a table", path=config_file, field=f"models.{name}")
-            models[name] = dict(table)
-            if "trace" in table:
-                assert config_file is not None
-                paths[name] = config_file.parent / models[name].pop("trace")
-        for text in shares:
-            name, fields = parse_share(text)
-            models[name] = {**models.get(name, {}), **fields}
+
+class SharingPart(Part):
+    """Names of models, their traces, and what they share."""
+
+    sections = (*SECTIONS, Section(struct=ModelTraffic, title=TITLE, table=MODELS, is_named=True))
+
+    def options(self) -> Sequence[click.Option]:
+        """Return `--model`, which may be given for each of several models, `--trace` and `--loans`."""
+        (model,) = (each for each in settings_of(ModelSettings) if each.key == "model")
+        several = (
+            " Several models on one device: --model NAME=MODEL for each, and after a colon its weight=2, floor=100, "
+            "ceiling=800 (per mille of the tokens), guarantee=20GiB or 0.3, priority=1, weight_dtype=fp8, "
+            "kv_dtype=fp8, cost=FILE."
+        )
+        return (
+            GroupedOption(
+                ["--model", "models"], group="Model and device", default=None, multiple=True, metavar="NAME",
+                help=model.help + several,
+            ),
+            GroupedOption(
+                ["--trace", "traces"], group=TITLE, multiple=True, metavar="NAME=FILE",
+                help="The traffic of one.",
+            ),
+            GroupedOption(
+                ["--loans", "loans_file"], group=TITLE, metavar="FILE", type=click.Path(path_type=Path),
+                help="Write which model owed which one memory, and when, to FILE, a JSON line for "
+                "each period without a pause.",
+            ),
+        )  # fmt: skip
+
+    def given(self, params: dict[str, Any]) -> Given:
+        """Return what `--model` and `--trace` say."""
+        given = Given()
+        texts, traces = params.pop("models") or (), params.pop("traces")
+        if any(re.match(f"{NAME}=", text) for text in texts):
+            for text in texts:
+                name, fields = parse_share(text)
+                self._add(given, name, fields, ModelShare, f"--model {name}")
+        elif len(texts) > 1:
+            raise ConfigError(
+                "several models need names", field="--model", hint="Each: --model NAME=MODEL and --trace NAME=FILE."
+            )
+        for text in texts:
+            if not given.names(MODELS):
+                (model,) = (each for each in settings_of(ModelSettings) if each.key == "model")
+                given.add(model, text, Flags())
         for text in traces:
             name, equals, path = text.partition("=")
             if not equals:
-                raise ConfigError(f"{text!r} is not NAME=FILE", field="trace", hint="Name the model it is for.")
-            paths[name] = Path(path)
-        self.config: SharingConfig = resolve_sharing({**values, "models": models})
-        self.config.check_traces(paths)
-        self._paths = {name: paths[name] for name in models}
-        self._reading = reading
+                raise ConfigError(f"{text!r} is not NAME=FILE", field="--trace", hint="Name the model it is for.")
+            self._add(given, name, {"trace": path}, ModelTraffic, f"--trace {name}", is_model=False)
+        return given
 
-    def open_outputs(
+    def _add(
         self,
+        given: Given,
+        name: str,
+        fields: dict[str, Any],
+        struct: type[msgspec.Struct],
+        flag: str,
         *,
-        as_json: bool,
-        report_file: Path | None,
-        requests_file: Path | None,
-        timeline_file: Path | None,
-        timeline_every: int,
-        events_file: Path | None,
-        run_dir: Path | None,
-        loans_file: Path | None,
+        is_model: bool = True,
     ) -> None:
-        """Checks where results go; those of a model carry its name."""
-        self._as_json = as_json
-        self._reports = [path for path in (report_file,) if path is not None]
-        self._loans = [path for path in (loans_file,) if path is not None]
-        for path in (*self._reports, *self._loans):
-            check_writable(path)
-        if run_dir is not None:
-            make_directory(run_dir)
-            self._reports.append(run_dir / REPORT)
-            self._loans.append(run_dir / LOANS)
-        self._outputs = {
-            name: Outputs(
-                config,
-                as_json=False,
-                report_file=None,
-                requests_file=named(requests_file, name),
-                timeline_file=named(timeline_file, name),
-                timeline_every=timeline_every,
-                events_file=named(events_file, name),
-                run_dir=None if run_dir is None else run_dir / name,
+        settings = {each.field: each for each in settings_of(struct, f"{MODELS}.{name}")}
+        spellings = {each.key: f"{flag}: {each.field}" if is_model else flag for each in settings.values()}
+        source = Flags({**spellings, f"[{MODELS}.{name}]": flag})
+        if is_model:
+            given.add_name(MODELS, name, source)
+        for field, value in fields.items():
+            given.add(settings[field], value, source)
+
+    def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
+        """Return the run where models have names. Raises ConfigError where only what is shared is said."""
+        loans_file = places.pop("loans_file")
+        if given.names(MODELS):
+            from kvarts.cli.sharing_run import SharedRun
+
+            return SharedRun(given, trace, sections, loans_file)
+        of_device = settings_of(DeviceSettings)
+        own = [each.key for each in settings_of(SharingConfig) if each not in of_device]
+        why, hint = "is for several models on one device", "Give --model NAME=MODEL for each of them."
+        for key in (*given.in_table(MODELS), *own):
+            if key in given:
+                raise given.error(key, why, hint=hint)
+        if loans_file is not None:
+            raise ConfigError(why, field="--loans", hint=hint)
+        return None
+
+
+def parse_share(text: str) -> tuple[str, dict[str, Any]]:
+    """Return what `chat=llama-3.1-8b:weight=2,guarantee=20GiB` says: the name, and fields of a ModelShare.
+
+    Raises ConfigError for what is not known, or is no number where it must be.
+    """
+    name, equals, rest = text.partition("=")
+    if not equals or not re.fullmatch(NAME, name):
+        raise ConfigError(
+            f"{text!r} is not NAME=MODEL",
+            field="--model",
+            hint="With several models: --model chat=llama-3.1-8b:weight=2.",
+        )
+    model, _, options = rest.partition(":")
+    fields: dict[str, Any] = {"model": model} if model else {}
+    for part in filter(None, options.split(",")):
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals or key not in ModelShare.__struct_fields__:
+            known = ", ".join(ModelShare.__struct_fields__[1:])
+            raise ConfigError(
+                f"{part!r} is not known", field=f"--model {name}", hint=f"Known: {known}, each with =VALUE."
             )
-            for name, config in self.config.configs.items()
-        }
+        fields[key] = value.strip()
+    numbers = {"weight": float, "floor": int, "ceiling": int, "priority": int, "kv_bytes_per_token": int}
+    for key, number in numbers.items():
+        if key in fields:
+            try:
+                fields[key] = number(fields[key])
+            except ValueError:
+                raise ConfigError(f"{fields[key]!r} is no number", field=f"--model {name}: {key}") from None
+    return name, fields
 
-    def load(self) -> dict[str, Trace]:
-        """The trace of each model."""
-        return {name: load_trace(path, **self._reading) for name, path in self._paths.items()}
 
-    def run(self, traces: Mapping[str, Trace], on_progress: Callable[[int], object] | None) -> None:
-        """Replays, and writes everything."""
-        with ExitStack() as stack:
-            observers = {name: stack.enter_context(outputs.journals())(0) for name, outputs in self._outputs.items()}
-            report = replay_shared(traces, self.config, on_progress=on_progress, observers_of=observers.__getitem__)
-        for name, outputs in self._outputs.items():
-            outputs.write_files(report.reports[name])
-        for path in self._reports:
-            write_whole(path, report.to_json())
-        for path in self._loans:
-            write_whole(path, report.loans_jsonl())
-        print_bytes(report.to_json() if self._as_json else render_shared_table(report.summary).encode())
+PART = SharingPart()

@@ -56,12 +56,12 @@ def fit_memory(
     geometry: Geometry,
     device: Device,
     *,
-    page_size: int = 16,
+    page_size: int,
+    memory_fraction: float,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
     tensor_parallel: int = 1,
-    memory_fraction: float = 0.9,
     kv_dtype: str | None = None,
-    max_num_batched_tokens: int = 8192,
-    max_num_seqs: int = 256,
 ) -> MemoryFit:
     """Return how many pages of `page_size` tokens fit. Raise ConfigError if not even one page fits beside the weights.
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.offload.spec import ChannelSpec, TierSpec
+from kvarts.settings import SettingError, setting
 from kvarts.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
+    from kvarts.config import EngineConfig
+    from kvarts.kv.eviction import EvictionOrder
     from kvarts.offload.opening import TiersToOpen
 
 __all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy"]
@@ -41,49 +43,107 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     none.
     """
 
-    host_pages: int | None = None
-    host_memory: Size | None = None
-    policy: OffloadPolicy = "eager"
-    target_free: int | None = None
-    h2d: Rate = "50GB/s"
-    d2h: Rate = "50GB/s"
-    latency_us: float = 10.0
-    kv_bytes_per_token: int = 131_072
-    full_prompt_hits: bool = False
-    workers: int = 1
-    disk_pages: int | None = None
-    disk_memory: Size | None = None
-    disk_read: Rate = "5GB/s"
-    disk_write: Rate = "3GB/s"
-    disk_latency_us: float = 100.0
-    fail_every: int = 0
+    host_pages: Annotated[
+        int | None,
+        setting(
+            "Host memory below the device of each replica, in pages.",
+            flag="--host-pages",
+            metavar="N",
+            default="0",
+            replaces=("host_memory",),
+        ),
+    ] = None
+    host_memory: Annotated[
+        Size | None,
+        setting(
+            "The same in bytes: 64GiB. A page weighs --kv-bytes-per-token times its tokens.",
+            flag="--host-memory",
+            metavar="SIZE",
+            replaces=("host_pages",),
+        ),
+    ] = None
+    policy: Annotated[
+        OffloadPolicy,
+        setting(
+            "Store a page below as soon as it is complete, or when its eviction comes near.",
+            flag="--offload",
+        ),
+    ] = "eager"
+    target_free: Annotated[
+        int | None,
+        setting(
+            "Lazy: so many pages can be taken without losing anything.",
+            flag="--target-free",
+            metavar="N",
+            default="twice a token budget",
+        ),
+    ] = None
+    h2d: Annotated[Rate, setting("Bandwidth from host memory to the device.", flag="--h2d", metavar="RATE")] = "50GB/s"
+    d2h: Annotated[Rate, setting("Bandwidth from the device to host memory.", flag="--d2h", metavar="RATE")] = "50GB/s"
+    latency_us: Annotated[
+        float,
+        setting("On top of every transfer to or from host memory.", flag="--transfer-latency-us", metavar="US"),
+    ] = 10.0
+    kv_bytes_per_token: Annotated[
+        int,
+        setting(
+            "What a token weighs.",
+            flag="--kv-bytes-per-token",
+            metavar="BYTES",
+            default="131072: Llama 3.1 8B in 16 bits; with --model, what it says",
+        ),
+    ] = 131_072
+    full_prompt_hits: Annotated[bool, setting("A load may cover a whole prompt.", flag=None)] = False
+    workers: Annotated[int, setting("How many must report a transfer before it is complete.", flag=None)] = 1
+    disk_pages: Annotated[
+        int | None,
+        setting(
+            "Files below host memory, in pages.",
+            flag="--disk-pages",
+            metavar="N",
+            default="0",
+            replaces=("disk_memory",),
+        ),
+    ] = None
+    disk_memory: Annotated[
+        Size | None,
+        setting("The same in bytes.", flag="--disk-memory", metavar="SIZE", replaces=("disk_pages",)),
+    ] = None
+    disk_read: Annotated[Rate, setting("Bandwidth from files.", flag="--disk-read", metavar="RATE")] = "5GB/s"
+    disk_write: Annotated[Rate, setting("Bandwidth to files.", flag="--disk-write", metavar="RATE")] = "3GB/s"
+    disk_latency_us: Annotated[
+        float, setting("On top of every transfer to or from files.", flag="--disk-latency-us", metavar="US")
+    ] = 100.0
+    fail_every: Annotated[int, setting("Every so many transfers one fails; 0: none.", flag=None)] = 0
 
     def __post_init__(self) -> None:
         for pages, memory in (("host_pages", "host_memory"), ("disk_pages", "disk_memory")):
             count, size = getattr(self, pages), getattr(self, memory)
             if count is not None and size is not None:
-                raise ConfigError(f"is given beside {memory}", field=pages, hint="Keep one of them.")
+                raise SettingError(f"is given beside {{{memory}}}", pages, hint="Keep one of them.")
             if count is not None and count < 0:
-                raise ConfigError(f"must be at least 0, got {count}", field=pages)
+                raise SettingError(f"must be at least 0, got {count}", pages)
             if size is not None and self._bytes(memory) < 0:
-                raise ConfigError(f"must be at least 0, got {size}", field=memory)
+                raise SettingError(f"must be at least 0, got {size}", memory)
         if self.policy not in ("eager", "lazy"):
-            raise ConfigError(f"must be 'eager' or 'lazy', got {self.policy!r}", field="policy")
+            raise SettingError(f"must be 'eager' or 'lazy', got {self.policy!r}", "policy")
         if self.target_free is not None and self.target_free < 0:
-            raise ConfigError(f"must be at least 0, got {self.target_free}", field="target_free")
+            raise SettingError(f"must be at least 0, got {self.target_free}", "target_free")
         for field in ("h2d", "d2h", "disk_read", "disk_write"):
             if self.bytes_per_s(field) < 1:
-                raise ConfigError(f"must be at least one byte a second, got {getattr(self, field)}", field=field)
+                raise SettingError(f"must be at least one byte a second, got {getattr(self, field)}", field)
         for field in ("latency_us", "disk_latency_us"):
             if not 0.0 <= getattr(self, field) < float("inf"):
-                raise ConfigError(f"must be a finite number, at least 0, got {getattr(self, field)}", field=field)
+                raise SettingError(f"must be a finite number, at least 0, got {getattr(self, field)}", field)
         for field in ("kv_bytes_per_token", "workers"):
             if getattr(self, field) < 1:
-                raise ConfigError(f"must be at least 1, got {getattr(self, field)}", field=field)
+                raise SettingError(f"must be at least 1, got {getattr(self, field)}", field)
         if self.fail_every < 0:
-            raise ConfigError(f"must be at least 0, got {self.fail_every}", field="fail_every")
+            raise SettingError(f"must be at least 0, got {self.fail_every}", "fail_every")
         if (self.disk_pages or self.disk_memory) and self.host_pages is None and self.host_memory is None:
-            raise ConfigError("needs host memory above it", field="disk_pages", hint="Give host_pages as well.")
+            raise SettingError(
+                "needs host memory above it", "disk_pages", "disk_memory", of=self, hint="Give {host_pages} as well."
+            )
 
     def num_host_pages(self, page_size: int) -> int:
         """Pages of host memory, of `page_size` tokens each."""
@@ -160,5 +220,5 @@ def _parsed(parse: object, text: str, field: str) -> int:
     try:
         parsed: int = parse(text)  # type: ignore[operator]
     except ConfigError as error:
-        raise ConfigError(error.what, field=field, hint=error.hint) from error
+        raise SettingError(error.what, field, hint=error.hint) from error
     return parsed

@@ -17,7 +17,6 @@ is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
@@ -28,13 +27,12 @@ from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.budget import TokenBudgets
 from kvarts.sharing.donors import cheapest, victims_of
+from kvarts.sharing.health import Health
 from kvarts.sharing.loans import Loan, debts
 from kvarts.sharing.memory import DeviceMemory
 from kvarts.sharing.part import DevicePart, open_part
 
 __all__ = ["Donation", "Health", "SharedDevice"]
-
-Health = Literal["healthy", "degraded", "dead"]
 
 
 class Donation(msgspec.Struct, frozen=True):

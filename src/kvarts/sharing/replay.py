@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from kvarts.build import build_engine
@@ -16,10 +17,11 @@ from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
 from kvarts.sharing.steps import TurnLog
 from kvarts.sharing.turns import Tenant, TurnLoop
+from kvarts.sim.replay import Traffic, trace_of
 from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
 
-__all__ = ["replay_shared"]
+__all__ = ["replay_several", "replay_shared"]
 
 MANY_EVENTS = 512
 """So many events wait in virtual time before readers get them: nothing there has to be on time."""
@@ -44,19 +46,37 @@ def replay_shared(
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[str], Sequence[EventReader]] | None = None,
 ) -> SharedReport:
-    """Replays a trace for each model of `config`, and reports, of each and of the device.
+    """Replay several models. Deprecated: call `kvarts.replay`."""
+    warnings.warn(
+        "replay_shared(traces, config) is now replay(traces, config); the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return replay_several(traces, config, on_progress=on_progress, observers_of=observers_of)
 
-    `on_progress`: see `replay`. `observers_of` answers who observes the events of a model; to be observed, a replay
-    goes step by step. Raises ConfigError for a model without a trace, and for one more trace.
+
+def replay_several(
+    traffic: Mapping[str, Traffic],
+    config: SharingConfig,
+    *,
+    on_progress: Callable[[int], object] | None = None,
+    observers_of: Callable[[str], Sequence[EventReader]] | None = None,
+) -> SharedReport:
+    """Replay a trace for each model of `config`, and report, of each and of the device.
+
+    `on_progress` is told how many requests have ended since it was last told. `observers_of` answers what observes the
+    events of a model; to be observed, a replay goes step by step. Raises ConfigError for a model without a trace, and
+    for one more trace.
     """
-    config.check_traces(traces)
+    config.check_traces(traffic)
+    traces = {name: trace_of(traffic[name]) for name in config.models}
     device = SharedDevice(
-        config.kv_bytes, max_num_batched_tokens=config.max_num_batched_tokens, is_static=config.is_static
+        config.kv_bytes, max_num_batched_tokens=config.each.max_num_batched_tokens, is_static=config.static_split
     )
     tenants: list[Tenant] = []
     logs: dict[str, TurnLog] = {}
     is_observed = False
-    for name, share in config.shares.items():
+    for name, share in config.models.items():
         of_model = config.configs[name]
         steps = logs[name] = TurnLog(of_model.num_pages)
         observers = () if observers_of is None else observers_of(name)
@@ -89,12 +109,11 @@ def replay_shared(
                 priority=share.priority,
             )
         )
-    first = next(iter(config.configs.values()))
     turns = TurnLoop(
         device,
         tenants,
-        step_by_step=first.step_by_step or is_observed,
-        audit=first.audit,
+        step_by_step=config.each.step_by_step or is_observed,
+        audit=config.each.audit,
         changes=config.changes,
         on_progress=on_progress,
     )

@@ -115,7 +115,7 @@ class SharedReport:
         config = self.config
         names = list(self._logs)
         times_ns, used_bytes = self._used()
-        if config.is_static:
+        if config.static_split:
             return times_ns, {}
         parts = np.array([config.guaranteed_bytes[name] for name in names])[:, None]
         excess, unused = np.maximum(used_bytes - parts, 0), np.maximum(parts - used_bytes, 0)
@@ -138,11 +138,11 @@ class SharedReport:
         duration_ms = max(summary["duration_ms"] for summary in of_models.values())
         tokens = {name: int(log.spans["tokens"] @ log.spans["num_steps"]) for name, log in self._logs.items()}
         busy_ms = {name: float(log.durations_ns.sum()) / NS_PER_MS for name, log in self._logs.items()}
-        total_weight = sum(share.weight for share in config.shares.values())
+        total_weight = sum(share.weight for share in config.models.values())
         contested = [tokens / share for tokens, share in self._contested.values() if share]
         models = {}
         for name, summary in of_models.items():
-            share = config.shares[name]
+            share = config.models[name]
             peak = summary["peak_used_pages"] * config.page_bytes[name]
             models[name] = {
                 "model": share.model,
@@ -164,8 +164,8 @@ class SharedReport:
             "version": REPORT_VERSION,
             "device": {
                 "kv_bytes": config.kv_bytes,
-                "max_batched_tokens": config.max_num_batched_tokens,
-                "static_split": config.is_static,
+                "max_batched_tokens": config.each.max_num_batched_tokens,
+                "static_split": config.static_split,
                 "duration_ms": duration_ms,
                 "busy_pct": _ratio(sum(busy_ms.values()), duration_ms),
                 "num_requests": sum(summary["num_requests"] for summary in of_models.values()),

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from kvarts.engine import Engine
 from kvarts.events import Blocked, LeapDone, Turns
 from kvarts.executor.base import VirtualExecutor
 from kvarts.report.requests import FAILED, RequestLog
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sharing.device import Health, SharedDevice
+from kvarts.sharing.device import SharedDevice
+from kvarts.sharing.health import HealthChange
 from kvarts.sharing.part import DevicePart
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
@@ -31,14 +30,6 @@ from kvarts.traffic.trace import Trace, TraceRequest
 __all__ = ["HealthChange", "Tenant", "TurnLoop"]
 
 NS_PER_S = 1e9
-
-
-class HealthChange(msgspec.Struct, frozen=True):
-    """From `time_ns` on, `model` has the health `health`."""
-
-    time_ns: int
-    model: str
-    health: Health
 
 
 class Tenant:

@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError, parts_of
-from kvarts.executor.cost import CallableCost, CostModel, CostSpec, PolynomialCost, parse_cost
-from kvarts.files import read_toml
-from kvarts.offload.config import OffloadConfig
-from kvarts.sim.hardware import HARDWARE_FIELDS, resolve_hardware
-from kvarts.sim.router import RouterName
-from kvarts.traffic.workload import Workload
+from kvarts.settings import Given, Section, SettingError, given_in, setting
+from kvarts.sim.hardware import DeviceSettings, ModelSettings, resolve_hardware
 
-__all__ = ["ReplayConfig", "Slo", "check_config", "load_config", "make_config"]
+if TYPE_CHECKING:
+    from kvarts.build import PreparedTiers
+    from kvarts.event_log import EventReader
+    from kvarts.executor.cost import CostModel
+    from kvarts.kv.eviction import EvictionOrder
+    from kvarts.report.report import Report
+    from kvarts.sim.replay import Traffic
+
+__all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_config", "resolve_replay"]
+
+RouterName = Literal["round-robin", "least-loaded", "prefix"]
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a request must keep to count as goodput: bounds in milliseconds, each optional."""
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2e_ms: float | None = None
+    ttft_ms: Annotated[float | None, setting("Longest time to first token.", metavar="MS")] = None
+    tpot_ms: Annotated[float | None, setting("Longest mean time per output token after the first.", metavar="MS")] = (
+        None
+    )
+    e2e_ms: Annotated[float | None, setting("Longest time to last token.", metavar="MS")] = None
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
             value = getattr(self, field)
             if value is not None and not value > 0:
-                raise ConfigError(f"must be above 0, got {value}", field=f"slo.{field}")
+                raise SettingError(f"must be above 0, got {value}", field)
+
+
+class TiersBelow(Protocol):
+    """Settings of the tiers below the device of each replica."""
+
+    def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
+        """Prepare tiers below an engine of `config` that evicts by orders that `make_order` makes; None for no tier."""
+
+    def tiers(self, page_size: int) -> dict[str, int]:
+        """Return the pages of each tier, the fastest first, by its name."""
+
+
+def _default_cost() -> CostModel:
+    from kvarts.executor.cost import PolynomialCost  # a help text is printed without
+
+    return PolynomialCost()
 
 
 class ReplayConfig(
@@ -47,95 +71,111 @@ class ReplayConfig(
     page accounting after every step. `offload`: tiers below the device of each replica.
     """
 
-    cost: Any = PolynomialCost()
-    replicas: int = 1
-    router: RouterName = "round-robin"
-    concurrency: int | None = None
-    speedup: float = 1.0
+    cost: Annotated[
+        Any,
+        setting(
+            "How long a step takes: polynomial, or linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,"
+            "context_token_ms=0, or a file that `kvarts calibrate` wrote.",
+            metavar="MODEL",
+            default="polynomial; with --device, its roofline",
+        ),
+    ] = msgspec.field(default_factory=_default_cost)
+    replicas: Annotated[int, setting("Engines of this configuration.", metavar="N")] = 1
+    router: Annotated[
+        RouterName,
+        setting(
+            "Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to compute "
+            "plus pages in use or waited for."
+        ),
+    ] = "round-robin"
+    concurrency: Annotated[
+        int | None,
+        setting(
+            "Closed loop: keep N requests (or sessions) in flight, whatever their times in the trace.",
+            metavar="N",
+            replaces=("speedup",),
+        ),
+    ] = None
+    speedup: Annotated[float, setting("Open loop: divide arrival times and session delays by X.", metavar="X")] = 1.0
     slo: Slo = Slo()
-    step_by_step: bool = False
-    audit: bool = False
-    offload: OffloadConfig | None = None
+    step_by_step: Annotated[
+        bool, setting("Never do many steps at once. The outcome is the same, only slower: for checking.")
+    ] = False
+    audit: Annotated[bool, setting("After every step, check that each page is accounted for.")] = False
+    offload: TiersBelow | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.replicas < 1:
-            raise ConfigError(f"must be at least 1, got {self.replicas}", field="replicas")
+            raise SettingError(f"must be at least 1, got {self.replicas}", "replicas")
         if self.router not in ("round-robin", "least-loaded", "prefix"):
-            raise ConfigError(f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}", field="router")
+            raise SettingError(f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}", "router")
         if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"must be at least 1, got {self.concurrency}", field="concurrency")
+            raise SettingError(f"must be at least 1, got {self.concurrency}", "concurrency")
         if not 0.0 < self.speedup < float("inf"):
-            raise ConfigError(f"must be a finite number above 0, got {self.speedup}", field="speedup")
+            raise SettingError(f"must be a finite number above 0, got {self.speedup}", "speedup")
         if self.concurrency is not None and self.speedup != 1.0:
-            raise ConfigError(
+            raise SettingError(
                 "a closed loop has no arrival times to speed up",
-                field="speedup",
-                hint="Give concurrency or speedup, not both.",
+                "speedup",
+                hint="Give {concurrency} or {speedup}, not both.",
             )
         if not callable(self.cost) and not hasattr(self.cost, "decode_ns"):
-            raise ConfigError(f"{self.cost!r} is neither a cost model nor callable", field="cost")
+            raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
 
     @property
     def cost_model(self) -> CostModel:
         """The cost model that `cost` names."""
+        from kvarts.executor.cost import CallableCost
+
         cost: CostModel = self.cost if hasattr(self.cost, "decode_ns") else CallableCost(self.cost)
         return cost
 
+    def replay(
+        self,
+        traffic: Traffic,
+        *,
+        on_progress: Callable[[int], object] | None = None,
+        observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+    ) -> Report:
+        """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a replica."""
+        from kvarts.sim.replay import replay_one
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a TOML file may hold beside the fields of ReplayConfig."""
-
-    trace: str | None = None
-    trace_block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    skip_bad_lines: bool = False
-    workload: Workload | None = None
+        return replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
 
 
-def load_config(path: Path | str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads a TOML file: checked settings of ReplayConfig by their file names, for `make_config`, and the traffic.
+SECTIONS = (
+    Section(struct=ModelSettings, title="Model and device"),
+    Section(struct=DeviceSettings, title="Model and device"),
+    Section(struct=ReplayConfig, title="Engine and load"),
+    Section(struct=Slo, title="Goodput", table="slo"),
+)
+"""What can be said of a replay of one model; parts add to it what they know, such as tiers."""
 
-    The traffic is what is given of `trace`, `trace_block_size`, `skip_bad_lines` and `workload`, a Workload.
-    `cost` is a string as on the command line, or a table. Raises InputError for what is no TOML, ConfigError for an
-    unknown key or a bad value.
+
+def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> ReplayConfig:
+    """Build a ReplayConfig from what was given: model and device first, then tables, then the rest.
+
+    A section whose table is a field of ReplayConfig becomes its value where anything in it was given. Raises
+    ConfigError that names what was given, where it was given.
     """
-    path = Path(path)
-    return check_config(read_toml(path, hint="Check the path of the configuration."), path)
+    return build_replay(given, sections, resolve_hardware(given))
 
 
-def check_config(values: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `load_config` makes of the `values` that it has read."""
-    traffic = {name: values.pop(name) for name in _File.__struct_fields__ if name in values}
-    known = {*ReplayConfig.__struct_encode_fields__, *HARDWARE_FIELDS}
-    for name in values:
-        if name not in known:
-            hint = f"Known: {', '.join(sorted(known | set(_File.__struct_fields__)))}."
-            raise ConfigError("unknown key", path=path, field=name, hint=hint)
-    try:
-        if "cost" in values:
-            cost = values["cost"]
-            values["cost"] = parse_cost(cost) if isinstance(cost, str) else msgspec.convert(cost, CostSpec)
-        checked = msgspec.convert(traffic, _File)
-    except (msgspec.ValidationError, ConfigError) as error:
-        raise _named(error, path) from error
-    make_config(values, path)
-    return values, {name: getattr(checked, name) for name in traffic}
+def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, Any]) -> ReplayConfig:
+    """Build a ReplayConfig; `facts`, by field, are what model and device say."""
+    values: dict[str, Any] = {
+        section.table: given.build(section.struct, section.table, facts=facts)
+        for section in sections
+        if section.table in ReplayConfig.__struct_fields__ and given.in_table(section.table)
+    }
+    if "cost" in facts:
+        values["cost"] = facts["cost"]
+    return given.build(ReplayConfig, facts=facts, **values)
 
 
-def make_config(values: dict[str, Any], path: Path | str | None = None) -> ReplayConfig:
-    """A ReplayConfig from values by their file names, and those of `resolve_hardware`.
-
-    Raises ConfigError that names the field, and `path` if given.
-    """
-    try:
-        return msgspec.convert(resolve_hardware(values), ReplayConfig)
-    except (msgspec.ValidationError, ConfigError) as error:
-        raise _named(error, path) from error
-
-
-def _named(error: msgspec.ValidationError | ConfigError, path: Path | str | None) -> ConfigError:
-    """The error with its file."""
-    if isinstance(error, ConfigError):
-        return ConfigError(error.what, hint=error.hint, path=path, field=error.field)
-    what, field = parts_of(error)
-    return ConfigError(what, path=path, field=field)
+def make_config(
+    values: Mapping[str, Any], path: Path | None = None, *, sections: Sequence[Section] = SECTIONS
+) -> ReplayConfig:
+    """Build a ReplayConfig from values by the keys of a file. Raises ConfigError that names the key, and `path`."""
+    return resolve_replay(given_in(values, sections, path), sections)

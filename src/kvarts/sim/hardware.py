@@ -1,104 +1,223 @@
-"""A model and a device, instead of numbers: what they say about the cost of steps, pages and bytes."""
+"""A model and a device, instead of numbers: what they say about the cost of steps, pages and bytes.
+
+For one model or several, `place` says what a model is on a device. A replay of one model takes its pages from it in
+`resolve_hardware`; of several, SharingConfig divides what all of them leave.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
-from kvarts.executor.cost import CostSpec, parse_cost
-from kvarts.executor.roofline import RooflineCost
+from kvarts.errors import ConfigError, parts_of
+from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_of
 from kvarts.units import parse_bytes
 
-__all__ = ["HARDWARE_FIELDS", "resolve_hardware"]
+if TYPE_CHECKING:
+    from kvarts.executor.cost import CostSpec
+    from kvarts.hardware import Geometry, MemoryFit
+
+__all__ = ["DeviceSettings", "ModelSettings", "Placed", "given_cost", "kv_bytes_of", "parsed_cost", "place"]
+__all__ += ["resolve_hardware"]
 
 
-class _Hardware(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What may be said beside the fields of ReplayConfig.
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that is served: a name or a config.json, see load_geometry, and number formats instead of its own."""
 
-    `model`, `device`: see load_geometry and load_device. `kv_memory`: `auto`, or bytes on each device.
-    `memory_fraction`: of the device, for `auto`.
+    model: Annotated[
+        str | None,
+        setting(
+            "Model that is served: a name that `kvarts model list` knows, or a config.json. With --device, says how "
+            "long steps take and how many pages fit.",
+            metavar="NAME",
+        ),
+    ] = None
+    weight_dtype: Annotated[
+        str | None, setting("Number format of weights.", metavar="DTYPE", default="that of the model")
+    ] = None
+    kv_dtype: Annotated[str | None, setting("Number format of KV.", metavar="DTYPE", default="that of the model")] = (
+        None
+    )
+
+
+class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What models are served on: a name or `cpu:...`, see load_device, and how much of its memory is for KV."""
+
+    device: Annotated[
+        str | None, setting("Device it is served on, or cpu:cores=8,bandwidth=80GB/s.", metavar="NAME")
+    ] = None
+    tensor_parallel: Annotated[AtLeastOne, setting("Devices it is split over.", metavar="N")] = 1
+    kv_memory: Annotated[
+        str | int,
+        setting(
+            "KV memory of each device: auto for what fits, or 40GiB.",
+            metavar="SIZE",
+            replaces=("pages",),
+        ),
+    ] = "auto"
+    memory_fraction: Annotated[float, setting("For auto: how much of the device may be used.", metavar="X")] = 0.9
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1:
+            raise SettingError(f"must be at least 1, got {self.tensor_parallel}", "tensor_parallel")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise SettingError(f"must be above 0 and at most 1, got {self.memory_fraction}", "memory_fraction")
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a device: what a step costs, and the bytes of KV a token takes on each of the devices.
+
+    `geometry`: None where only numbers are known of the model.
     """
 
-    model: str | None = None
-    device: str | None = None
-    tensor_parallel: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    weight_dtype: str | None = None
-    kv_dtype: str | None = None
-    kv_memory: str | int | None = None
-    memory_fraction: float | None = None
+    cost: CostSpec
+    kv_bytes_per_token: int
+    geometry: Geometry | None = None
 
+    def fit(self, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> MemoryFit | None:
+        """Return what fits beside the model. Raises ConfigError where nothing does; None where it is not known."""
+        from kvarts.hardware import fit_memory, load_device
 
-HARDWARE_FIELDS = _Hardware.__struct_fields__
-
-
-def resolve_hardware(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of ReplayConfig by their file names, with what model and device say filled in where nothing else does.
-
-    The cost of steps becomes a roofline; one that was given, from a calibration, keeps its coefficients. Pages become
-    those that fit. Raises ConfigError for what is not known, contradicts itself, or does not fit.
-    """
-    given = {name: values[name] for name in HARDWARE_FIELDS if name in values}
-    rest = {name: value for name, value in values.items() if name not in given}
-    cost = rest.get("cost")
-    if isinstance(cost, str):
-        cost = rest["cost"] = parse_cost(cost)
-    elif isinstance(cost, dict):
-        cost = rest["cost"] = msgspec.convert(cost, CostSpec)
-    if not given:
-        return rest
-    from kvarts.hardware import fit_memory, load_device, load_geometry  # only those who name a model pay for it
-    from kvarts.hardware.fit import local_kv_bytes_per_token
-
-    hardware = msgspec.convert(given, _Hardware)
-    roofline = cost if isinstance(cost, RooflineCost) else None
-    model = hardware.model or (roofline.llm if roofline else None)
-    device = hardware.device or (roofline.device if roofline else None)
-    if model is None or device is None:
-        missing = "model" if model is None else "device"
-        raise ConfigError("is missing", field=missing, hint="Model and device go together: --model NAME --device NAME.")
-    weight_dtype = hardware.weight_dtype or (roofline.weight_dtype if roofline else None)
-    geometry = load_geometry(model).stored_as(weight_dtype)
-    tensor_parallel = hardware.tensor_parallel or (roofline.tensor_parallel if roofline else 1)
-    kv_dtype = hardware.kv_dtype or (roofline.kv_dtype if roofline else None)
-    facts = {
-        "llm": model,
-        "device": device,
-        "tensor_parallel": tensor_parallel,
-        "weight_dtype": weight_dtype,
-        "kv_dtype": kv_dtype,
-    }
-    if roofline is not None:
-        rest["cost"] = msgspec.structs.replace(roofline, **facts)
-    elif cost is None:
-        rest["cost"] = RooflineCost(**facts)  # type: ignore[arg-type]
-    limits = {name: rest[name] for name in ("page_size", "max_batched_tokens", "max_seqs") if name in rest}
-    engine = msgspec.convert(limits, EngineConfig)
-    page_size = engine.page_size
-    token_bytes = local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype)
-    if "pages" in rest:
-        if hardware.kv_memory is not None:
-            raise ConfigError("is given beside pages", field="kv_memory", hint="Keep one of them.")
-    elif hardware.kv_memory in (None, "auto"):
-        rest["pages"] = fit_memory(
-            geometry,
-            load_device(device),
-            page_size=page_size,
-            tensor_parallel=tensor_parallel,
-            memory_fraction=0.9 if hardware.memory_fraction is None else hardware.memory_fraction,
+        if self.geometry is None or on.device is None:
+            return None
+        return fit_memory(
+            self.geometry,
+            load_device(on.device),
+            page_size=engine.page_size,
+            tensor_parallel=on.tensor_parallel,
+            memory_fraction=on.memory_fraction,
             kv_dtype=kv_dtype,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
-        ).num_pages
-    else:
-        size = hardware.kv_memory
-        num_bytes = parse_bytes(size) if isinstance(size, str) else size
-        rest["pages"] = num_bytes // (page_size * token_bytes)
-        if rest["pages"] < 1:
-            raise ConfigError(f"{size} hold no page of {page_size * token_bytes:,} bytes", field="kv_memory")
-    offload = rest.get("offload")
-    if isinstance(offload, dict) and "kv_bytes_per_token" not in offload:
-        rest["offload"] = {**offload, "kv_bytes_per_token": token_bytes}
-    return rest
+        )
+
+
+def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Placed:
+    """Say what `model` is on a device.
+
+    Its cost is a roofline, unless `cost` is given; a roofline that was given, from a calibration, keeps its
+    coefficients. Raises ConfigError for what is not known or missing.
+    """
+    from kvarts.executor.roofline import RooflineCost
+    from kvarts.hardware import load_geometry  # only those who name a model pay for it
+    from kvarts.hardware.fit import local_kv_bytes_per_token
+
+    if model.model is None:
+        fields = [field.name for field in msgspec.structs.fields(on)]
+        raise SettingError(
+            "says nothing without a model", *fields, hint="Model and device go together: {model} NAME.", of=on
+        )
+    if on.device is None:
+        fields = [field.name for field in msgspec.structs.fields(model)]
+        raise SettingError(
+            "says nothing without a device", *fields, hint="Model and device go together: {device} NAME.", of=model
+        )
+    geometry = load_geometry(model.model).stored_as(model.weight_dtype)
+    facts: dict[str, Any] = {
+        "llm": model.model,
+        "device": on.device,
+        "tensor_parallel": on.tensor_parallel,
+        "weight_dtype": model.weight_dtype,
+        "kv_dtype": model.kv_dtype,
+    }
+    try:
+        if cost is None:
+            cost = RooflineCost(**facts)
+        elif isinstance(cost, RooflineCost):
+            cost = msgspec.structs.replace(cost, **facts)
+    except ConfigError as error:
+        field = (error.field or "").removeprefix("cost.")
+        raise ConfigError(error.what, hint=error.hint, path=error.path, field=field or None) from error
+    token_bytes = local_kv_bytes_per_token(geometry, on.tensor_parallel, model.kv_dtype)
+    return Placed(cost=cost, kv_bytes_per_token=token_bytes, geometry=geometry)
+
+
+def kv_bytes_of(on: DeviceSettings) -> int | None:
+    """Return the bytes that `kv_memory` says; None for what fits. Raises ConfigError for what is no size."""
+    size = on.kv_memory
+    if not isinstance(size, str):
+        return size
+    if size == "auto":
+        return None
+    try:
+        return parse_bytes(size)
+    except ConfigError as error:
+        raise SettingError(error.what, "kv_memory", hint=error.hint) from error
+
+
+def parsed_cost(cost: Any) -> Any:
+    """Return the cost model that a text or a table describes, and a cost model, or a callable, as it is.
+
+    Raises ConfigError, and InputError for a file.
+    """
+    if not isinstance(cost, str | Mapping):
+        return cost
+    from kvarts.executor.cost import CostSpec, parse_cost
+
+    if isinstance(cost, str):
+        return parse_cost(cost)
+    try:
+        return msgspec.convert(cost, CostSpec)
+    except msgspec.ValidationError as error:
+        what, inner = parts_of(error)
+        raise ConfigError(what, field=f"cost.{inner}" if inner else "cost") from error
+
+
+def given_cost(given: Given) -> Any:
+    """Return the cost model that was given, or None. Raises ConfigError that names what was given."""
+    if "cost" not in given:
+        return None
+    try:
+        return parsed_cost(given["cost"])
+    except ConfigError as error:
+        raise given.named(error, ()) from error
+
+
+def resolve_hardware(given: Given) -> dict[str, Any]:
+    """Return what model and device say of an engine, by field: its cost, its pages, and the bytes of KV of a token.
+
+    Nothing where none is given. Raises ConfigError for what is not known, contradicts itself, or does not fit.
+    """
+    of_model, of_device = settings_of(ModelSettings), settings_of(DeviceSettings)
+    cost = given_cost(given)
+    if not any(setting.key in given for setting in (*of_model, *of_device)):
+        return {} if cost is None else {"cost": cost}
+    merged = given.over(_calibrated(given, cost))
+    settings = (*of_model, *of_device, *settings_of(EngineConfig))
+    if "pages" in given and "kv_memory" in given:
+        raise given.named(SettingError("is given beside {num_pages}", "kv_memory", hint="Keep one of them."), settings)
+    model, on, engine = merged.build(ModelSettings), merged.build(DeviceSettings), merged.build(EngineConfig)
+    try:
+        placed = place(model, on, cost)
+        facts = {"cost": placed.cost, "kv_bytes_per_token": placed.kv_bytes_per_token}
+        if "pages" not in given:
+            facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype)
+    except ConfigError as error:
+        raise merged.named(error, settings) from error
+    return facts
+
+
+def _calibrated(given: Given, cost: Any) -> Given:
+    """What a calibrated cost says of model and device; it holds where nothing else is said."""
+    from kvarts.executor.roofline import RooflineCost
+
+    if not isinstance(cost, RooflineCost):
+        return Given()
+    facts = {"model": cost.llm, "device": cost.device, "tensor_parallel": cost.tensor_parallel}
+    facts |= {"weight_dtype": cost.weight_dtype, "kv_dtype": cost.kv_dtype}
+    return given.implied("cost", (*settings_of(ModelSettings), *settings_of(DeviceSettings)), facts)
+
+
+def _num_pages(placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> int:
+    kv_bytes = kv_bytes_of(on)
+    if kv_bytes is None:
+        fit = placed.fit(engine, on, kv_dtype)
+        assert fit is not None
+        return fit.num_pages
+    page_bytes = engine.page_size * placed.kv_bytes_per_token
+    if kv_bytes < page_bytes:
+        raise SettingError(f"{on.kv_memory} hold no page of {page_bytes:,} bytes", "kv_memory")
+    return kv_bytes // page_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol, TypeVar, overload
 
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
@@ -20,30 +21,88 @@ from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.workload import Workload
 
-__all__ = ["open_replica", "replay"]
+__all__ = ["Replayable", "Traffic", "open_replica", "replay", "replay_one", "trace_of"]
 
 MANY_EVENTS = 512
 """So many events wait in virtual time before readers get them: nothing there has to be on time."""
 
+Traffic = Trace | Workload | Path | str
+"""A Trace, a Workload to make one from, or the path of a file."""
+
+TrafficT_contra = TypeVar("TrafficT_contra", contravariant=True)
+NameT_co = TypeVar("NameT_co", covariant=True)
+NameT = TypeVar("NameT")
+ReportT_co = TypeVar("ReportT_co", covariant=True)
+TrafficT = TypeVar("TrafficT")
+ReportT = TypeVar("ReportT")
+
+
+class Replayable(Protocol[TrafficT_contra, NameT_co, ReportT_co]):
+    """A configuration that can be replayed: ReplayConfig for one model, SharingConfig for several on one device."""
+
+    def replay(
+        self,
+        traffic: TrafficT_contra,
+        *,
+        on_progress: Callable[[int], object] | None = None,
+        observers_of: Callable[[NameT_co], Sequence[EventReader]] | None = None,
+    ) -> ReportT_co:
+        """Replay `traffic` and report. `observers_of` answers what observes a replica, or a model."""
+
+
+@overload
+def replay(
+    trace: Traffic,
+    config: None = None,
+    *,
+    on_progress: Callable[[int], object] | None = None,
+    observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+) -> Report: ...
+
+
+@overload
+def replay(
+    trace: TrafficT,
+    config: Replayable[TrafficT, NameT, ReportT],
+    *,
+    on_progress: Callable[[int], object] | None = None,
+    observers_of: Callable[[NameT], Sequence[EventReader]] | None = None,
+) -> ReportT: ...
+
 
 def replay(
-    trace: Trace | Workload | Path | str,
-    config: ReplayConfig | None = None,
+    trace: Any,
+    config: Replayable[Any, Any, Any] | None = None,
+    *,
+    on_progress: Callable[[int], object] | None = None,
+    observers_of: Callable[[Any], Sequence[EventReader]] | None = None,
+) -> Any:
+    """Replay `trace` on what `config` describes, and report.
+
+    With a ReplayConfig, `trace` is a Trace, a Workload to make one from, or the path of a file. With a SharingConfig
+    it is a mapping of these, one for each model by its name. `on_progress` is told how many requests have ended
+    since it was last told. `observers_of` answers what observes the events of a replica, by number, or of a model, by
+    name. Raises InputError for a trace that cannot be read.
+    """
+    return (config or ReplayConfig()).replay(trace, on_progress=on_progress, observers_of=observers_of)
+
+
+def trace_of(traffic: Traffic) -> Trace:
+    """Return `traffic` as a Trace. Raises InputError for a file that cannot be read."""
+    if isinstance(traffic, Workload):
+        return traffic.trace()
+    return traffic if isinstance(traffic, Trace) else load_trace(traffic)
+
+
+def replay_one(
+    traffic: Traffic,
+    config: ReplayConfig,
     *,
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[int], Sequence[EventReader]] | None = None,
 ) -> Report:
-    """Replays `trace` through the engines that `config` describes, and reports.
-
-    `trace`: a Trace, a Workload to make one from, or the path of a file. `on_progress` is told how many
-    requests have ended since it was last told. `observers_of` answers who observes the events of a
-    replica. Raises InputError for a trace that cannot be read.
-    """
-    config = config or ReplayConfig()
-    if isinstance(trace, Workload):
-        trace = trace.trace()
-    elif not isinstance(trace, Trace):
-        trace = load_trace(trace)
+    """Replay the traffic of one model through the engines that `config` describes, and report. `replay` says more."""
+    trace = trace_of(traffic)
     source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup)
     requests = RequestLog(largest_hit_counts=config.profile == "mocker")
     tiers = {} if config.offload is None else config.offload.tiers(config.page_size)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from kvarts.request import Request
+from kvarts.sim.config import RouterName
 from kvarts.sim.replica import Replica
 
 __all__ = ["LeastLoaded", "PrefixAware", "RoundRobin", "Router", "RouterName", "make_router"]
-
-RouterName = Literal["round-robin", "least-loaded", "prefix"]
 
 
 class Router(Protocol):

@@ -1,0 +1,28 @@
+"""The part of `kvarts replay` that is about tiers below the device."""
+
+from __future__ import annotations
+
+from kvarts.cli.parts import Part
+from kvarts.offload.config import OffloadConfig
+from kvarts.settings import Flags, Given, Section
+
+__all__ = ["PART"]
+
+TABLE = "offload"
+
+
+class OffloadPart(Part):
+    """Host memory and files: options, and the table [offload]."""
+
+    sections = (Section(struct=OffloadConfig, title="Host memory and files", table=TABLE),)
+
+    def check(self, given: Given) -> None:
+        """Raise ConfigError where an option says how to offload, and nothing says how much."""
+        by_flags = [key for key in given.in_table(TABLE) if given.source_of(key) == Flags()]
+        if by_flags and not {f"{TABLE}.host_pages", f"{TABLE}.host_memory"} & set(given.in_table(TABLE)):
+            raise given.error(
+                by_flags[0], "says how, and not how much", hint="Give --host-pages or --host-memory as well."
+            )
+
+
+PART = OffloadPart()

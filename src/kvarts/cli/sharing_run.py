@@ -1,0 +1,118 @@
+"""A replay of several models: their traces, and where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvarts.cli.outputs import Outputs, make_directory, print_bytes
+from kvarts.cli.sample import reading_of
+from kvarts.cli.sharing_table import render_shared_table
+from kvarts.errors import ConfigError
+from kvarts.files import check_writable, write_whole
+from kvarts.report.rundir import REPORT, named
+from kvarts.settings import Given, Section
+from kvarts.sharing.config import SharingConfig, resolve_shares
+from kvarts.traffic.formats import load_trace
+
+if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
+    from kvarts.sharing.report import SharedReport
+    from kvarts.traffic.trace import Trace
+
+__all__ = ["SharedOutputs", "SharedRun"]
+
+LOANS = "loans.jsonl"
+
+
+class SharedRun:
+    """One replay of several models. Raises ConfigError before anything is done."""
+
+    def __init__(self, given: Given, trace: Path | None, sections: Sequence[Section], loans_file: Path | None) -> None:
+        if trace is not None:
+            raise ConfigError("each model has its own", field="TRACE", hint="Give --trace NAME=FILE for each.")
+        for key in ("trace", "workload"):
+            if key in given:
+                raise given.error(key, "is for a replay of one model", hint="Each of several has its own trace.")
+        self._given = given
+        self._loans_file = loans_file
+        self._paths: dict[str, Path] = {}
+        for key in given.in_table("models"):
+            if key.endswith(".trace"):
+                self._paths[key.removeprefix("models.").removesuffix(".trace")] = given.path_of(key)
+        self.config: SharingConfig = resolve_shares(given, sections)
+        try:
+            self.config.check_traces(self._paths)
+        except ConfigError as error:
+            raise given.named(error, ()) from error
+
+    def outputs(self, places: Mapping[str, Any]) -> SharedOutputs:
+        """Check where results go."""
+        return SharedOutputs(self.config, loans_file=self._loans_file, **places)
+
+    def load(self) -> tuple[dict[str, Trace], Sequence[Trace]]:
+        """Load the trace of each model."""
+        traces = {name: load_trace(self._paths[name], **reading_of(self._given)) for name in self.config.models}
+        return traces, list(traces.values())
+
+
+class SharedOutputs:
+    """The files of one replay of several models, checked before it begins; those of a model carry its name.
+
+    Raises ConfigError and OutputError.
+    """
+
+    def __init__(
+        self,
+        config: SharingConfig,
+        *,
+        as_json: bool,
+        report_file: Path | None,
+        requests_file: Path | None,
+        timeline_file: Path | None,
+        timeline_every: int,
+        events_file: Path | None,
+        run_dir: Path | None,
+        loans_file: Path | None,
+    ) -> None:
+        self._as_json = as_json
+        self._reports = [path for path in (report_file,) if path is not None]
+        self._loans = [path for path in (loans_file,) if path is not None]
+        for path in (*self._reports, *self._loans):
+            check_writable(path)
+        if run_dir is not None:
+            make_directory(run_dir)
+            self._reports.append(run_dir / REPORT)
+            self._loans.append(run_dir / LOANS)
+        self._outputs = {
+            name: Outputs(
+                of_model,
+                as_json=False,
+                report_file=None,
+                requests_file=named(requests_file, name),
+                timeline_file=named(timeline_file, name),
+                timeline_every=timeline_every,
+                events_file=named(events_file, name),
+                run_dir=None if run_dir is None else run_dir / name,
+            )
+            for name, of_model in config.configs.items()
+        }
+
+    @contextmanager
+    def journals(self) -> Iterator[Callable[[str], Sequence[EventReader]]]:
+        """Answer what writes down the events of each model, while the replay runs."""
+        with ExitStack() as stack:
+            observers = {name: stack.enter_context(outputs.journals())(0) for name, outputs in self._outputs.items()}
+            yield observers.__getitem__
+
+    def write(self, report: SharedReport) -> None:
+        """Write everything else, and the report to standard output."""
+        for name, outputs in self._outputs.items():
+            outputs.write_files(report.reports[name])
+        for path in self._reports:
+            write_whole(path, report.to_json())
+        for path in self._loans:
+            write_whole(path, report.loans_jsonl())
+        print_bytes(report.to_json() if self._as_json else render_shared_table(report.summary).encode())

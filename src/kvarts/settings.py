@@ -1,0 +1,412 @@
+"""Settings: fields of structs, what is said of each, and where each of their values was given.
+
+A setting is a field of a msgspec.Struct that is annotated with `setting(...)`: what it is for and its flag. Its default
+is that of the field and stated nowhere else; its key in a file is the name the struct encodes it by, after the
+name of its table. The options of the command line and the tables of a file are both made from this.
+
+`Given` holds what was given, by key, and where: a flag, a key of a file. It merges what several sources give, builds
+structs from it, and names in every error the setting as the user wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin
+
+import msgspec
+
+from kvarts.errors import ConfigError, parts_of
+
+__all__ = [
+    "AtLeastOne",
+    "Flags",
+    "Given",
+    "Keys",
+    "Section",
+    "Setting",
+    "SettingError",
+    "Source",
+    "given_in",
+    "parts_of_error",
+    "setting",
+    "settings_of",
+]
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+"""The type of a setting that a file and the command line refuse below 1."""
+
+_NAME = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting: the field of a struct, its key in a file, its flag on the command line, and its default.
+
+    `default_text`: what the help says of it instead. `replaces`: keys of the settings that it drops when it is laid
+    over them. `is_name`: it is no value, but stands for the name of a table that the user chose.
+    """
+
+    field: str
+    key: str
+    kind: Any
+    help: str
+    default: Any = None
+    default_text: str | None = None
+    flag: str | None = None
+    metavar: str | None = None
+    replaces: tuple[str, ...] = ()
+    is_name: bool = False
+
+
+def setting(
+    help: str,  # noqa: A002
+    *,
+    flag: str | None = "",
+    metavar: str | None = None,
+    default: str | None = None,
+    replaces: tuple[str, ...] = (),
+) -> msgspec.Meta:
+    """Return the annotation that makes the field of a struct a setting.
+
+    `flag`: left out, it is made from the key; None: there is none. `default`: what the help says where the field's
+    default does not say it. `replaces`: fields of the same struct, or keys, see Setting.
+    """
+    extra = {"flag": flag, "metavar": metavar, "default": default, "replaces": replaces}
+    return msgspec.Meta(description=help, extra=extra)
+
+
+@cache
+def settings_of(struct: type[msgspec.Struct], table: str = "") -> tuple[Setting, ...]:
+    """Return the settings among the fields of `struct`, with keys in `table`; the top of a file has no name."""
+    found = []
+    prefix = f"{table}." if table else ""
+    for field in msgspec.structs.fields(struct):
+        kind, meta = _parted(field.type)
+        if meta is None:
+            continue
+        extra = meta.extra or {}
+        key = prefix + field.encode_name
+        default = field.default if field.default_factory is msgspec.NODEFAULT else None
+        found.append(
+            Setting(
+                field=field.name,
+                key=key,
+                kind=kind,
+                help=meta.description or "",
+                default=default,
+                default_text=extra["default"],
+                flag="--" + key.replace(".", "-").replace("_", "-") if extra["flag"] == "" else extra["flag"],
+                metavar=extra["metavar"],
+                replaces=tuple(prefix + name for name in extra["replaces"]),
+            )
+        )
+    return tuple(found)
+
+
+def _parted(kind: Any) -> tuple[Any, msgspec.Meta | None]:
+    """Return the type with its bounds, and what `setting` said of it."""
+    if get_origin(kind) is Annotated:
+        for meta in get_args(kind)[1:]:
+            if isinstance(meta, msgspec.Meta) and meta.extra is not None and "flag" in meta.extra:
+                return kind, meta
+    return kind, None
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that belong together: those of `struct`, in `table` of a file, under `title` in the help.
+
+    `is_named`: the file has such a table for each of several names: `[models.chat]`.
+    """
+
+    struct: type[msgspec.Struct]
+    title: str
+    table: str = ""
+    is_named: bool = False
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """The settings of a section without names."""
+        return settings_of(self.struct, self.table)
+
+
+# Errors ---------------------------------------------------------------------------------------------------
+
+
+class SettingError(ConfigError):
+    """A value that a setting cannot have, or settings that exclude each other.
+
+    `fields`: the settings that are at fault. The error names the first of them that was given; of a struct, `of`, that
+    is the first that is not at its default. `{name}` in a text stands for another field, and is spelled as the user
+    would write it.
+    """
+
+    def __init__(self, what: str, *fields: str, hint: str | None = None, of: msgspec.Struct | None = None) -> None:
+        self.texts = what, hint
+        self.fields = fields
+        super().__init__(
+            _spelled(what, lambda name: name),
+            hint=None if hint is None else _spelled(hint, lambda name: name),
+            field=_first_changed(of, fields),
+        )
+
+
+def parts_of_error(error: ConfigError) -> tuple[str, str | None, tuple[str, ...]]:
+    """Return what is wrong and the hint, as texts in which `{name}` stands for a field, and the fields at fault."""
+    if isinstance(error, SettingError):
+        return *error.texts, error.fields
+    return error.what, error.hint, () if error.field is None else (error.field,)
+
+
+def _first_changed(of: msgspec.Struct | None, fields: Sequence[str]) -> str:
+    defaults = {} if of is None else {field.name: field.default for field in msgspec.structs.fields(of)}
+    for name in fields:
+        if name in defaults and getattr(of, name) != defaults[name]:
+            return name
+    return fields[0]
+
+
+def _spelled(text: str, spell: Callable[[str], str]) -> str:
+    return _NAME.sub(lambda match: spell(match[1]), text)
+
+
+class Source(Protocol):
+    """Where values were given."""
+
+    @property
+    def path(self) -> Path | None:
+        """The file, if it is one."""
+
+    def spell(self, setting: Setting, inner: str = "") -> str:
+        """Return `setting` as one writes it there; `inner`: a part of its value."""
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """A file, or a mapping with the keys of one."""
+
+    path: Path | None = None
+
+    def spell(self, setting: Setting, inner: str = "") -> str:
+        """Return the key."""
+        return f"{setting.key}.{inner}" if inner else setting.key
+
+
+class Flags(msgspec.Struct, frozen=True):
+    """The command line. `spellings`: of keys that have no flag of their own."""
+
+    spellings: Mapping[str, str] = {}
+    path: None = None
+
+    def spell(self, setting: Setting, inner: str = "") -> str:
+        """Return the flag."""
+        flag = self.spellings.get(setting.key) or setting.flag or setting.key
+        return f"{flag}: {inner}" if inner else flag
+
+
+class _Within(msgspec.Struct, frozen=True):
+    """The value of another setting, which says something of this one too."""
+
+    source: Source
+    setting: Setting
+
+    @property
+    def path(self) -> Path | None:
+        """Where that other setting was given."""
+        return self.source.path
+
+    def spell(self, setting: Setting, inner: str = "") -> str:
+        """Return the other setting, and the key in it."""
+        return self.source.spell(self.setting, f"{setting.key}.{inner}" if inner else setting.key)
+
+
+# What was given -------------------------------------------------------------------------------------------
+
+
+class _Value(msgspec.Struct, frozen=True):
+    setting: Setting
+    value: Any
+    source: Source
+
+
+class Given:
+    """Values of settings by their keys, and where each was given."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, _Value] = {}
+
+    def add(self, setting: Setting, value: Any, source: Source) -> None:
+        """Take in one value."""
+        self._values[setting.key] = _Value(setting, value, source)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __getitem__(self, key: str) -> Any:
+        """The value, as the type of its setting. Raises ConfigError where it is none."""
+        given = self._values[key]
+        try:
+            return msgspec.convert(given.value, given.setting.kind)
+        except msgspec.ValidationError as error:
+            what, inner = parts_of(error)
+            raise ConfigError(
+                what, path=given.source.path, field=given.source.spell(given.setting, inner or "")
+            ) from error
+
+    def source_of(self, key: str) -> Source:
+        """Return where the value was given."""
+        return self._values[key].source
+
+    def path_of(self, key: str) -> Path:
+        """The value as a path; what a file says is relative to the file."""
+        file = self._values[key].source.path
+        return Path(self[key]) if file is None else file.parent / self[key]
+
+    def in_table(self, table: str) -> list[str]:
+        """Return the keys that were given in `table`, in their order."""
+        return [key for key, given in self._values.items() if key.startswith(f"{table}.") and not given.setting.is_name]
+
+    def names(self, table: str) -> list[str]:
+        """Return the names of the tables `[table.NAME]`, in their order."""
+        return [
+            given.value for given in self._values.values() if given.setting.is_name and given.setting.field == table
+        ]
+
+    def add_name(self, table: str, name: str, source: Source) -> None:
+        """Take in that there is a table `[table.name]`."""
+        self.add(Setting(field=table, key=f"[{table}.{name}]", kind=str, help="", is_name=True), name, source)
+
+    def over(self, below: Given) -> Given:
+        """Merge: what is given here wins over what is given `below`.
+
+        Tables are merged key by key. A value that `replaces` others drops them from below: host_pages drops a
+        host_memory of the file and the other way round, pages and kv_memory drop each other, and concurrency drops
+        speedup. Given by one source both stay, and what is built from them refuses them.
+        """
+        replaced = {key for given in self._values.values() for key in given.setting.replaces}
+        merged = Given()
+        merged._values = {key: given for key, given in below._values.items() if key not in replaced}
+        merged._values.update(self._values)
+        return merged
+
+    def implied(self, key: str, settings: Iterable[Setting], facts: Mapping[str, Any]) -> Given:
+        """Return what the value of `key` says of other settings, by their keys; None: nothing."""
+        given = self._values[key]
+        said = Given()
+        for setting in settings:
+            if facts.get(setting.key) is not None:
+                said.add(setting, facts[setting.key], _Within(given.source, given.setting))
+        return said
+
+    def build(
+        self, struct: type[StructT], table: str = "", *, facts: Mapping[str, Any] | None = None, **values: Any
+    ) -> StructT:
+        """Build a `struct` from what is given for it, and else from `facts` by field, and else from its defaults.
+
+        `values` of fields stand before anything given. Raises ConfigError that names what was given.
+        """
+        settings = settings_of(struct, table)
+        known = facts or {}
+        for setting in settings:
+            if setting.field in values:
+                continue
+            if setting.key in self:
+                values[setting.field] = self[setting.key]
+            elif setting.field in known:
+                values[setting.field] = known[setting.field]
+        try:
+            return struct(**values)
+        except ConfigError as error:
+            raise self.named(error, settings) from error
+
+    def error(self, key: str, what: str, *, hint: str | None = None) -> ConfigError:
+        """Return an error of what was given for `key`."""
+        given = self._values[key]
+        return ConfigError(what, path=given.source.path, field=given.source.spell(given.setting), hint=hint)
+
+    def named(self, error: ConfigError, settings: Iterable[Setting]) -> ConfigError:
+        """Return `error`, whose fields are those of `settings`, with the names that the user wrote."""
+        if error.path is not None or error.field is None:
+            return error
+        by_name = {setting.field: setting for setting in settings}
+        by_name.update({given.setting.key: given.setting for given in self._values.values()})
+        what, hint, fields = parts_of_error(error)
+        guilty, inner = self._first_given(fields, by_name)
+        if guilty is None:
+            return error
+        source = guilty.source
+
+        def spell(name: str) -> str:
+            other = by_name.get(name)
+            if other is None:
+                return name
+            given = self._values.get(other.key)
+            if given is None or given.source == source:
+                return source.spell(other)
+            where = "" if given.source.path is None else f" of {given.source.path}"
+            return given.source.spell(other) + where
+
+        return ConfigError(
+            _spelled(what, spell),
+            hint=None if hint is None else _spelled(hint, spell),
+            path=source.path,
+            field=source.spell(guilty.setting, inner),
+        )
+
+    def _first_given(self, fields: Sequence[str], by_name: Mapping[str, Setting]) -> tuple[_Value | None, str]:
+        for field in fields:
+            root, _, rest = field.partition(".")
+            for name, inner in ((field, ""), (f"[{field}]", ""), (root, rest)):
+                setting = by_name.get(name)
+                if setting is not None and setting.key in self:
+                    return self._values[setting.key], inner
+            in_table = self.in_table(field)
+            if in_table:
+                return self._values[in_table[0]], ""
+        return None, ""
+
+
+def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path | None = None) -> Given:
+    """Take in `values`, which are what a file says, or have its form. Raises ConfigError for an unknown key."""
+    source = Keys(path)
+    given = Given()
+    known = {setting.key: setting for section in sections if not section.is_named for setting in section.settings}
+    tables = {section.table for section in sections if section.table}
+    named = {section.table for section in sections if section.is_named}
+    for name, value in values.items():
+        if name not in tables:
+            _add(given, known, name, value, source, {*(key for key in known if "." not in key), *tables})
+            continue
+        for inner, item in _table(value, name, path).items():
+            key = f"{name}.{inner}"
+            if name not in named:
+                _add(given, known, key, item, source, _in_table(known, name))
+                continue
+            given.add_name(name, inner, source)
+            of_name = {
+                setting.key: setting
+                for section in sections
+                if section.table == name
+                for setting in settings_of(section.struct, key)
+            }
+            for last, leaf in _table(item, key, path).items():
+                _add(given, of_name, f"{key}.{last}", leaf, source, _in_table(of_name, key))
+    return given
+
+
+def _table(value: Any, name: str, path: Path | None) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"must be a table, got {value!r}", path=path, field=name)
+    return value
+
+
+def _in_table(known: Mapping[str, Setting], table: str) -> set[str]:
+    return {key.removeprefix(f"{table}.") for key in known if key.startswith(f"{table}.")}
+
+
+def _add(given: Given, known: Mapping[str, Setting], key: str, value: Any, source: Keys, names: set[str]) -> None:
+    if key not in known:
+        raise ConfigError("unknown key", path=source.path, field=key, hint=f"Known: {', '.join(sorted(names))}.")
+    given.add(known[key], value, source)

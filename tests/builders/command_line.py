@@ -1,0 +1,19 @@
+"""What a command line says, without running it."""
+
+from __future__ import annotations
+
+from kvarts.cli.options import given_by_flags
+from kvarts.cli.parts import load_parts
+from kvarts.cli.replay import all_sections, replay_command
+from kvarts.settings import Given
+
+__all__ = ["parsed"]
+
+
+def parsed(*arguments: str) -> Given:
+    """What `kvarts replay` is given with these arguments."""
+    context = replay_command.make_context("replay", list(arguments))
+    given = given_by_flags(context.params, all_sections())
+    for part in load_parts():
+        given = part.given(context.params).over(given)
+    return given

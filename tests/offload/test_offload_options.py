@@ -1,0 +1,114 @@
+"""Tiers below the device, as the command line and a file describe them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts.cli.replay import all_sections
+from kvarts.offload.config import OffloadConfig
+from kvarts.settings import given_in
+from kvarts.sim.config import resolve_replay
+
+from builders.command_line import parsed
+
+SECTIONS = all_sections()
+
+
+def test_every_flag_reaches_the_tiers() -> None:
+    flags = (
+        "--host-pages 70 --offload lazy --target-free 3 --h2d 1GB/s --d2h 2GB/s --transfer-latency-us 4 "
+        "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6"
+    )
+    assert resolve_replay(parsed(*flags.split()), SECTIONS).offload == OffloadConfig(
+        host_pages=70,
+        policy="lazy",
+        target_free=3,
+        h2d="1GB/s",
+        d2h="2GB/s",
+        latency_us=4.0,
+        kv_bytes_per_token=1000,
+        disk_memory="1GB",
+        disk_read="3GB/s",
+        disk_write="5GB/s",
+        disk_latency_us=6.0,
+    )
+
+
+def test_the_report_has_the_tiers(
+    run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}\n')
+    assert run_command("replay", trace, "--host-pages", 70, "--json") == 0
+    assert json.loads(capsysbinary.readouterr().out)["config"]["offload"] == {
+        "host_pages": 70,
+        "host_memory": None,
+        "policy": "eager",
+        "target_free": None,
+        "h2d": "50GB/s",
+        "d2h": "50GB/s",
+        "latency_us": 10.0,
+        "kv_bytes_per_token": 131072,
+        "full_prompt_hits": False,
+        "workers": 1,
+        "disk_pages": None,
+        "disk_memory": None,
+        "disk_read": "5GB/s",
+        "disk_write": "3GB/s",
+        "disk_latency_us": 100.0,
+        "fail_every": 0,
+    }
+
+
+def test_a_model_says_what_a_token_weighs_unless_it_is_given() -> None:
+    command = "--host-pages 10 --model qwen3-0.6b --device l40s"
+    for more, weighs in (("", 114_688), (" --kv-bytes-per-token 5", 5)):
+        offload: Any = resolve_replay(parsed(*(command + more).split()), SECTIONS).offload
+        assert offload.kv_bytes_per_token == weighs
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "expected"),
+    [
+        ({"host_memory": "1GiB"}, "--host-pages 7", {"host_pages": 7}),
+        ({"host_pages": 7}, "--host-memory 1GiB", {"host_memory": "1GiB"}),
+        ({"host_pages": 7, "disk_memory": "1GiB"}, "--disk-pages 9", {"host_pages": 7, "disk_pages": 9}),
+        ({"host_pages": 7, "h2d": "3GB/s"}, "--h2d 4GB/s", {"host_pages": 7, "h2d": "4GB/s"}),
+    ],
+)
+def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: str, expected: dict[str, Any]) -> None:
+    merged = parsed(*arguments.split()).over(given_in({"offload": file}, SECTIONS))
+    assert resolve_replay(merged, SECTIONS).offload == OffloadConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "says"),
+    [
+        ("host_pages = 3\nhost_memory = '1GiB'", "", "c.toml: offload.host_pages: is given beside offload.host_memory"),
+        ("host_pages = 3", "--h2d fast", "--h2d: 'fast' is no bandwidth"),
+        ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is no bandwidth"),
+        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: d2h, "),
+        ("", "--host-pages 3 --host-memory 1GiB", "--host-pages: is given beside --host-memory. Keep one of them."),
+        ("", "--h2d 3GB/s", "--h2d: says how, and not how much. Give --host-pages or --host-memory as well."),
+        ("disk_pages = 3", "", "c.toml: offload.disk_pages: needs host memory above it. Give offload.host_pages"),
+        ("disk_memory = '3GB'", "", "c.toml: offload.disk_memory: needs host memory above it."),
+    ],
+)
+def test_an_error_says_where_the_value_came_from(
+    file: str,
+    arguments: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(f"[offload]\n{file}\n")
+    assert run_command("replay", "--config", "c.toml", *arguments.split()) == 2
+    assert capsys.readouterr().err.startswith(f"kvarts: {says}")

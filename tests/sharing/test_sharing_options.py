@@ -1,0 +1,140 @@
+"""Several models, as the command line, a file and Python describe them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig, load_trace, replay, replay_shared
+from kvarts.cli.replay import all_sections
+from kvarts.settings import given_in
+from kvarts.sharing.config import check_combination, resolve_shares, resolve_sharing
+
+from builders.command_line import parsed
+
+SECTIONS = all_sections()
+DATA = Path(__file__).parents[2] / "src" / "kvarts" / "data"
+NUMBERS: dict[str, Any] = {"cost": "polynomial", "kv_bytes_per_token": 64}
+
+
+def test_the_command_line_is_laid_over_the_tables_of_a_file() -> None:
+    file = {
+        "kv_memory": "1GiB",
+        "max_seqs": 7,
+        "slo": {"e2e_ms": 3.0},
+        "models": {"a": {**NUMBERS, "weight": 2}, "b": {**NUMBERS, "guarantee": 0.25}},
+    }
+    command = "--model c=:cost=polynomial,kv_bytes_per_token=8 --model a=:weight=3,priority=1 --health b=dead@3"
+    given = parsed(*command.split(), "--slo-ttft-ms", "5", "--static-split").over(given_in(file, SECTIONS))
+    config = resolve_shares(given, SECTIONS)
+    assert config.models == {
+        "a": ModelShare(**NUMBERS, weight=3.0, priority=1),
+        "b": ModelShare(**NUMBERS, guarantee=0.25),
+        "c": ModelShare(cost="polynomial", kv_bytes_per_token=8),
+    }
+    assert (config.static_split, config.kv_bytes, config.each.max_num_seqs) == (True, 1 << 30, 7)
+    assert (config.each.slo.ttft_ms, config.each.slo.e2e_ms) == (5.0, 3.0)
+    assert config.guaranteed_bytes == {"a": 603979776, "b": 1 << 28, "c": 201326592}
+    assert config.changes[0].time_ns == 3_000_000_000
+
+
+def test_python_says_the_same_with_values() -> None:
+    models = {"a": ModelShare(**NUMBERS, weight=3.0), "b": ModelShare(**NUMBERS)}
+    config = SharingConfig(models=models, kv_memory="1MiB", each=ReplayConfig(page_size=8, audit=True))
+    assert {name: of_model.num_pages for name, of_model in config.configs.items()} == {"a": 2048, "b": 2048}
+    assert all(of_model.audit and of_model.page_size == 8 for of_model in config.configs.values())
+    split = SharingConfig(models=models, kv_memory="1MiB", each=ReplayConfig(page_size=8), static_split=True)
+    assert {name: of_model.num_pages for name, of_model in split.configs.items()} == {"a": 1536, "b": 512}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"models": {}}, "models: names no model"),
+        ({"health": ("c=dead@1",)}, "health: is of 'c', which is no model"),
+        ({"health": ("a=dad@1",)}, "health: 'a=dad@1' is not NAME=STATE@SECONDS"),
+        ({"each": ReplayConfig(replicas=2)}, "replicas: is for a replay of one model"),
+        ({"memory_fraction": 2.0}, "memory_fraction: must be above 0"),
+        ({"kv_memory": "auto"}, "kv_memory: is not known"),
+        ({"kv_memory": 63}, "kv_memory: 63 bytes hold no page of 1,024 bytes"),
+        ({"models": {"a": ModelShare(model="qwen3-8b")}}, "models.a.model: says nothing without a device"),
+        ({"models": {"a": ModelShare(guarantee="2MiB", **NUMBERS)}}, "models.a.guarantee: all guarantees are"),
+    ],
+)
+def test_from_python_an_error_names_the_field(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+        SharingConfig(**{"models": {"a": ModelShare(**NUMBERS)}, "kv_memory": "1MiB", **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"num_pages": 3}, "num_pages"),
+        ({"cost": print}, "cost"),
+        ({"profile": "mocker"}, "profile"),
+        ({"replicas": 2}, "replicas"),
+        ({"router": "prefix"}, "router"),
+    ],
+)
+def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, Any], field: str) -> None:
+    check_combination(ReplayConfig())
+    with pytest.raises(ConfigError, match="is for a replay of one model") as caught:
+        check_combination(ReplayConfig(**values))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "says"),
+    [
+        ("[models.a]\nweight = 0", "", "c.toml: models.a.weight: must be a finite number above 0"),
+        ("[models.a]\nweigth = 1", "", "c.toml: models.a.weigth: unknown key. Known: ceiling, cost, "),
+        ("[models.a]", "", "c.toml: [models.a]: names no model."),
+        ("models = 3", "", "c.toml: models: must be a table, got 3"),
+        ("model = 'qwen3-8b'\n[models.a]", "", "c.toml: model: is for a replay of one model."),
+        ("trace = 'x'\n[models.a]", "", "c.toml: trace: is for a replay of one model."),
+        ("replicas = 2\n[models.a]", "", "c.toml: replicas: is for a replay of one model: one device is shared"),
+        ("pages = 2\n[models.a]", "", "c.toml: pages: is for a replay of one model: pages of several differ in bytes"),
+        ("health = ['a=dead@3']", "", "c.toml: health: is for several models on one device."),
+        ("", "--loans x", "--loans: is for several models on one device."),
+        ("", "--trace a=x", "--trace a: is for several models on one device."),
+        (
+            "device = 'l40s'\n[models.a]\nmodel = 'qwen3-8b'\nkv_dtype = 'x'",
+            "",
+            "c.toml: models.a.kv_dtype: 'x' is not",
+        ),
+        (
+            "[models.a]\nmodel = 'qwen3-8b'\nweight_dtype = 'x'",
+            "--device l40s",
+            "c.toml: models.a.weight_dtype: 'x' is",
+        ),
+        ("[models.a]\ncost = 'cubic'", "", "c.toml: models.a.cost: 'cubic': "),
+        ("", "--model a=:cost=cubic", "--model a: cost: 'cubic': "),
+    ],
+)
+def test_an_error_says_where_the_value_came_from(
+    file: str,
+    arguments: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(file)
+    assert run_command("replay", "--config", "c.toml", *arguments.split()) == 2
+    assert capsys.readouterr().err.startswith(f"kvarts: {says}")
+
+
+def test_old_names_go_on_working_and_say_what_to_call() -> None:
+    chat = DATA / "azure-conv-1000.csv"
+    values = {"models": {"chat": {"cost": "polynomial", "kv_bytes_per_token": 64}}, "kv_memory": "64MiB"}
+    with pytest.warns(DeprecationWarning, match="SharingConfig"):
+        config = resolve_sharing(values)
+    with pytest.warns(DeprecationWarning, match="replay"):
+        old = replay_shared({"chat": load_trace(chat)}, config)
+    assert replay({"chat": chat}, config).to_json() == old.to_json()
