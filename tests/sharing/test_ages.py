@@ -16,6 +16,7 @@ from kvarts.sharing.part import DevicePart, open_part
 from builders.cache_machine import CacheMachine
 from builders.eviction_contract import EvictionOrderContract, leave
 from builders.orders import FewestHits
+from builders.parts import NO_OTHERS
 
 pytestmark = pytest.mark.laws
 
@@ -41,7 +42,9 @@ TestAgedPages.settings = settings(stateful_step_count=40)
 
 def test_the_oldest_run_of_all_models_goes_first() -> None:
     memory = DeviceMemory(60)
-    parts = {name: open_part(name, memory, page_bytes=size) for name, size in (("a", 10), ("b", 5), ("c", 10))}
+    parts = {
+        name: open_part(name, memory, NO_OTHERS, page_bytes=size) for name, size in (("a", 10), ("b", 5), ("c", 10))
+    }
     for owner, name in enumerate(("b", "a", "b")):
         leave(parts[name].cache, [10 * owner, 10 * owner + 1], owner)
     assert [parts[name].next_stamp for name in ("b", "a")] == [1, 2]
@@ -57,8 +60,8 @@ def test_each_model_numbers_its_own_pages(seed: int) -> None:
     dice = random.Random(seed)
     memory = DeviceMemory(60)
     parts: list[DevicePart] = [
-        open_part("a", memory, page_bytes=5, with_page_ids=True),
-        open_part("b", memory, page_bytes=3, with_page_ids=True, order=FewestHits()),
+        open_part("a", memory, NO_OTHERS, page_bytes=5, with_page_ids=True),
+        open_part("b", memory, NO_OTHERS, page_bytes=3, with_page_ids=True, order=FewestHits()),
     ]
     for owner in range(200):
         part = dice.choice(parts)

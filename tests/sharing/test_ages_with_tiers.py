@@ -16,6 +16,7 @@ from kvarts.sharing.memory import DeviceMemory
 from kvarts.sharing.part import open_part
 
 from builders.eviction_contract import EvictionOrderContract, leave
+from builders.parts import NO_OTHERS
 
 pytestmark = pytest.mark.laws
 
@@ -41,7 +42,7 @@ def test_models_with_tiers_share_one_memory(policy: str, seed: int) -> None:
     parts, offloaders = [], []
     for name, page_bytes in (("a", 5), ("b", 3)):
         order = SafeFirst() if policy == "lazy" else None
-        part = open_part(name, memory, page_bytes=page_bytes, order=order, watcher=order)
+        part = open_part(name, memory, NO_OTHERS, page_bytes=page_bytes, order=order, watcher=order)
         config = OffloadConfig(host_pages=16, policy=policy, kv_bytes_per_token=1000, target_free=4)  # type: ignore[arg-type]
         offloaders.append(Offloader(config, part.cache, page_size=1, max_num_batched_tokens=4, order=order))
         parts.append(part)
