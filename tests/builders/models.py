@@ -190,7 +190,7 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     return Outcome(requests, engines, steps, [seen.events for seen in kept])
 
 
-def page_name(content: Content, page: int) -> object:
+def page_name(content: Content, page: int) -> tuple[object, tuple[object, ...]]:
     """The name that the naive engine gives to a page of `content`."""
     end = (page + 1) * content.page_size
     known = min(end, content.num_known_tokens)

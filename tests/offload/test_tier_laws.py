@@ -59,7 +59,7 @@ class TierMachine(RuleBasedStateMachine):
         self.removed += self.names(content, end)[start:]
 
     def names(self, content: Content, end: int) -> list[Name]:
-        return [page_name(content, page) for page in range(end)]  # type: ignore[misc]
+        return [page_name(content, page) for page in range(end)]
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), tenant=st.sampled_from([None, None, "a"]))
     def arrive(self, tokens: list[int], tenant: str | None) -> None:

@@ -299,7 +299,8 @@ class PrefixTree:
                     del node.page_ids[-count:]
                 if self._watcher is not None:
                     self._watcher.cut(node, count)
-                self._tell_removed(node, node.end, node.end + count)
+                if self.tell is not None or self.on_removed is not None:
+                    self._tell_removed(node, node.end, node.end + count)
                 break
             if node.page_ids is not None:
                 page_ids.extend(reversed(node.page_ids))
@@ -383,7 +384,8 @@ class PrefixTree:
             del parent.children[node.key]
             if self._watcher is not None:
                 self._watcher.died(node)
-            self._tell_removed(node, node.start, node.end)
+            if self.tell is not None or self.on_removed is not None:
+                self._tell_removed(node, node.start, node.end)
             return
         if self.tell is not None:
             self.tell(CopiesRemoved(node.content, node.start, node.end))

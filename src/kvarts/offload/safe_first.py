@@ -269,7 +269,9 @@ class SafeFirst:
                 self.on_grown(node.content, start, node.end)
         elif self.hears_all or _before(node).trails:
             # Something else may follow what is below, anywhere.
-            notes.trails = self.on_grown(node.content, start, node.end) > 0
+            notes.trails = True
+            if not self.on_grown(node.content, start, node.end):
+                notes.trails = False
 
     def divided(self, heads: Sequence[Node], tails: Sequence[Node]) -> None:
         """Give the heads notes of their own."""
