@@ -60,14 +60,14 @@ def by_difference(run: Callable[[list[list[int]], int], list[list[int]]]) -> Eng
 def decoding(model: Any, work: Work, **settings: Any) -> tuple[Any, list[Any]]:
     """An engine of kvarts in which all sequences decode, for `work.steps` more steps, and what they said so far."""
     from kvarts.config import EngineConfig
-    from kvarts.executor.torch.sampling import SamplingParams
-    from kvarts.llm.llm import Engine as Live
+    from kvarts.llm.llm import LLM
+    from kvarts.sampling import SamplingParams
 
     pages = work.num_sequences * -(-(work.length + work.steps + 8) // 16)
     config = EngineConfig(num_pages=pages, page_size=16, max_num_batched_tokens=4096, max_num_seqs=work.num_sequences)
-    engine = Live(model, None, config, **settings)
+    engine = LLM(model, None, config, **settings)
     params = SamplingParams(max_tokens=work.steps + 4, ignore_eos=True)
-    generations = [engine._generations[engine.submit(prompt, params)] for prompt in work.prompts]
+    generations = [engine.generation(engine.submit(prompt, params)) for prompt in work.prompts]
     while any(not generation.tokens for generation in generations):
         engine.step()
     engine.step()
@@ -77,8 +77,8 @@ def decoding(model: Any, work: Work, **settings: Any) -> tuple[Any, list[Any]]:
 def open_kvarts(directory: Path) -> Engine:
     import torch
 
-    from kvarts.executor.torch.inplace import InPlaceReader
     from kvarts.executor.torch.loading import load_model
+    from kvarts.executor.torch.numba_backend import NumbaBackend
 
     torch.set_num_threads(NUM_THREADS)
     model = load_model(directory)
@@ -94,17 +94,17 @@ def open_kvarts(directory: Path) -> Engine:
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)
-    look = InPlaceReader._look
+    order = NumbaBackend._order_decodes
 
-    def timed_look(reader: Any, window: int | None) -> Any:
+    def timed_order(backend: Any, window: int | None) -> Any:
         """It is done when the first layer asks, so the model's time has it; it belongs to the tables."""
         nonlocal inside
         start = perf_counter()
-        seen = look(reader, window)
+        decodes = order(backend, window)
         inside -= perf_counter() - start
-        return seen
+        return decodes
 
-    InPlaceReader._look = timed_look  # type: ignore[assignment, method-assign]
+    NumbaBackend._order_decodes = timed_order  # type: ignore[assignment, method-assign]
 
     def measure(work: Work) -> Measured:
         nonlocal inside

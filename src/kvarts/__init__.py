@@ -5,6 +5,7 @@ The names below are loaded when they are first used, so `import kvarts` costs ne
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
     from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError, OutputError
     from kvarts.executor.cost import LinearCost, PolynomialCost
     from kvarts.executor.roofline import RooflineCost
-    from kvarts.executor.torch.sampling import SamplingParams
-    from kvarts.llm.llm import Engine
+    from kvarts.llm.llm import LLM
     from kvarts.offload.config import OffloadConfig
     from kvarts.report.report import Report
+    from kvarts.sampling import SamplingParams
     from kvarts.sharing.config import ModelShare, SharingConfig, resolve_sharing
     from kvarts.sharing.replay import replay_shared
     from kvarts.sharing.report import SharedReport
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "ConfigError",
-    "Engine",
     "InputError",
     "KvartsError",
     "LinearCost",
@@ -58,10 +59,10 @@ _HOMES = {
     "kvarts.errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
     "kvarts.executor.cost": ("LinearCost", "PolynomialCost"),
     "kvarts.executor.roofline": ("RooflineCost",),
-    "kvarts.executor.torch.sampling": ("SamplingParams",),
-    "kvarts.llm.llm": ("Engine",),
+    "kvarts.llm.llm": ("LLM",),
     "kvarts.offload.config": ("OffloadConfig",),
     "kvarts.report.report": ("Report",),
+    "kvarts.sampling": ("SamplingParams",),
     "kvarts.sharing.config": ("ModelShare", "SharingConfig", "resolve_sharing"),
     "kvarts.sharing.replay": ("replay_shared",),
     "kvarts.sharing.report": ("SharedReport",),
@@ -76,6 +77,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        warnings.warn("kvarts.Engine is now kvarts.LLM", DeprecationWarning, stacklevel=2)
+        name = "LLM"
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'kvarts' has no attribute {name!r}")

@@ -26,21 +26,22 @@ from kvarts.calibrate.stepfit import load_steps
 from kvarts.config import EngineConfig
 from kvarts.content import Content, pack_units
 from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.events import LoadStarted
 from kvarts.executor.cost import CallableCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.torch.attention import ATTENTION
-from kvarts.executor.torch.flash import FlashReader
-from kvarts.executor.torch.flex import FlexReader
+from kvarts.executor.torch.backend import BACKENDS
+from kvarts.executor.torch.flash import FlashBackend
+from kvarts.executor.torch.flex import FlexBackend
 from kvarts.executor.torch.loading import check_architecture, load_model
 from kvarts.executor.torch.packing import PackedLinear
-from kvarts.executor.torch.reader import READERS
-from kvarts.executor.torch.sampling import SamplingParams
 from kvarts.executor.torch.tiny import FAMILIES, SIZES, byte_tokenizer, write_tiny
 from kvarts.hardware import load_geometry
-from kvarts.llm.llm import Engine
+from kvarts.llm.llm import LLM
 from kvarts.llm.text import Generation
 from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
+from kvarts.sampling import SamplingParams
 from kvarts.verify.verifier import verify_file
 
 from builders.engines import make_replica
@@ -97,11 +98,11 @@ def undisturbed(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
     return tokens
 
 
-def engine_of(model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int = 4, **kwargs: Any) -> Engine:
+def engine_of(model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int = 4, **kwargs: Any) -> LLM:
     config = EngineConfig(
         num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=budget, max_num_seqs=min(seqs, budget)
     )
-    return Engine(model, None, config, audit=True, **kwargs)
+    return LLM(model, None, config, audit=True, **kwargs)
 
 
 def prompts_with_prefixes(seed: int = 1) -> list[Ids]:
@@ -139,8 +140,8 @@ def test_whoever_reads_the_pages_says_the_same(
     """L6 with the readers that are for CUDA: FlashAttention by what it says it computes, FlexAttention uncompiled."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    maker: Any = FlashReader if attention == "flash" else partial(FlexReader, is_compiled=False)
-    monkeypatch.setitem(READERS, attention, (maker, lambda pools: None))
+    maker: Any = FlashBackend if attention == "flash" else partial(FlexBackend, is_compiled=False)
+    monkeypatch.setitem(BACKENDS, attention, (maker, lambda pools: None))
     model, reference = models(family)
     prompts = prompts_with_prefixes()[1:]
     engine = engine_of(model, num_pages=40, budget=16, attention=attention)
@@ -233,8 +234,53 @@ def test_pages_that_went_through_host_memory_say_the_same(
     for prompt in [*prompts, *reversed(prompts)]:
         completion = engine.generate([prompt], GREEDY)[0]
         assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
-    loads = [event for event in kept.events if type(event).__name__ == "LoadStarted"]
+    loads = [event for event in kept.events if isinstance(event, LoadStarted)]
     assert loads, "nothing ever came back from host memory"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_pages_that_went_through_files_say_the_same(
+    models: Callable[[str], tuple[Any, Any]], family: str, tmp_path: Path
+) -> None:
+    """L6 with host memory for little and files below it, and again in a second engine that finds the files."""
+    model, reference = models(family)
+    prompts = prompts_with_prefixes()
+    expected = [undisturbed(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
+    offload = OffloadConfig(host_pages=8, disk_pages=300)
+    kept = Kept()
+    engine = engine_of(model, num_pages=30, budget=64, offload=offload, disk_path=tmp_path, readers=[kept])
+    for prompt, tokens in [*zip(prompts, expected, strict=True)] * 2:
+        assert list(engine.generate([prompt], GREEDY)[0].tokens) == tokens
+    loads = [event for event in kept.events if isinstance(event, LoadStarted)]
+    assert sum(dict(load.by_tier).get("disk", 0) for load in loads) > 0
+    written = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(written) > 30, "more than the device holds"
+    again = engine_of(model, num_pages=30, budget=64, offload=offload, disk_path=tmp_path)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        completion = again.generate([prompt], GREEDY)[0]
+        assert list(completion.tokens) == tokens
+    assert again.generate([prompts[2]], GREEDY)[0].cached_tokens > 0
+
+
+def test_files_of_another_model_are_not_read(tmp_path: Path) -> None:
+    """Two models of one config with other weights: each finds its own pages, and none of the other's."""
+    offload = OffloadConfig(host_pages=8, disk_pages=300)
+    prompt = prompts_with_prefixes()[2]
+    cached = []
+    for seed in (0, 1, 0):
+        write_tiny("qwen3", tmp_path / "model", seed=seed)
+        engine = engine_of(load_model(tmp_path / "model"), offload=offload, disk_path=tmp_path / "pages")
+        cached.append(engine.generate([prompt], GREEDY)[0].cached_tokens)
+        engine.generate([[1]], GREEDY)  # steps that finish what is under way
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
+
+
+def test_tiers_that_cannot_be_are_refused(models: Callable[[str], tuple[Any, Any]], tmp_path: Path) -> None:
+    model, _ = models("qwen3")
+    for offload, path in ((OffloadConfig(host_pages=8, disk_pages=8), None), (OffloadConfig(host_pages=8), tmp_path)):
+        with pytest.raises(ConfigError, match="disk_path: a tier of files needs both its size and its directory"):
+            engine_of(model, offload=offload, disk_path=path)
 
 
 def test_a_page_that_is_not_what_it_should_be_changes_what_is_said(models: Callable[[str], tuple[Any, Any]]) -> None:
@@ -338,7 +384,7 @@ def test_a_seed_says_the_same_alone_and_in_any_batch(models: Callable[[str], tup
 
 
 def test_log_probabilities_and_stops(tiny: Callable[[str], Path]) -> None:
-    engine = Engine.from_pretrained(tiny("qwen3"), kv_memory="4MiB", page_size=PAGE_SIZE)
+    engine = LLM.from_pretrained(tiny("qwen3"), kv_memory="4MiB", page_size=PAGE_SIZE)
     told = engine.generate(["hello"], SamplingParams(max_tokens=6, logprobs=True, ignore_eos=True))[0]
     assert told.logprobs is not None and len(told.logprobs) == 6
     assert all(logprob <= 0.0 for logprob in told.logprobs)
@@ -357,7 +403,7 @@ def test_log_probabilities_and_stops(tiny: Callable[[str], Path]) -> None:
 
 
 def test_streams_run_side_by_side_and_who_stops_listening_cancels(tiny: Callable[[str], Path]) -> None:
-    engine = Engine.from_pretrained(tiny("mistral"), kv_memory="4MiB", page_size=PAGE_SIZE)
+    engine = LLM.from_pretrained(tiny("mistral"), kv_memory="4MiB", page_size=PAGE_SIZE)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     expected = [completion.text for completion in engine.generate(["one", "two"], params)]
 
@@ -367,7 +413,7 @@ def test_streams_run_side_by_side_and_who_stops_listening_cancels(tiny: Callable
     async def leave() -> None:
         stream = engine.stream("three", params)
         await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
 
     async def all_of_them() -> list[str | None]:
         return list(await asyncio.gather(listen("one"), leave(), listen("two")))
@@ -378,7 +424,7 @@ def test_streams_run_side_by_side_and_who_stops_listening_cancels(tiny: Callable
 
 
 def test_a_stream_never_tells_what_a_stop_takes_back(tiny: Callable[[str], Path]) -> None:
-    engine = Engine.from_pretrained(tiny("qwen3"), kv_memory="4MiB", page_size=PAGE_SIZE)
+    engine = LLM.from_pretrained(tiny("qwen3"), kv_memory="4MiB", page_size=PAGE_SIZE)
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     whole = engine.generate(["abc"], params)[0].text
     places = [place for place in range(len(whole) - 3) if whole.index(whole[place : place + 3]) == place]
@@ -400,7 +446,7 @@ def test_a_stream_never_tells_what_a_stop_takes_back(tiny: Callable[[str], Path]
 def test_text_told_token_by_token_is_that_of_all_tokens(texts: list[str], raw: list[int]) -> None:
     tokenizer = byte_tokenizer()
     prompt = Request(0, Content.from_tokens([1], page_size=4, owner=0), 1, 400)
-    generation = Generation(prompt, [1], SamplingParams(), tokenizer, frozenset(), torch.device("cpu"))
+    generation = Generation(prompt, SamplingParams(), tokenizer)
     tokens = [token for text in texts for token in tokenizer(text)["input_ids"]] + raw
     for count, token in enumerate(tokens, 1):
         generation.take(token)
@@ -416,7 +462,7 @@ def test_text_told_token_by_token_is_that_of_all_tokens(texts: list[str], raw: l
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_allocated_tensors_are_what_the_planner_says(tiny: Callable[[str], Path], family: str, dtype: str) -> None:
-    engine = Engine.from_pretrained(tiny(family), kv_memory=1 << 20, page_size=PAGE_SIZE, dtype=dtype)
+    engine = LLM.from_pretrained(tiny(family), kv_memory=1 << 20, page_size=PAGE_SIZE, dtype=dtype)
     geometry = load_geometry(str(tiny(family) / "config.json"))
     assert engine.kv_bytes() == engine.config.pool_tokens * geometry.kv_bytes_per_token(dtype)
     assert engine.kv_bytes() <= 1 << 20
@@ -481,7 +527,7 @@ def test_the_replay_of_what_was_run_decides_alike(models: Callable[[str], tuple[
 
 
 def test_a_bad_prompt_is_refused_and_the_engine_goes_on(tiny: Callable[[str], Path]) -> None:
-    engine = Engine.from_pretrained(tiny("qwen3"), kv_memory=64 << 10, page_size=PAGE_SIZE)
+    engine = LLM.from_pretrained(tiny("qwen3"), kv_memory=64 << 10, page_size=PAGE_SIZE)
     for prompt, params, says in (
         ([1, VOCABULARY], GREEDY, "prompt: token 257 is not in the vocabulary of 257"),
         ([-1], GREEDY, "prompt: token -1 is not in the vocabulary"),
@@ -524,7 +570,7 @@ def test_a_bad_model_is_named(tiny: Callable[[str], Path], tmp_path: Path) -> No
             load_model(directory)
         assert str(directory) in str(caught.value)
     with pytest.raises(ConfigError, match="kv_memory: 10 bytes hold no page"):
-        Engine.from_pretrained(source, kv_memory=10)
+        LLM.from_pretrained(source, kv_memory=10)
     with pytest.raises(ConfigError, match="dtype: must be auto"):
         load_model(source, dtype="int3")
 
@@ -569,6 +615,15 @@ def test_the_commands(
     again = msgspec.json.decode(capsysbinary.readouterr().out)
     for field in ("num_completed", "num_output_tokens", "num_steps", "num_cached_tokens", "prefix_hit_ratio"):
         assert again[field] == report[field], field
+    pages = ("--host-memory", "4MiB", "--disk-memory", "4MiB", "--disk-path", tmp_path / "pages")
+    assert run_command("profile", "--prompts", prompts, *options, *pages, "--kv-timeline", timeline) == 0
+    below = msgspec.json.decode(capsysbinary.readouterr().out)
+    assert below["transfers"]["num_stores"] > 0 and set(below["prefix_hit_ratio_by_tier"]) == {"device", "host", "disk"}
+    assert verify_file(timeline).verdict == "ok"
+    assert run_command("generate", "--prompts", prompts, *options, *pages) == 0
+    through_files = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
+    assert [line["text"] for line in through_files] == [line["text"] for line in lines]
+    assert run_command("generate", "--prompts", prompts, *options, *pages[2:4]) == 2
     assert run_command("generate", *options) == 2
     prompts.write_text('{"prompt": 7}\n')
     assert run_command("generate", "--prompts", prompts, *options) == 4

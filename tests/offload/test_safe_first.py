@@ -15,7 +15,7 @@ from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import Match, Path, PrefixTree
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.offloader import Offloader
+from kvarts.offload.opening import open_offloader
 from kvarts.offload.safe_first import Below, SafeFirst
 
 from builders.cache_machine import CacheMachine
@@ -104,7 +104,7 @@ def test_what_is_below_is_known_whatever_comes_back_to_the_device(
     order = SafeFirst(make_order)
     cache = PageCache(CountPool(24), PrefixTree(order, watcher=order))
     config = OffloadConfig(host_pages=40, policy="lazy", target_free=8, kv_bytes_per_token=1000)
-    offloader = Offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order)
+    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order)
     now_ns = 0
 
     def after(cache: PageCache) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.offloader import Offloader
+from kvarts.offload.opening import open_offloader
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.sharing.ages import AgedOrder, ReleaseClock
 from kvarts.sharing.memory import DeviceMemory
@@ -44,7 +44,7 @@ def test_models_with_tiers_share_one_memory(policy: str, seed: int) -> None:
         order = SafeFirst() if policy == "lazy" else None
         part = open_part(name, memory, NO_OTHERS, page_bytes=page_bytes, order=order, watcher=order)
         config = OffloadConfig(host_pages=16, policy=policy, kv_bytes_per_token=1000, target_free=4)  # type: ignore[arg-type]
-        offloaders.append(Offloader(config, part.cache, page_size=1, max_num_batched_tokens=4, order=order))
+        offloaders.append(open_offloader(config, part.cache, page_size=1, max_num_batched_tokens=4, order=order))
         parts.append(part)
     for turn in range(300):
         which = dice.randrange(2)

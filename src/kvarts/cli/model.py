@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from kvarts.cli import llm_tiny
 from kvarts.cli.options import GroupedCommand, given_by_flags, options_of
 from kvarts.cli.printing import print_json
 from kvarts.config import EngineConfig
@@ -146,20 +146,4 @@ def _layers(window: int | None, count: int) -> str:
     return f"{count} that attend to {'all tokens' if window is None else f'the last {window:,} tokens'}"
 
 
-@model_command.command("tiny")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--family", metavar="NAME", default="qwen3", show_default=True,
-              help="qwen3, llama, mistral (sliding window), gemma2 (soft caps) or gemma3 (mixed windows).")  # fmt: skip
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the random weights.")
-def tiny_command(directory: Path, family: str, seed: int) -> None:
-    """Write a small model with random weights and a tokenizer of bytes to DIRECTORY.
-
-    Its output means nothing. To try kvarts without a download: `kvarts generate --model DIRECTORY --prompt hello`.
-    """
-    from kvarts.cli.torching import need_torch
-
-    need_torch()
-    from kvarts.executor.torch.tiny import write_tiny
-
-    write_tiny(family, directory, seed=seed)
-    click.echo(f"kvarts: a small {family} model is in {directory}", err=True)
+model_command.add_command(llm_tiny.tiny_command)

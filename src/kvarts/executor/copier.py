@@ -1,33 +1,45 @@
 """Moves pages between arrays, and between arrays and files, on behalf of an executor.
 
-Transfers are begun with a step and carried out when the caller finds time: in a thread, between steps, or all at once.
-Nothing here decides anything: what goes where is in the transfer.
+Transfers are begun with a step and carried out when the caller has time: in a thread, between steps, or all at once.
+What goes where is in the transfer; nothing is decided here.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvarts.kv.transfer import Direction, Move, Transfer, TransferReport
-from kvarts.offload.pagefiles import PageFiles
 
-__all__ = ["PageCopier"]
+__all__ = ["PageCopier", "PageStore"]
 
 Array = npt.NDArray[Any]
+
+
+class PageStore(Protocol):
+    """Pages by their keys, in a place that outlives the process."""
+
+    def write(self, key: bytes, payload: bytes) -> bool:
+        """Store a page, whole or not at all. Return False if it was not stored."""
+
+    def read(self, key: bytes) -> bytes | None:
+        """Return the bytes of a page; None if it is not there, or not what was written."""
+
+    def delete(self, key: bytes) -> None:
+        """Remove a page, if it is there."""
 
 
 class PageCopier:
     """Copies pages of `device` arrays, each of shape [num_pages, ...], to `num_host_pages` pages of memory and back.
 
-    `files`: where the pages of the tier below host memory are.
+    `files`: the pages of the tier below host memory.
     """
 
-    def __init__(self, device: Sequence[Array], *, num_host_pages: int, files: PageFiles | None = None) -> None:
+    def __init__(self, device: Sequence[Array], *, num_host_pages: int, files: PageStore | None = None) -> None:
         self._device = list(device)
         self._host = [np.empty((num_host_pages, *array.shape[1:]), array.dtype) for array in device]
         self._files = files
@@ -39,11 +51,11 @@ class PageCopier:
         return len(self._queue)
 
     def begin(self, transfers: Sequence[Transfer]) -> None:
-        """Takes note of what a step begins."""
+        """Queue the transfers that a step begins."""
         self._queue.extend(transfers)
 
     def run(self, limit: int | None = None) -> list[TransferReport]:
-        """Carries out at most `limit` transfers, in order, or all; what to tell the scheduler."""
+        """Carry out at most `limit` transfers, in order, or all. Return a report of each, for the scheduler."""
         reports: list[TransferReport] = []
         while self._queue and (limit is None or len(reports) < limit):
             reports.append(self._carry_out(self._queue.popleft()))
@@ -62,7 +74,7 @@ class PageCopier:
         return TransferReport(transfer.transfer_id)
 
     def _move(self, direction: Direction, move: Move) -> int:
-        """How many pages arrived, from the first on."""
+        """Return how many pages arrived, from the first on."""
         if direction is Direction.SPILL:
             return self._write_files(move)
         if direction is Direction.LOAD and move.source_ids and isinstance(move.source_ids[0], bytes):

@@ -1,4 +1,4 @@
-"""What every step was and how long it took: what a calibration reads, so that a replay predicts this very machine."""
+"""A record of every step and its duration, from which `kvarts calibrate` fits a cost model of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecordingExecutor:
         return self._executor.needs_page_ids
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See Executor."""
+        """Have the other executor carry out a step, and write its line."""
         result = self._executor.execute(plan)
         batch = plan.batch
         line = {

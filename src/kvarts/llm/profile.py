@@ -13,19 +13,58 @@ from kvarts.events import Event
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
-from kvarts.sim.config import ReplayConfig
+from kvarts.sampling import SamplingParams
 from kvarts.traffic.trace import Trace, TraceRequest
 
 if TYPE_CHECKING:
-    from kvarts.executor.torch.sampling import SamplingParams
-    from kvarts.llm.llm import Engine
+    from kvarts.llm.llm import LLM
     from kvarts.request import Request
 
 __all__ = ["Profile"]
 
 
+class NoSlo(msgspec.Struct, frozen=True):
+    """Bounds that a request must keep: none, since a profile measures."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+
+class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of a profile, by the names that reports of replays have."""
+
+    num_pages: int = msgspec.field(name="pages")
+    page_size: int
+    max_num_batched_tokens: int = msgspec.field(name="max_batched_tokens")
+    max_num_seqs: int = msgspec.field(name="max_seqs")
+    profile: str
+    cost: str = "measured"
+    replicas: int = 1
+    router: str = "round-robin"
+    concurrency: int | None = None
+    speedup: float = 1.0
+    slo: NoSlo = NoSlo()
+    offload: Any = None
+    step_by_step: bool = True
+    audit: bool = False
+
+    @property
+    def cost_model(self) -> str:
+        """Steps are measured: there is no cost model."""
+        return self.cost
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return the configuration as JSON-able values."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
+
+
 class Profile:
-    """An EventReader of an engine, and what became of its requests. `live`: another reader of the same events."""
+    """An EventReader that runs prompts on the LLM whose events it reads, and reports on them.
+
+    `live`: another reader of the same events.
+    """
 
     wants_details = False
 
@@ -41,17 +80,17 @@ class Profile:
         if self.live is not None:
             self.live.observe(events)
 
-    def run(self, engine: Engine, prompts: Sequence[Any], params: SamplingParams) -> None:
-        """Runs all of `prompts`, from an engine of which this is the sink; then there is a report."""
-        config = engine.config
-        self._log = StepLog(config.num_pages)
-        requests = {index: engine.request(index) for index in (engine.submit(prompt, params) for prompt in prompts)}
+    def run(self, llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> None:
+        """Run all of `prompts` on an LLM that has this as its sink; then there is a report."""
+        config = llm.config
+        self._log = StepLog(config.num_pages, llm.tiers)
+        requests = {index: llm.request(index) for index in (llm.submit(prompt, params) for prompt in prompts)}
         log = RequestLog(largest_hit_counts=False)
         rows = []
-        while engine.has_work:
-            for completion in engine.step():
+        while llm.has_work:
+            for completion in llm.step():
                 request = requests[completion.index]
-                # It may have ended before it made as many tokens as it was allowed.
+                # It may have ended before it generated as many tokens as it was allowed.
                 request = msgspec.structs.replace(request, max_tokens=len(completion.tokens))
                 content = request.content
                 row = TraceRequest(
@@ -65,17 +104,21 @@ class Profile:
                 log.end(request, row, 0)
                 self._ran.append((request, completion.tokens))
         rows.sort(key=lambda row: row.row)
+        measured: Any = MeasuredRun(
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            profile=config.profile,
+            offload=llm.offload,
+        )
         self._report = Report(
             Trace(rows, name="prompts"),
-            ReplayConfig(
-                num_pages=config.num_pages,
-                page_size=config.page_size,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-            ),
+            measured,
             log,
             [self._log],
-            num_evicted_pages=engine.num_evicted_pages,
+            num_evicted_pages=llm.num_evicted_pages,
+            offloaders=llm.offloaders,
         )
 
     @property
@@ -86,14 +129,14 @@ class Profile:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """As `Report.summary`; `cost` says that steps were measured."""
+        """The same as `Report.summary`; `cost` says that steps were measured."""
         assert self._report is not None
         summary = dict(self._report.summary)
         return {**summary, "config": {**summary["config"], "cost": "measured"}}
 
 
 def _trace_row(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
-    """A row of a Mooncake trace whose blocks are single tokens: a hash id is a token. All were there from the start."""
+    """Return a row of a Mooncake trace whose blocks are single tokens: a hash id is a token. All came at the start."""
     prompt = request.content.tokens(0, request.num_prompt_tokens)
     return {
         "request_id": str(request.index),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvarts.config import EngineConfig
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.offload.opening import TiersToOpen
+    from kvarts.offload.pagefiles import PageFiles
 
 __all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy"]
 
@@ -202,6 +204,24 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def _bytes(self, field: str) -> int:
         value: Size = getattr(self, field)
         return value if isinstance(value, int) else _parsed(parse_bytes, value, field)
+
+    def for_model(self, kv_bytes_per_token: int) -> OffloadConfig:
+        """Return the same for a model whose tokens weigh `kv_bytes_per_token`."""
+        return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token)
+
+    def open_files(self, directory: Path | str, page_size: int) -> PageFiles:
+        """Return the files of the tier below host memory, with those that are already in `directory`.
+
+        Raise OutputError for a directory that cannot hold them.
+        """
+        from kvarts.offload.pagefiles import HEAD, PageFiles
+
+        page_bytes = HEAD.size + self.kv_bytes_per_token * page_size
+        return PageFiles(directory, max_bytes=self.num_disk_pages(page_size) * page_bytes)
+
+    def with_known(self, known_keys: Iterable[bytes], namespace: str) -> FilesBelow:
+        """Return these tiers with the pages in files that an earlier run has left."""
+        return FilesBelow(config=self, known_keys=tuple(known_keys), namespace=namespace)
 
 
 class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Paged attention for any decoder of transformers, through its AttentionInterface.
 
-The function gets the packed queries, keys and values of a whole step, and by keyword what the step is. It has them
-written into the pools, and read back through the page tables: what a request computed before, what others left, and
-what came from host memory look all the same.
+The function gets the packed queries, keys and values of a whole step, and by keyword the attention of the executor.
+That writes keys and values into the pools, and has a backend attend through the page tables: pages that were computed
+before, that other requests left, and that came back from a tier below all look the same.
 """
 
 from __future__ import annotations
@@ -13,23 +13,50 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvarts.executor.torch.step import Way
+from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
+from kvarts.executor.torch.pools import KVPools
 
-__all__ = ["ATTENTION", "STEP", "Step", "paged_attention"]
+__all__ = ["ATTENTION", "ATTENTION_KEYWORD", "Attention", "PagedAttention", "paged_attention"]
 
 ATTENTION = "kvarts_paged"
-"""The name under which transformers finds it."""
-STEP = "kvarts_step"
-"""The keyword with which a model passes on its Step."""
+"""The name under which transformers finds the function."""
+ATTENTION_KEYWORD = "kvarts_attention"
+"""The keyword with which a model passes an Attention on to its layers."""
 
 
-class Step(Protocol):
-    """Whom a layer asks."""
+class Attention(Protocol):
+    """What a layer calls."""
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, way: Way
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """`queries` [tokens, heads, head_dim], `keys` and `values` [tokens, kv_heads, head_dim]; as `queries`."""
+        """Return what `queries` [tokens, heads, head_dim] read, of the same shape.
+
+        `keys` and `values` [tokens, kv_heads, head_dim] are those of the same tokens.
+        """
+
+
+class PagedAttention:
+    """Attention over pages: keys and values go to their slots, then the backend reads."""
+
+    def __init__(self, pools: KVPools, backend: AttentionBackend) -> None:
+        self._pools = pools
+        self._backend = backend
+        self._slots = torch.empty(0, dtype=torch.long)
+
+    def begin(self, metadata: AttentionMetadata) -> None:
+        """Prepare for the step that `metadata` describes."""
+        self._slots = metadata.slots
+        self._backend.begin(metadata)
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Write `keys` and `values`, unless another layer has written them, and return what `queries` read."""
+        if self._pools.layers[layer].owner == layer:
+            self._pools.keys_flat[layer].index_copy_(0, self._slots, keys)
+            self._pools.values_flat[layer].index_copy_(0, self._slots, values)
+        return self._backend.forward(layer, queries, params)
 
 
 def paged_attention(
@@ -45,18 +72,18 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query` [1, heads, tokens, head_dim], `key` and `value` [1, kv_heads, tokens, head_dim]; the step masks.
+    """Return what a layer's queries read, as [1, tokens, heads, head_dim]; masks come from the metadata of the step.
 
-    Returns [1, tokens, heads, head_dim].
+    `query` [1, heads, tokens, head_dim], `key` and `value` [1, kv_heads, tokens, head_dim].
     """
-    step: Step = kwargs[STEP]
-    way = Way(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    attention: Attention = kwargs[ATTENTION_KEYWORD]
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
-    return step.attend(int(module.layer_idx), queries, keys, values, way)[None], None
+    return attention.attend(int(module.layer_idx), queries, keys, values, params)[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Transformers' own masks know one sequence a row; ours come from the step."""
+    """Make no mask: those of transformers know one sequence a row, and a step has many in one."""
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

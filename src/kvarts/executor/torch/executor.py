@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
-from kvarts.executor.copier import PageCopier
-from kvarts.executor.torch.attention import STEP
+from kvarts.executor.copier import PageCopier, PageStore
+from kvarts.executor.torch.attention import ATTENTION_KEYWORD, PagedAttention
+from kvarts.executor.torch.backend import choose_backend
+from kvarts.executor.torch.metadata import AttentionMetadata, ChunkMetadata
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import layer_shapes
-from kvarts.executor.torch.reader import choose_reader
-from kvarts.executor.torch.step import ChunkView, StepView
+from kvarts.executor.torch.sampling import TokenSampler
 from kvarts.kv.transfer import TransferReport
 from kvarts.sched.plan import StepPlan, StepResult
 
-__all__ = ["TokenChooser", "TorchExecutor"]
-
-
-class TokenChooser(Protocol):
-    """Whose logits become which tokens."""
-
-    def choose(self, requests: list[int], logits: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """A token for each of `requests`, by index, and whether it ends that. `logits` [requests, vocabulary]."""
+__all__ = ["TorchExecutor"]
 
 
 class TorchExecutor:
-    """An Executor of a model of transformers, see `load_model`. Owner of its KV pools and page tables.
+    """An Executor of a model of transformers that `load_model` has loaded. Owner of its KV pools and page tables.
 
-    `num_host_pages`: pages of host memory below the device, which transfers go to and come from. `attention`: who reads
-    the pages, see `choose_reader`.
+    `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, which transfers go to and
+    come from; `files`: pages below those. `attention`: the backend, by name. `clock` measures how long a step takes.
     """
 
     needs_page_ids = True
@@ -42,13 +36,16 @@ class TorchExecutor:
         self,
         model: Any,
         config: EngineConfig,
-        chooser: TokenChooser,
+        sampler: TokenSampler,
         *,
         num_host_pages: int = 0,
+        files: PageStore | None = None,
         attention: str = "auto",
+        clock: Clock | None = None,
     ) -> None:
         self._model = model
-        self._chooser = chooser
+        self._sampler = sampler
+        self._clock = WallClock() if clock is None else clock
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
         self.pools = KVPools(
@@ -58,21 +55,21 @@ class TorchExecutor:
             dtype=model.dtype,
             device=model.device,
         )
-        self._reader = choose_reader(self.pools, attention)
+        self._attention = PagedAttention(self.pools, choose_backend(self.pools, attention))
         self._copier: PageCopier | None = None
         if num_host_pages:
-            self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages)
+            self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files)
         self._tables = np.zeros((config.max_num_seqs, 16), np.int64)
         self._requests = np.full(config.max_num_seqs, -1, np.int64)
         """By row, the index of the request that has it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See Executor."""
+        """Carry out one step: transfers, then one forward pass, then sampling."""
         with torch.inference_mode():
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        start_ns = perf_counter_ns()
+        start_ns = self._clock.now_ns()
         reports: tuple[TransferReport, ...] = ()
         if self._copier is not None:
             self._copier.begin(plan.transfers)
@@ -82,7 +79,7 @@ class TorchExecutor:
         slots: list[npt.NDArray[np.int64]] = []
         rows: list[int] = []
         places: list[int] = []
-        chunks: list[ChunkView] = []
+        chunks: list[ChunkMetadata] = []
         page_size = self._page_size
         decode_positions = np.zeros(0, np.int64)
         decode_tables = np.zeros((0, 1), np.int64)
@@ -112,7 +109,7 @@ class TorchExecutor:
             tokens.append(chunk.tokens)
             positions.append(where)
             slots.append(page_ids[where // page_size] * page_size + where % page_size)
-            chunks.append(ChunkView(num_tokens, num_tokens + len(where), chunk.start, page_ids))
+            chunks.append(ChunkMetadata(num_tokens, num_tokens + len(where), chunk.start, page_ids))
             num_tokens += len(where)
             if chunk.is_last:
                 rows.append(chunk.row)
@@ -120,30 +117,30 @@ class TorchExecutor:
         sampled = np.zeros(self._max_num_seqs, np.uint64)
         stopped: tuple[int, ...] = ()
         if num_tokens:
-            view = StepView(
-                self.pools,
+            metadata = AttentionMetadata(
+                self.pools.device,
                 slots=np.concatenate(slots),
                 chunks=chunks,
                 decode_positions=decode_positions,
                 decode_tables=decode_tables,
-                reader=self._reader,
             )
+            self._attention.begin(metadata)
             logits = self._model(
-                input_ids=view.tensor(np.concatenate(tokens).astype(np.int64))[None],
-                position_ids=view.tensor(np.concatenate(positions))[None],
+                input_ids=metadata.tensor(np.concatenate(tokens).astype(np.int64))[None],
+                position_ids=metadata.tensor(np.concatenate(positions))[None],
                 use_cache=False,
                 # No logits are computed where no token is sampled; a step of unfinished chunks computes one.
-                logits_to_keep=view.tensor(np.array(places or [0], np.int64)),
-                **{STEP: view},
+                logits_to_keep=metadata.tensor(np.array(places or [0], np.int64)),
+                **{ATTENTION_KEYWORD: self._attention},
             ).logits[0]
             if rows:
-                chosen, ends = self._chooser.choose(self._requests[rows].tolist(), logits)
+                chosen, ends = self._sampler.sample(self._requests[rows].tolist(), logits)
                 sampled[rows] = chosen.astype(np.uint64)
                 stopped = tuple(row for row, is_end in zip(rows, ends.tolist(), strict=True) if is_end)
-        return StepResult(perf_counter_ns() - start_ns, sampled, stopped, reports)
+        return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports)
 
     def _reserve(self, num_pages: int) -> None:
-        """Makes page tables long enough."""
+        """Make page tables at least `num_pages` long."""
         if num_pages > self._tables.shape[1]:
             longer = np.zeros((self._max_num_seqs, max(num_pages, 2 * self._tables.shape[1])), np.int64)
             longer[:, : self._tables.shape[1]] = self._tables

@@ -1,4 +1,4 @@
-"""Reading pages with FlashAttention: one call a layer for the whole step, through block tables. For CUDA."""
+"""Attention backend on FlashAttention: one call a layer for the whole step, through block tables. For CUDA."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
-from kvarts.executor.torch.step import StepView, Way
 
-__all__ = ["FlashReader", "flash_fits"]
+__all__ = ["FlashBackend", "flash_fits"]
 
 PAGE_STEP = 256
 """FlashAttention 2 reads pages whose size is a multiple of this."""
@@ -18,7 +18,7 @@ MOST_HEAD_DIM = 256
 
 
 def flash_fits(pools: KVPools) -> str | None:
-    """Why FlashAttention cannot read such pages; None if it can."""
+    """Return why FlashAttention cannot read such pages; None if it can."""
     head_dim = max(layer.head_dim for layer in pools.layers)
     try:
         import flash_attn  # noqa: F401
@@ -33,8 +33,8 @@ def flash_fits(pools: KVPools) -> str | None:
     return None
 
 
-class FlashReader:
-    """See Reader. Tables, as the kernel wants them, are made once a step."""
+class FlashBackend:
+    """An AttentionBackend that calls `flash_attn_varlen_func`; its block tables are made once a step."""
 
     def __init__(self, pools: KVPools) -> None:
         from flash_attn import flash_attn_varlen_func
@@ -42,31 +42,31 @@ class FlashReader:
         self._kernel: Any = flash_attn_varlen_func
         self._pools = pools
 
-    def begin(self, step: StepView) -> None:
-        """See Reader."""
-        num_decodes = len(step.decode_positions)
-        lengths = [1] * num_decodes + [chunk.num_tokens for chunk in step.chunks]
-        ends = (step.decode_positions + 1).tolist() + [chunk.end for chunk in step.chunks]
+    def begin(self, metadata: AttentionMetadata) -> None:
+        """Prepare for a step."""
+        num_decodes = len(metadata.decode_positions)
+        lengths = [1] * num_decodes + [chunk.num_tokens for chunk in metadata.chunks]
+        ends = (metadata.decode_positions + 1).tolist() + [chunk.end for chunk in metadata.chunks]
         num_pages = [-(-end // self._pools.page_size) for end in ends]
         tables = np.zeros((len(ends), max(num_pages)), np.int32)
-        width = min(tables.shape[1], step.decode_tables.shape[1])
-        tables[:num_decodes, :width] = step.decode_tables[:, :width]
-        for row, chunk in enumerate(step.chunks, num_decodes):
+        width = min(tables.shape[1], metadata.decode_tables.shape[1])
+        tables[:num_decodes, :width] = metadata.decode_tables[:, :width]
+        for row, chunk in enumerate(metadata.chunks, num_decodes):
             tables[row, : num_pages[row]] = chunk.page_ids[: num_pages[row]]
-        self._tables = step.tensor(tables)
-        self._query_ends = step.tensor(np.cumsum([0, *lengths], dtype=np.int32))
-        self._key_ends = step.tensor(np.cumsum([0, *ends], dtype=np.int32))
+        self._tables = metadata.tensor(tables)
+        self._query_ends = metadata.tensor(np.cumsum([0, *lengths], dtype=np.int32))
+        self._key_ends = metadata.tensor(np.cumsum([0, *ends], dtype=np.int32))
         self._most_queries = max(lengths)
         self._most_keys = max(ends)
 
-    def read(self, layer: int, queries: torch.Tensor, way: Way) -> torch.Tensor:
-        """See Reader."""
-        if way.sinks is None:
-            return self._call(layer, queries, way)
-        out, log_sums, _ = self._call(layer, queries, way, return_attn_probs=True)
-        return way.less_sinks(out, log_sums.transpose(0, 1))
+    def forward(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+        """Return what `queries` of one layer read."""
+        if params.sinks is None:
+            return self._call(layer, queries, params)
+        out, log_sums, _ = self._call(layer, queries, params, return_attn_probs=True)
+        return params.less_sinks(out, log_sums.transpose(0, 1))
 
-    def _call(self, layer: int, queries: torch.Tensor, way: Way, **kwargs: Any) -> Any:
+    def _call(self, layer: int, queries: torch.Tensor, params: AttentionParams, **kwargs: Any) -> Any:
         return self._kernel(
             queries.contiguous(),
             self._pools.keys[layer],
@@ -75,11 +75,11 @@ class FlashReader:
             cu_seqlens_k=self._key_ends,
             max_seqlen_q=self._most_queries,
             max_seqlen_k=self._most_keys,
-            softmax_scale=way.scaling,
+            softmax_scale=params.scaling,
             causal=True,
             # To the left of a query itself.
-            window_size=(-1, -1) if way.window is None else (way.window - 1, 0),
-            softcap=way.softcap or 0.0,
+            window_size=(-1, -1) if params.window is None else (params.window - 1, 0),
+            softcap=params.softcap or 0.0,
             block_table=self._tables,
             **kwargs,
         )

@@ -1,7 +1,7 @@
-"""Reading pages with PyTorch's FlexAttention: the pool is one long sequence, of which blocks are masked out. For CUDA.
+"""Attention backend on PyTorch's FlexAttention: the pool is one long sequence with masked blocks. For CUDA.
 
-A block of its mask is a page. Keys and values are read where they lie; a query meets a page of the pool only if its
-sequence has it.
+A block of its mask is a page. Keys and values are read where they are; a query attends to a page of the pool only if
+its sequence has that page.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import numpy.typing as npt
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, Ints
 from kvarts.executor.torch.pools import KVPools
-from kvarts.executor.torch.step import Ints, StepView, Way
 
-__all__ = ["FlexReader", "flex_fits"]
+__all__ = ["FlexBackend", "flex_fits"]
 
 QUERY_BLOCK = 128
 LEAST_BLOCK, MOST_BLOCK = 16, 64
-"""Places that its kernels take at a time."""
+"""Tokens of context that its kernels take at a time."""
 
 
 def flex_fits(pools: KVPools) -> str | None:
-    """Why FlexAttention cannot read such pages; None if it can."""
+    """Return why FlexAttention cannot read such pages; None if it can."""
     page_size = pools.page_size
     return f"a page size of {page_size} is no multiple of {LEAST_BLOCK}" if page_size % LEAST_BLOCK else None
 
 
 class _Part(msgspec.Struct):
-    """Tokens [first, last) of the batch, of `num_sequences` that have equally many each, and what they see."""
+    """Tokens [first, last) of the batch, of `num_sequences` with equally many tokens each, and their mask."""
 
     first: int
     last: int
@@ -42,8 +42,11 @@ class _Part(msgspec.Struct):
     mask: BlockMask
 
 
-class FlexReader:
-    """See Reader. Masks are made once a step, for each window. `is_compiled`: without, it is slow, and needs no GPU."""
+class FlexBackend:
+    """An AttentionBackend that calls `flex_attention`; masks are made once a step for each window.
+
+    `is_compiled`: False runs it without a compiler and without a GPU, slowly.
+    """
 
     def __init__(self, pools: KVPools, *, is_compiled: bool = True) -> None:
         self._pools = pools
@@ -51,19 +54,19 @@ class FlexReader:
         self._parts: dict[int | None, list[_Part]] = {}
         self._options = {"BLOCK_N": gcd(pools.page_size, MOST_BLOCK)} if is_compiled else None
 
-    def begin(self, step: StepView) -> None:
-        """See Reader."""
-        self._step = step
+    def begin(self, metadata: AttentionMetadata) -> None:
+        """Prepare for a step."""
+        self._metadata = metadata
         self._parts.clear()
 
-    def read(self, layer: int, queries: torch.Tensor, way: Way) -> torch.Tensor:
-        """See Reader."""
+    def forward(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+        """Return what `queries` of one layer read."""
         pools = self._pools
         keys = pools.keys_flat[layer].transpose(0, 1)[None]
         values = pools.values_flat[layer].transpose(0, 1)[None]
-        parts = self._parts.get(way.window)
+        parts = self._parts.get(params.window)
         if parts is None:
-            parts = self._parts[way.window] = self._make_parts(way.window)
+            parts = self._parts[params.window] = self._make_parts(params.window)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         num_heads, head_dim = queries.shape[1:]
         for part in parts:
@@ -73,43 +76,43 @@ class FlexReader:
                 own,
                 keys,
                 values,
-                score_mod=None if way.softcap is None else _capped(way.softcap),
+                score_mod=None if params.softcap is None else _capped(params.softcap),
                 block_mask=part.mask,
-                scale=way.scaling,
+                scale=params.scaling,
                 enable_gqa=True,
                 kernel_options=self._options,
-                return_aux=None if way.sinks is None else AuxRequest(lse=True),
+                return_aux=None if params.sinks is None else AuxRequest(lse=True),
             )
-            if way.sinks is None:
-                told = read.transpose(1, 2)
+            if params.sinks is None:
+                attended = read.transpose(1, 2)
             else:
                 read, aux = read
-                told = way.less_sinks(read.transpose(1, 2), aux.lse.transpose(1, 2))
-            out[part.first : part.last] = told.reshape(-1, num_heads, head_dim)
+                attended = params.less_sinks(read.transpose(1, 2), aux.lse.transpose(1, 2))
+            out[part.first : part.last] = attended.reshape(-1, num_heads, head_dim)
         return out
 
     def _make_parts(self, window: int | None) -> list[_Part]:
-        step = self._step
+        metadata = self._metadata
         parts = []
-        count = len(step.decode_positions)
+        count = len(metadata.decode_positions)
         if count:
-            mask = self._make_mask(step.decode_tables, step.decode_positions, 1, window)
+            mask = self._make_mask(metadata.decode_tables, metadata.decode_positions, 1, window)
             parts.append(_Part(0, count, count, mask))
-        for chunk in step.chunks:
+        for chunk in metadata.chunks:
             mask = self._make_mask(chunk.page_ids[None], np.array([chunk.start]), chunk.num_tokens, window)
             parts.append(_Part(chunk.first, chunk.last, 1, mask))
         return parts
 
     def _make_mask(self, tables: Ints, starts: Ints, num_tokens: int, window: int | None) -> BlockMask:
-        """Of sequences whose pages are `tables` [sequences, pages], from positions `starts` [sequences] on."""
-        step, page_size = self._step, self._pools.page_size
+        """Return the mask of sequences with pages `tables` [sequences, pages], from `starts` [sequences] on."""
+        metadata, page_size = self._metadata, self._pools.page_size
         firsts = starts[:, None] + np.arange(0, num_tokens, QUERY_BLOCK)
         lasts = np.minimum(firsts + QUERY_BLOCK, starts[:, None] + num_tokens) - 1
         begins = np.zeros_like(firsts) if window is None else np.maximum(0, firsts - window + 1) // page_size
         num_pages = lasts // page_size + 1
         places = begins[..., None] + np.arange(int((num_pages - begins).max()))
         seen = places < num_pages[..., None]
-        # What every query of a block sees whole needs no mask.
+        # A page that every query of a block attends to as a whole needs no mask.
         whole = (places + 1) * page_size <= firsts[..., None] + 1
         if window is not None:
             whole &= places * page_size > lasts[..., None] - window
@@ -122,20 +125,20 @@ class FlexReader:
             *self._blocks(page_ids, seen & ~whole),
             *self._blocks(page_ids, whole),
             BLOCK_SIZE=(QUERY_BLOCK, page_size),
-            mask_mod=_visible(step.tensor(order), step.tensor(starts), page_size, window),
+            mask_mod=_visible(metadata.tensor(order), metadata.tensor(starts), page_size, window),
             seq_lengths=(num_tokens, self._pools.num_pages * page_size),
             compute_q_blocks=False,
         )
 
     def _blocks(self, page_ids: Ints, chosen: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many of `page_ids` [sequences, blocks of queries, pages] are chosen, and these before the others."""
+        """Return how many of `page_ids` [sequences, blocks of queries, pages] are chosen, and all, those first."""
         front = np.argsort(~chosen, axis=-1, kind="stable")
-        step = self._step
+        metadata = self._metadata
         # As wide as the pool, which is what the kernels check.
-        indices = torch.zeros((*chosen.shape[:2], self._pools.num_pages), dtype=torch.int32, device=step.device)
+        indices = torch.zeros((*chosen.shape[:2], self._pools.num_pages), dtype=torch.int32, device=metadata.device)
         width = min(chosen.shape[2], self._pools.num_pages)
-        indices[..., :width] = step.tensor(np.take_along_axis(page_ids, front, axis=-1)[..., :width])
-        return step.tensor(chosen.sum(axis=-1, dtype=np.int32))[:, None], indices[:, None]
+        indices[..., :width] = metadata.tensor(np.take_along_axis(page_ids, front, axis=-1)[..., :width])
+        return metadata.tensor(chosen.sum(axis=-1, dtype=np.int32))[:, None], indices[:, None]
 
 
 Modifier = Callable[..., torch.Tensor]

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.torch.attention import ATTENTION
+from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.packing import pack_linears
 
 __all__ = ["load_model"]
@@ -18,10 +19,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -> Any:
-    """The model in `path`: a directory with config.json and safetensors, or a name in the hub's cache.
+    """Return the model in `path`: a directory with config.json and safetensors, or a name in the hub's cache.
 
     `dtype`: `auto` for that of the weights, or float32, bfloat16, float16. `device`: `auto`, or what torch calls it.
-    Raises MissingFileError for what is not there, InputError for weights that cannot be read or do not fit the config,
+    Raise MissingFileError for what is not there, InputError for weights that cannot be read or do not fit the config,
     ConfigError for an architecture whose layers are not all attention over what came before.
     """
     directory = Path(path)
@@ -49,7 +50,7 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
         )
     except FileNotFoundError as error:
         raise MissingFileError(_first_line(error), path=path) from error
-    except Exception as error:  # whatever transformers and safetensors make of broken files
+    except Exception as error:  # transformers and safetensors raise many kinds for broken files
         raise InputError(f"weights cannot be read: {_first_line(error)}", path=path) from error
     for what in ("missing_keys", "mismatched_keys"):
         if report.get(what):
@@ -60,12 +61,13 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
+    fingerprint(model)
     pack_linears(model)
     return model
 
 
 def check_architecture(config: Any, path: str | Path) -> None:
-    """Raises ConfigError for what cannot be run: encoders, state spaces, latent KV."""
+    """Raise ConfigError for what cannot be run: encoders, state spaces, latent KV."""
     kind = getattr(config, "model_type", "?")
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):

@@ -8,17 +8,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import STEP
+from kvarts.executor.torch.attention import ATTENTION_KEYWORD
+from kvarts.executor.torch.metadata import AttentionParams
 from kvarts.executor.torch.pools import LayerShape
-from kvarts.executor.torch.step import Way
 
 __all__ = ["layer_shapes"]
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:
-    """By layer. Runs the model once, on two tokens, with its attention watched; a model is asked only once.
+    """Return the shape of each layer. A model is run once, on two tokens, with its attention watched.
 
-    Raises ConfigError for a model whose layers are not all attention over everything that came before.
+    Raise ConfigError for a model whose layers are not all attention over everything that came before.
     """
     if model in _known:
         return _known[model]
@@ -31,7 +31,7 @@ def layer_shapes(model: Any) -> list[LayerShape]:
             position_ids=torch.arange(2, device=device)[None],
             use_cache=False,
             logits_to_keep=torch.tensor([1], device=device),
-            **{STEP: probe},
+            **{ATTENTION_KEYWORD: probe},
         )
     kind = model.config.model_type
     if sorted(probe.shapes) != list(range(count)):
@@ -47,15 +47,15 @@ _known: WeakKeyDictionary[Any, list[LayerShape]] = WeakKeyDictionary()
 
 
 class _Probe:
-    """Looks at what comes, and answers with zeros."""
+    """An Attention that notes the shapes it is given, and returns zeros."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self._seen: list[tuple[int, torch.Tensor]] = []
-        """Layers that keep something, and the keys they brought. Kept, so that no other has their address."""
+        """Layers that keep something, and their keys, which are kept so that no other tensor gets their address."""
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, way: Way
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         if keys.shape != values.shape or queries.shape[0] != keys.shape[0] or queries.shape[2] != keys.shape[2]:
             shapes = ", ".join(str(list(states.shape)) for states in (queries, keys, values))

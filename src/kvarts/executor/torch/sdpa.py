@@ -1,6 +1,6 @@
-"""Reading pages with PyTorch's scaled dot product attention: gathered, a cache full at a time. For any device.
+"""Attention backend on PyTorch's scaled dot product attention: gathers pages, a cache full at a time. For any device.
 
-The heads that share a KV head are the rows of one small matrix. Pages that lie in a row are read where they are.
+The heads that share a KV head are the rows of one small matrix. Pages with consecutive ids are read where they are.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, ChunkMetadata, Ints
 from kvarts.executor.torch.pools import KVPools
-from kvarts.executor.torch.step import ChunkView, Ints, StepView, Way
 
-__all__ = ["SdpaReader"]
+__all__ = ["SdpaBackend"]
 
 GROUP_TOKENS = 2048
 """Tokens of context that a group of decodes reads together: some MiB a layer, which stay in cache."""
 
 
 class _Pages(msgspec.Struct):
-    """Places [first, last) of pages `ids` one after the other; `run`: the first, if they lie in a row."""
+    """Places [first, last) of the pages `ids`, one page after the other; `run`: the first, if ids are consecutive."""
 
     ids: torch.Tensor
     count: int
@@ -30,9 +30,9 @@ class _Pages(msgspec.Struct):
 
 
 class _Group(msgspec.Struct):
-    """Decodes `rows` of the batch, about equally far on; as many pages are read for each.
+    """Decodes `rows` of the batch, of about the same length; as many pages are read for each.
 
-    `bias` [sequences, 1, 1, places]: 0 where one looks, and elsewhere -inf; None where one looks everywhere.
+    `bias` [sequences, 1, 1, places]: 0 for places that are attended to, -inf for others; None if all are.
     """
 
     rows: torch.Tensor | slice
@@ -41,7 +41,7 @@ class _Group(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """Tokens [first, last) of the batch. `bias` [tokens, places]; None where each sees itself and all before it."""
+    """Tokens [first, last) of the batch. `bias` [tokens, places]; None for a plain causal mask."""
 
     first: int
     last: int
@@ -49,8 +49,8 @@ class _Chunk(msgspec.Struct):
     bias: torch.Tensor | None
 
 
-class SdpaReader:
-    """See Reader."""
+class SdpaBackend:
+    """An AttentionBackend for every device and number format."""
 
     def __init__(self, pools: KVPools) -> None:
         self._pools = pools
@@ -58,33 +58,33 @@ class SdpaReader:
         self._groups: dict[int | None, list[_Group]] = {}
         self._chunks: dict[int | None, list[_Chunk]] = {}
 
-    def begin(self, step: StepView) -> None:
-        """See Reader."""
-        self._step = step
+    def begin(self, metadata: AttentionMetadata) -> None:
+        """Prepare for a step."""
+        self._metadata = metadata
         self._groups.clear()
         self._chunks.clear()
 
-    def read(self, layer: int, queries: torch.Tensor, way: Way) -> torch.Tensor:
-        """See Reader."""
-        window = way.window
+    def forward(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+        """Return what `queries` of one layer read."""
+        window = params.window
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        if len(self._step.decode_positions):
-            self._read_decodes(layer, queries, way, out)
+        if len(self._metadata.decode_positions):
+            self._read_decodes(layer, queries, params, out)
         if window not in self._chunks:
-            self._chunks[window] = [self._make_chunk(chunk, window) for chunk in self._step.chunks]
+            self._chunks[window] = [self._make_chunk(chunk, window) for chunk in self._metadata.chunks]
         for chunk in self._chunks[window]:
-            out[chunk.first : chunk.last] = self._prefill(queries[chunk.first : chunk.last], chunk, layer, way)
+            out[chunk.first : chunk.last] = self._prefill(queries[chunk.first : chunk.last], chunk, layer, params)
         return out
 
-    def _read_decodes(self, layer: int, queries: torch.Tensor, way: Way, out: torch.Tensor) -> None:
-        """Writes what the decodes read, the first of `queries`, to `out`."""
-        if way.window not in self._groups:
-            self._groups[way.window] = self._make_groups(way.window)
-        for group in self._groups[way.window]:
-            out[group.rows] = self._decode(queries[group.rows], group, layer, way)
+    def _read_decodes(self, layer: int, queries: torch.Tensor, params: AttentionParams, out: torch.Tensor) -> None:
+        """Write to `out` what the decodes read, which are the first of `queries`."""
+        if params.window not in self._groups:
+            self._groups[params.window] = self._make_groups(params.window)
+        for group in self._groups[params.window]:
+            out[group.rows] = self._decode(queries[group.rows], group, layer, params)
 
-    def _decode(self, queries: torch.Tensor, group: _Group, layer: int, way: Way) -> torch.Tensor:
-        """`queries` [sequences, heads, head_dim]."""
+    def _decode(self, queries: torch.Tensor, group: _Group, layer: int, params: AttentionParams) -> torch.Tensor:
+        """Return what a group of decodes reads. `queries` [sequences, heads, head_dim]."""
         num, num_heads, head_dim = queries.shape
         # [sequences, kv_heads, places, head_dim]
         keys, values = (
@@ -92,25 +92,25 @@ class SdpaReader:
         )
         num_kv_heads = keys.shape[1]
         packed = queries.view(num, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        sinks = None if way.sinks is None else way.sinks.view(1, num_kv_heads, -1, 1)
-        return _attend(packed, keys, values, group.bias, way, sinks).reshape(num, num_heads, head_dim)
+        sinks = None if params.sinks is None else params.sinks.view(1, num_kv_heads, -1, 1)
+        return _attend(packed, keys, values, group.bias, params, sinks).reshape(num, num_heads, head_dim)
 
-    def _prefill(self, queries: torch.Tensor, chunk: _Chunk, layer: int, way: Way) -> torch.Tensor:
-        """`queries` [tokens, heads, head_dim] of one sequence."""
+    def _prefill(self, queries: torch.Tensor, chunk: _Chunk, layer: int, params: AttentionParams) -> torch.Tensor:
+        """Return what a chunk reads. `queries` [tokens, heads, head_dim] of one sequence."""
         num, num_heads, head_dim = queries.shape
         # [kv_heads, 1, places, head_dim]
         keys, values = (states.transpose(0, 1)[:, None] for states in self._fetch(layer, chunk.pages))
         num_kv_heads = keys.shape[0]
         # [kv_heads, heads of each, tokens, head_dim]: as many batches as there are KV heads, each with its own keys.
         grouped = queries.transpose(0, 1).view(num_kv_heads, num_heads // num_kv_heads, num, head_dim)
-        sinks = None if way.sinks is None else way.sinks.view(num_kv_heads, -1, 1, 1)
-        attended = _attend(grouped, keys, values, chunk.bias, way, sinks, is_causal=chunk.bias is None)
+        sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1, 1)
+        attended = _attend(grouped, keys, values, chunk.bias, params, sinks, is_causal=chunk.bias is None)
         return attended.reshape(num_heads, num, head_dim).transpose(0, 1)
 
     # Pages ------------------------------------------------------------------------------------------------
 
     def _fetch(self, layer: int, pages: _Pages) -> list[torch.Tensor]:
-        """Keys and values of a layer, each [places, kv_heads, head_dim]."""
+        """Return keys and values of a layer, each [places, kv_heads, head_dim]."""
         found = []
         for number, pool in enumerate((self._pools.keys[layer], self._pools.values[layer])):
             if pages.run is not None:
@@ -126,15 +126,15 @@ class SdpaReader:
 
     def _pages(self, page_ids: Ints, first: int, last: int) -> _Pages:
         flat = page_ids.reshape(-1)
-        run = int(flat[0]) if _in_row(flat) else None
-        return _Pages(self._step.tensor(flat), len(flat), run, first, last)
+        run = int(flat[0]) if _are_consecutive(flat) else None
+        return _Pages(self._metadata.tensor(flat), len(flat), run, first, last)
 
-    # What is seen -----------------------------------------------------------------------------------------
+    # Masks ------------------------------------------------------------------------------------------------
 
     def _make_groups(self, window: int | None) -> list[_Group]:
-        """Decodes in groups, for layers that look back on the last `window` tokens, or on all."""
-        step, page_size = self._step, self._pools.page_size
-        begins, ends = step.decode_spans(window)
+        """Return the decodes in groups, for layers that attend to the last `window` tokens, or to all."""
+        metadata, page_size = self._metadata, self._pools.page_size
+        begins, ends = metadata.decode_spans(window)
         first_pages = begins // page_size
         num_pages = -(-ends // page_size) - first_pages
         order = np.argsort(num_pages, kind="stable")
@@ -146,8 +146,8 @@ class SdpaReader:
             chosen, order = order[-count:], order[:-count]
             count = len(chosen)
             columns = np.arange(longest)
-            places = np.minimum(first_pages[chosen, None] + columns, step.decode_tables.shape[1] - 1)
-            page_ids = np.where(columns < num_pages[chosen, None], step.decode_tables[chosen[:, None], places], 0)
+            places = np.minimum(first_pages[chosen, None] + columns, metadata.decode_tables.shape[1] - 1)
+            page_ids = np.where(columns < num_pages[chosen, None], metadata.decode_tables[chosen[:, None], places], 0)
             offset = first_pages[chosen, None] * page_size
             if count == 1:
                 pages = self._pages(
@@ -158,12 +158,12 @@ class SdpaReader:
                 pages = self._pages(page_ids, 0, page_ids.size * page_size)
                 where = offset + np.arange(longest * page_size)
                 seen = (where >= begins[chosen, None]) & (where < ends[chosen, None])
-                bias = self._bias(step.tensor(seen)[:, None, None, :])
-            rows = slice(int(chosen[0]), int(chosen[-1]) + 1) if _in_row(chosen) else step.tensor(chosen)
+                bias = self._bias(metadata.tensor(seen)[:, None, None, :])
+            rows = slice(int(chosen[0]), int(chosen[-1]) + 1) if _are_consecutive(chosen) else metadata.tensor(chosen)
             groups.append(_Group(rows, pages, bias))
         return groups
 
-    def _make_chunk(self, chunk: ChunkView, window: int | None) -> _Chunk:
+    def _make_chunk(self, chunk: ChunkMetadata, window: int | None) -> _Chunk:
         page_size = self._pools.page_size
         end = chunk.end
         begin = 0 if window is None else max(0, chunk.start + 1 - window)
@@ -172,7 +172,7 @@ class SdpaReader:
         pages = self._pages(chunk.page_ids[first_page : -(-end // page_size)], begin - offset, end - offset)
         if chunk.start == 0 and (window is None or window >= end):
             return _Chunk(chunk.first, chunk.last, pages, None)
-        device = self._step.device
+        device = self._metadata.device
         positions = torch.arange(chunk.start, end, device=device)[:, None]
         places = torch.arange(begin, end, device=device)[None, :]
         visible = places <= positions
@@ -181,13 +181,13 @@ class SdpaReader:
         return _Chunk(chunk.first, chunk.last, pages, self._bias(visible))
 
     def _bias(self, visible: torch.Tensor) -> torch.Tensor:
-        """Made once for all layers: from what is seen, the kernel would make it in each."""
+        """Return a mask as numbers to add. Made once for all layers: from booleans the kernel would make it in each."""
         bias = torch.zeros(visible.shape, dtype=self._pools.dtype, device=visible.device)
         return bias.masked_fill_(~visible, float("-inf"))
 
 
-def _in_row(numbers: Ints) -> bool:
-    """Whether each is one more than that before it."""
+def _are_consecutive(numbers: Ints) -> bool:
+    """Return whether each number is one more than that before it."""
     return bool((np.diff(numbers) == 1).all())
 
 
@@ -196,23 +196,23 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     bias: torch.Tensor | None,
-    way: Way,
+    params: AttentionParams,
     sinks: torch.Tensor | None,
     *,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """`queries` [..., rows, head_dim], `keys` and `values` [..., places, head_dim], `bias` [..., rows, places].
+    """Return attention of `queries` [..., rows, head_dim] to `keys` and `values` [..., places, head_dim].
 
-    `sinks`, of a shape that goes with the scores: for each head, how much of its attention goes nowhere.
+    `bias` [..., rows, places]. `sinks`, of a shape that broadcasts with the scores: the score of each head's sink.
     """
-    if way.softcap is None and sinks is None:
+    if params.softcap is None and sinks is None:
         shape = (*queries.shape[:2], *keys.shape[2:])
         return scaled_dot_product_attention(
-            queries, keys.expand(shape), values.expand(shape), attn_mask=bias, is_causal=is_causal, scale=way.scaling
+            queries, keys.expand(shape), values.expand(shape), attn_mask=bias, is_causal=is_causal, scale=params.scaling
         )
-    scores = (queries @ keys.transpose(-1, -2)) * way.scaling
-    if way.softcap is not None:
-        scores = torch.tanh(scores / way.softcap) * way.softcap
+    scores = (queries @ keys.transpose(-1, -2)) * params.scaling
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
@@ -221,7 +221,7 @@ def _attend(
     if sinks is None:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     else:
-        # A sink is one more place to look at, where there is nothing to read.
-        nowhere = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-        weights = torch.softmax(torch.cat((scores, nowhere), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
+        # A sink is one more place to attend to, with no value.
+        sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
     return weights.to(queries.dtype) @ values

@@ -8,22 +8,22 @@ from typing import Any
 
 import click
 
-from kvarts.cli.printing import print_json
-from kvarts.cli.torching import (
-    engine_options,
+from kvarts.cli.llm import (
+    llm_options,
     need_torch,
-    open_engine,
+    open_llm,
     read_prompts,
     sampling_options,
     sampling_params,
 )
+from kvarts.cli.printing import print_json
 from kvarts.files import check_writable, whole_file, write_whole
 
 __all__ = ["profile_command"]
 
 
 @click.command("profile")
-@engine_options
+@llm_options
 @click.option("--prompts", "prompts_file", metavar="FILE", required=True, type=click.Path(path_type=Path),
               help='JSON lines {"prompt": TEXT}.')  # fmt: skip
 @click.option("--kv-timeline", metavar="FILE", type=click.Path(path_type=Path),
@@ -39,7 +39,7 @@ __all__ = ["profile_command"]
 def profile_command(
     prompts_file: Path, kv_timeline: Path | None, record_file: Path | None, trace_file: Path | None, **values: Any
 ) -> None:
-    """Run prompts on a real model, and say how long it took and what became of its KV pages, as JSON."""
+    """Run prompts on a real model, and print how long it took and how its KV pages were used, as JSON."""
     prompts = read_prompts(prompts_file)
     for file in (record_file, trace_file):
         if file is not None:
@@ -59,13 +59,18 @@ def profile_command(
             def wrap(executor: Any) -> Any:
                 return RecordingExecutor(executor, record)
 
-        engine = open_engine(values, readers=[profile], wrap=wrap)
+        llm = open_llm(values, readers=[profile], wrap=wrap)
         if kv_timeline is not None:
-            config = engine.config
+            config = llm.config
             profile.live = stack.enter_context(
-                LiveTimeline(kv_timeline, total_blocks=config.num_pages, block_size_tokens=config.page_size)
+                LiveTimeline(
+                    kv_timeline,
+                    total_blocks=config.num_pages,
+                    block_size_tokens=config.page_size,
+                    tiers=llm.tiers,
+                )
             )
-        profile.run(engine, prompts, params)
+        profile.run(llm, prompts, params)
     if trace_file is not None:
         write_whole(trace_file, profile.trace)
     print_json(profile.summary)

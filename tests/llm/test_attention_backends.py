@@ -1,4 +1,4 @@
-"""Who reads pages: each against attention written out token by token, on random pools, tables and ways."""
+"""Attention backends, each against attention written out token by token, on random pools, tables and parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.flash import FlashReader
-from kvarts.executor.torch.flex import FlexReader
-from kvarts.executor.torch.inplace import InPlaceReader
+from kvarts.executor.torch.attention import PagedAttention
+from kvarts.executor.torch.backend import BACKENDS, choose_backend
+from kvarts.executor.torch.flash import FlashBackend
+from kvarts.executor.torch.flex import FlexBackend
+from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams, ChunkMetadata
+from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.pools import KVPools, LayerShape
-from kvarts.executor.torch.reader import READERS, choose_reader
-from kvarts.executor.torch.sdpa import GROUP_TOKENS, SdpaReader
-from kvarts.executor.torch.step import ChunkView, Reader, StepView, Way
+from kvarts.executor.torch.sdpa import GROUP_TOKENS, SdpaBackend
 
 from builders.flash_standin import flash_module
 
@@ -38,10 +39,10 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MAKERS: dict[str, Any] = {
-    "sdpa": SdpaReader,
-    "numba": InPlaceReader,
-    "flash": FlashReader,
-    "flex": partial(FlexReader, is_compiled=False),
+    "sdpa": SdpaBackend,
+    "numba": NumbaBackend,
+    "flash": FlashBackend,
+    "flex": partial(FlexBackend, is_compiled=False),
 }
 
 
@@ -70,51 +71,54 @@ class Batch:
         self.queries = torch.randn(self.num_tokens, 4, 8)
         self.keys, self.values = torch.randn(2, self.num_tokens, 2, 8)
 
-    def answer(self, reader: Reader, way: Way) -> torch.Tensor:
-        """What the reader says, after writing what is new."""
+    def answer(self, backend: AttentionBackend, params: AttentionParams) -> torch.Tensor:
+        """The output of the backend, after writing what is new."""
         size = self.page_size
         slots, chunks, first = [], [], 0
         for number, ((start, end), pages) in enumerate(zip(self.spans, self.pages, strict=True)):
             where = np.arange(start, end)
             slots.append(pages[where // size] * size + where % size)
             if number >= self.num_decodes:
-                chunks.append(ChunkView(first, first + end - start, start, pages))
+                chunks.append(ChunkMetadata(first, first + end - start, start, pages))
             first += end - start
         tables = np.zeros((self.num_decodes, max(map(len, self.pages[: self.num_decodes]), default=1)), np.int64)
         for row, pages in enumerate(self.pages[: self.num_decodes]):
             tables[row, : len(pages)] = pages
-        step = StepView(
-            self.pools,
+        metadata = AttentionMetadata(
+            self.pools.device,
             slots=np.concatenate(slots),
             chunks=chunks,
             decode_positions=np.array([start for start, _ in self.spans[: self.num_decodes]], np.int64),
             decode_tables=tables,
-            reader=reader,
         )
-        return step.attend(0, self.queries, self.keys, self.values, way)
+        attention = PagedAttention(self.pools, backend)
+        attention.begin(metadata)
+        return attention.attend(0, self.queries, self.keys, self.values, params)
 
-    def expected(self, way: Way) -> torch.Tensor:
+    def expected(self, params: AttentionParams) -> torch.Tensor:
         """Token by token, head by head, place by place; after `answer`."""
         out = torch.zeros_like(self.queries)
         token = 0
         for (start, end), pages in zip(self.spans, self.pages, strict=True):
             for position in range(start, end):
-                begin = 0 if way.window is None else max(0, position + 1 - way.window)
+                begin = 0 if params.window is None else max(0, position + 1 - params.window)
                 slots = [int(pages[at // self.page_size]) * self.page_size + at % self.page_size
                          for at in range(begin, position + 1)]  # fmt: skip
                 for head in range(4):
-                    scores = self.pools.keys_flat[0][slots, head // 2] @ self.queries[token, head] * way.scaling
-                    if way.softcap is not None:
-                        scores = way.softcap * torch.tanh(scores / way.softcap)
+                    scores = self.pools.keys_flat[0][slots, head // 2] @ self.queries[token, head] * params.scaling
+                    if params.softcap is not None:
+                        scores = params.softcap * torch.tanh(scores / params.softcap)
                     weights = torch.exp(scores)
-                    total = weights.sum() + (0.0 if way.sinks is None else torch.exp(way.sinks[head]))
+                    total = weights.sum() + (0.0 if params.sinks is None else torch.exp(params.sinks[head]))
                     out[token, head] = (weights / total) @ self.pools.values_flat[0][slots, head // 2]
                 token += 1
         return out
 
 
-WAYS = st.builds(
-    lambda window, softcap, sinks: Way(0.4, window, softcap, torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None),
+PARAMS = st.builds(
+    lambda window, softcap, sinks: AttentionParams(
+        0.4, window, softcap, torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
+    ),
     st.sampled_from([None, 1, 3, 8, 200]),
     st.sampled_from([None, 1.5]),
     st.booleans(),
@@ -130,18 +134,18 @@ SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=0, 
     page_size=st.sampled_from([1, 4, 8]),
     decodes=st.lists(st.integers(0, 40), max_size=4),
     chunks=SPANS,
-    way=WAYS,
+    params=PARAMS,
 )
-def test_every_reader_says_what_attention_is(
-    name: str, seed: int, page_size: int, decodes: list[int], chunks: list[tuple[int, int]], way: Way
+def test_every_backend_computes_attention(
+    name: str, seed: int, page_size: int, decodes: list[int], chunks: list[tuple[int, int]], params: AttentionParams
 ) -> None:
     spans = [(position, position + 1) for position in decodes] + [(start, start + count) for start, count in chunks]
     if not spans:
         return
     batch = Batch(seed, page_size=page_size, spans=spans, num_decodes=len(decodes))
     with torch.inference_mode():
-        said = batch.answer(MAKERS[name](batch.pools), way)
-        torch.testing.assert_close(said, batch.expected(way), rtol=1e-4, atol=1e-5)
+        computed = batch.answer(MAKERS[name](batch.pools), params)
+        torch.testing.assert_close(computed, batch.expected(params), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -151,36 +155,36 @@ def test_long_chunks_and_many_decodes_are_cut_into_blocks_and_groups(name: str) 
     batch = Batch(1, page_size=16, spans=[*decodes, (100, 400)], num_decodes=5)
     with torch.inference_mode():
         for window in (None, 150):
-            way = Way(0.3, window)
-            said = batch.answer(MAKERS[name](batch.pools), way)
-            torch.testing.assert_close(said, batch.expected(way), rtol=1e-4, atol=1e-5)
+            params = AttentionParams(0.3, window)
+            computed = batch.answer(MAKERS[name](batch.pools), params)
+            torch.testing.assert_close(computed, batch.expected(params), rtol=1e-4, atol=1e-5)
 
 
-def test_a_reader_goes_from_step_to_step() -> None:
+def test_a_backend_goes_from_step_to_step() -> None:
     """What it made for one step is not used for the next."""
     first = Batch(0, page_size=4, spans=[(40, 41), (3, 30)], num_decodes=1)
     others = [Batch(seed, page_size=4, spans=[(seed, seed + 1), (3, 9)], num_decodes=1) for seed in (5, 17, 2)]
     for name, make in MAKERS.items():
-        reader = make(first.pools)
+        backend = make(first.pools)
         for batch in (first, *others, first):
             batch.pools = first.pools
             for window in (None, 6):
                 with torch.inference_mode():
-                    said = batch.answer(reader, Way(0.3, window))
-                    torch.testing.assert_close(said, batch.expected(Way(0.3, window)), msg=name)
+                    computed = batch.answer(backend, AttentionParams(0.3, window))
+                    torch.testing.assert_close(computed, batch.expected(AttentionParams(0.3, window)), msg=name)
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # what compilers have to say
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles for a CPU with g++")
-def test_the_kernels_that_pytorch_compiles_say_the_same() -> None:
+def test_the_kernels_that_pytorch_compiles_compute_the_same() -> None:
     """FlexAttention as it is used on CUDA, compiled for what is here. On a CPU it knows no sinks."""
     spans = [(100, 101), (37, 38), (130, 300), (0, 20)]
     batch = Batch(3, page_size=16, spans=spans, num_decodes=2)
-    reader = FlexReader(batch.pools)
+    backend = FlexBackend(batch.pools)
     with torch.inference_mode():
-        for way in (Way(0.3), Way(0.3, window=50), Way(0.3, softcap=2.0)):
-            torch.testing.assert_close(batch.answer(reader, way), batch.expected(way), rtol=1e-4, atol=1e-5)
+        for params in (AttentionParams(0.3), AttentionParams(0.3, window=50), AttentionParams(0.3, softcap=2.0)):
+            torch.testing.assert_close(batch.answer(backend, params), batch.expected(params), rtol=1e-4, atol=1e-5)
 
 
 def pools(page_size: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.bfloat16) -> KVPools:
@@ -188,12 +192,12 @@ def pools(page_size: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.bfl
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_who_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(choose_reader(pools())) is InPlaceReader
-    assert type(choose_reader(pools(dtype=torch.float16))) is SdpaReader
-    assert type(choose_reader(pools(), "sdpa")) is SdpaReader
-    assert type(choose_reader(pools(256), "flash")) is FlashReader
-    assert type(choose_reader(pools(), "flex")) is FlexReader
+def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(choose_backend(pools())) is NumbaBackend
+    assert type(choose_backend(pools(dtype=torch.float16))) is SdpaBackend
+    assert type(choose_backend(pools(), "sdpa")) is SdpaBackend
+    assert type(choose_backend(pools(256), "flash")) is FlashBackend
+    assert type(choose_backend(pools(), "flex")) is FlexBackend
     for bad, name, message in (
         (pools(48), "flash", "48 is no multiple of 256"),
         (pools(256, 512), "flash", "heads of 512"),
@@ -203,20 +207,20 @@ def test_who_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         (pools(), "fast", "'fast' is not known"),
     ):
         with pytest.raises(ConfigError, match=message):
-            choose_reader(bad, name)
+            choose_backend(bad, name)
     # On CUDA, the first that fits. No such device is needed to choose.
     for page_size, dtype, expected in (
-        (256, torch.bfloat16, FlashReader),
-        (256, torch.float32, FlexReader),
-        (32, torch.bfloat16, FlexReader),
-        (8, torch.bfloat16, SdpaReader),
+        (256, torch.bfloat16, FlashBackend),
+        (256, torch.float32, FlexBackend),
+        (32, torch.bfloat16, FlexBackend),
+        (8, torch.bfloat16, SdpaBackend),
     ):
         there = pools(page_size, dtype=dtype)
         there.device = torch.device("cuda")
-        monkeypatch.setattr(SdpaReader, "__init__", lambda self, pools: None)
-        assert type(choose_reader(there)) is expected
+        monkeypatch.setattr(SdpaBackend, "__init__", lambda self, pools: None)
+        assert type(choose_backend(there)) is expected
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     there = pools(256)
     there.device = torch.device("cuda")
-    assert type(choose_reader(there)) is FlexReader
-    assert list(READERS) == ["flash", "flex", "numba", "sdpa"]
+    assert type(choose_backend(there)) is FlexBackend
+    assert list(BACKENDS) == ["flash", "flex", "numba", "sdpa"]

@@ -1,4 +1,4 @@
-"""What the commands that run real models share."""
+"""Options of the commands that run real models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from kvarts.cli import offload_llm
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import read_text
+from kvarts.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from kvarts.llm.llm import Engine
+    from kvarts.llm.llm import LLM
 
-__all__ = ["engine_options", "need_torch", "open_engine", "read_prompts", "sampling_options", "sampling_params"]
+__all__ = ["llm_options", "need_torch", "open_llm", "read_prompts", "sampling_options", "sampling_params"]
 
 Command = Callable[..., None]
 
@@ -26,13 +28,13 @@ SAMPLING: list[tuple[str, Any, str]] = [
     ("top_k", int, "Draw from the K likeliest tokens; 0: from all. [0]"),
     ("top_p", float, "Draw from the likeliest tokens that have this share together. [1]"),
     ("min_p", float, "Draw from tokens at least this likely, beside the likeliest. [0]"),
-    ("repetition_penalty", float, "Make what was said already less likely. [1]"),
+    ("repetition_penalty", float, "Make tokens that have occurred less likely. [1]"),
     ("seed", int, "The same seed gives the same text, alone and in any batch."),
 ]
 
 
 def need_torch() -> None:
-    """Raises ConfigError where PyTorch or transformers are not installed."""
+    """Raise ConfigError where PyTorch or transformers are not installed."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import torch  # noqa: F401
@@ -44,8 +46,8 @@ def need_torch() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def engine_options(command: Command) -> Command:
-    """Options of `open_engine`."""
+def llm_options(command: Command) -> Command:
+    """Add the options that `open_llm` reads."""
     at_least_one = click.IntRange(min=1)
     options: list[tuple[str, dict[str, Any]]] = [
         ("--model", {"metavar": "DIR", "required": True, "help": "Directory of a model, or name in the hub's cache."}),
@@ -60,41 +62,41 @@ def engine_options(command: Command) -> Command:
         ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
         (
             "--attention",
-            {"metavar": "NAME", "default": "auto", "help": "Reads pages: auto, flash, flex, numba or sdpa."},
+            {"metavar": "NAME", "default": "auto", "help": "Attention backend: auto, flash, flex, numba or sdpa."},
         ),
     ]
+    command = offload_llm.add_options(command)
     for name, settings in reversed(options):
         command = click.option(name, show_default="default" in settings, **settings)(command)
     return command
 
 
 def sampling_options(command: Command) -> Command:
-    """Options of `sampling_params`."""
-    command = click.option("--logprobs", is_flag=True, help="Tell the log-probability of each token.")(command)
+    """Add the options that `sampling_params` reads."""
+    command = click.option("--logprobs", is_flag=True, help="Print the log-probability of each token.")(command)
     command = click.option("--ignore-eos", is_flag=True, help="The model's own end is a token like any other.")(command)
-    command = click.option("--stop", multiple=True, metavar="TEXT", help="End where this is said. May be repeated.")(
-        command
-    )
+    command = click.option(
+        "--stop", multiple=True, metavar="TEXT", help="End where this text is generated. May be repeated."
+    )(command)
     for name, kind, text in reversed(SAMPLING):
         command = click.option(f"--{name.replace('_', '-')}", name, type=kind, default=None, help=text)(command)
     return command
 
 
-def sampling_params(values: dict[str, Any]) -> Any:
-    """SamplingParams of what was given; takes it out of `values`."""
-    from kvarts.executor.torch.sampling import SamplingParams
-
+def sampling_params(values: dict[str, Any]) -> SamplingParams:
+    """Return the SamplingParams that were given, and take them out of `values`."""
     given = {name: values.pop(name) for name, _, _ in SAMPLING}
     params = {name: value for name, value in given.items() if value is not None}
     params |= {name: values.pop(name) for name in ("ignore_eos", "logprobs")}
     return SamplingParams(stop=tuple(values.pop("stop")), **params)
 
 
-def open_engine(values: dict[str, Any], **kwargs: Any) -> Engine:
-    """The engine that the options describe."""
-    from kvarts.llm.llm import Engine
+def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
+    """Return the LLM that the options describe."""
+    from kvarts.llm.llm import LLM
 
-    return Engine.from_pretrained(
+    settings |= offload_llm.settings_of(values)
+    return LLM(
         values["model"],
         kv_memory=values["kv_memory"],
         page_size=values["page_size"],
@@ -103,7 +105,7 @@ def open_engine(values: dict[str, Any], **kwargs: Any) -> Engine:
         dtype=values["dtype"],
         device=values["device"],
         attention=values["attention"],
-        **kwargs,
+        **settings,
     )
 
 
@@ -112,9 +114,9 @@ class _Row(msgspec.Struct):
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """Prompts of a JSONL file, `{"prompt": TEXT}` or a list of token ids a line.
+    """Return the prompts of a JSONL file, `{"prompt": TEXT}` or a list of token ids a line.
 
-    Raises InputError with file, line and field.
+    Raise InputError with file, line and field.
     """
     prompts: list[str | list[int]] = []
     for number, line in enumerate(read_text(path, hint="Check the path of the prompts.").splitlines(), 1):

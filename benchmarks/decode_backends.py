@@ -1,8 +1,8 @@
-"""A step of decodes on a CPU, by who reads the pages: random weights in the shape of Qwen3-0.6B, bfloat16.
+"""A step of decodes on a CPU, by attention backend: random weights in the shape of Qwen3-0.6B, bfloat16.
 
-    python benchmarks/decode_readers.py
+    python benchmarks/decode_backends.py
 
-Needs kvarts[torch]. Milliseconds a step, medians of rounds, in each of which all readers have their turn.
+Needs kvarts[torch]. Milliseconds a step, medians of rounds, in each of which each backend has its turn.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from decode_speed import write_model
 from decode_workers import Work, decoding
 
-READERS = ("sdpa", "numba")
+BACKENDS = ("sdpa", "numba")
 
 
-def step_ms(model: Any, reader: str, work: Work) -> float:
-    engine, _ = decoding(model, work, attention=reader)
+def step_ms(model: Any, backend: str, work: Work) -> float:
+    engine, _ = decoding(model, work, attention=backend)
     taken = []
     for _ in range(work.steps):
         start = perf_counter()
@@ -47,7 +47,7 @@ def main() -> None:
         print("|---:|---:|---:|---:|---:|")
         for length, count in ((128, 1), (128, 8), (128, 32), (512, 1), (512, 8)):
             work = Work(count, length, args.steps)
-            rounds = [[step_ms(model, reader, work) for reader in READERS] for _ in range(args.rounds)]
+            rounds = [[step_ms(model, backend, work) for backend in BACKENDS] for _ in range(args.rounds)]
             sdpa, numba = (statistics.median(column) for column in zip(*rounds, strict=True))
             times = statistics.median(one / other for one, other in rounds)
             print(f"| {length} | {count} | {sdpa:.0f} | {numba:.0f} | {times:.2f} |", flush=True)

@@ -17,10 +17,10 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-__all__ = ["NOWHERE", "decode_kernel"]
+__all__ = ["NO_SINK", "decode_kernel"]
 
-NOWHERE = np.float32(-1e30)
-"""A score that nothing has, of a head without a sink."""
+NO_SINK = np.float32(-1e30)
+"""The score of the sink of a head that has none: so low that it takes no share."""
 BLOCK = 4
 """Values that are added at a time."""
 
@@ -45,7 +45,7 @@ def widen(typing_context: Any, number: Any) -> Any:
 
 @njit(fastmath=True, inline="always", error_model="numpy")
 def softmax(scores: Any, first: Any, count: Any, softcap: Any, sink: Any) -> None:
-    """Of `count` scores from `first` on, in place; a sink takes its share, and is nowhere."""
+    """Of `count` scores from `first` on, in place; the sink takes its share, and has no place."""
     if softcap > real(0):
         for place in range(first, first + count):
             scores[place] = softcap * np.tanh(scores[place] / softcap)
@@ -67,7 +67,7 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
     Arguments: `queries` and `out`, flat float32 of [sequences, kv_heads, heads_each, head_dim]; `keys` and `values`,
     flat pools of [pages, page_size, kv_heads, head_dim], a bfloat16 as its bits in uint16; the number of `kv_heads`,
     and in how many `parts` they are worked on; `tables` [sequences, pages]; the places [begin, end) that each sequence
-    sees; `scaling`; `softcap`, 0 for none; `sinks` [heads], NOWHERE for none.
+    sees; `scaling`; `softcap`, 0 for none; `sinks` [heads], NO_SINK for none.
     """
     # Nothing but numbers: what is compiled is kept on disk, by their values.
     dim, each, size = index(head_dim), index(heads_each), index(page_size)

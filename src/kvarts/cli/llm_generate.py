@@ -9,10 +9,10 @@ from typing import Any
 import click
 import msgspec
 
-from kvarts.cli.torching import (
-    engine_options,
+from kvarts.cli.llm import (
+    llm_options,
     need_torch,
-    open_engine,
+    open_llm,
     read_prompts,
     sampling_options,
     sampling_params,
@@ -23,7 +23,7 @@ __all__ = ["generate_command"]
 
 
 @click.command("generate")
-@engine_options
+@llm_options
 @click.option("--prompt", metavar="TEXT", help="One prompt; its answer is printed as it comes.")
 @click.option("--prompts", "prompts_file", metavar="FILE", type=click.Path(path_type=Path),
               help='Many, run as they fit: JSON lines {"prompt": TEXT}. A JSON line each is printed, in their '
@@ -36,23 +36,23 @@ def generate_command(prompt: str | None, prompts_file: Path | None, **values: An
     prompts = [] if prompts_file is None else read_prompts(prompts_file)
     need_torch()
     params = sampling_params(values)
-    engine = open_engine(values)
+    llm = open_llm(values)
     if prompt is not None:
-        _stream(engine, prompt, params)
+        _stream(llm, prompt, params)
         return
-    for completion in engine.generate(prompts, params):
+    for completion in llm.generate(prompts, params):
         sys.stdout.buffer.write(msgspec.json.encode(completion) + b"\n")
     sys.stdout.buffer.flush()
 
 
-def _stream(engine: Any, prompt: Any, params: Any) -> None:
+def _stream(llm: Any, prompt: Any, params: Any) -> None:
     import asyncio
 
-    async def tell() -> None:
-        async for text in engine.stream(prompt, params):
+    async def print_text() -> None:
+        async for text in llm.stream(prompt, params):
             sys.stdout.buffer.write(text.encode())
             sys.stdout.buffer.flush()
 
-    asyncio.run(tell())
+    asyncio.run(print_text())
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()

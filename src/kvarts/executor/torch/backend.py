@@ -1,0 +1,41 @@
+"""Attention backends by name, and which of them fits a device, a number format and a page size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvarts.errors import ConfigError
+from kvarts.executor.torch.flash import FlashBackend, flash_fits
+from kvarts.executor.torch.flex import FlexBackend, flex_fits
+from kvarts.executor.torch.metadata import AttentionBackend
+from kvarts.executor.torch.numba_backend import NumbaBackend, numba_fits
+from kvarts.executor.torch.pools import KVPools
+from kvarts.executor.torch.sdpa import SdpaBackend
+
+__all__ = ["BACKENDS", "choose_backend"]
+
+BACKENDS: dict[str, tuple[Callable[[KVPools], AttentionBackend], Callable[[KVPools], str | None]]] = {
+    "flash": (FlashBackend, flash_fits),
+    "flex": (FlexBackend, flex_fits),
+    "numba": (NumbaBackend, numba_fits),
+    "sdpa": (SdpaBackend, lambda _: None),
+}
+"""By name: the backend, and a function that says why it does not fit some pools, or None. The fastest first."""
+ON_CUDA = ("flash", "flex", "sdpa")
+ON_OTHERS = ("numba", "sdpa")
+
+
+def choose_backend(pools: KVPools, name: str = "auto") -> AttentionBackend:
+    """Return the backend of that name, or for `auto` the first of those meant for the device that fits.
+
+    Raise ConfigError for a name that is not known, and for a backend that does not fit these pools.
+    """
+    if name == "auto":
+        meant = ON_CUDA if pools.device.type == "cuda" else ON_OTHERS
+        name = next(name for name in meant if BACKENDS[name][1](pools) is None)
+    if name not in BACKENDS:
+        raise ConfigError(f"{name!r} is not known", field="attention", hint=f"Known: auto, {', '.join(BACKENDS)}.")
+    make, fits = BACKENDS[name]
+    if reason := fits(pools):
+        raise ConfigError(f"{name} cannot be had: {reason}", field="attention", hint="Leave it to auto.")
+    return make(pools)

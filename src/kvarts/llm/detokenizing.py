@@ -1,0 +1,61 @@
+"""Text of the tokens that an executor samples, made in the step that samples them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvarts.clock import Clock
+from kvarts.executor.base import Executor
+from kvarts.llm.text import Generation
+from kvarts.sched.plan import StepPlan, StepResult
+
+__all__ = ["DetokenizingExecutor"]
+
+
+class DetokenizingExecutor:
+    """An Executor around another that hands each sampled token to its Generation.
+
+    A request whose text has come to a stop text ends in the same step, as one whose token is an end does. Making text
+    is part of the step's duration. Owner of the generations under way.
+    """
+
+    def __init__(self, executor: Executor, *, max_num_seqs: int, clock: Clock) -> None:
+        self.needs_page_ids = executor.needs_page_ids
+        self._executor = executor
+        self._clock = clock
+        self._generations: dict[int, Generation] = {}
+        self._request_of_row = np.full(max_num_seqs, -1, np.int64)
+
+    def add(self, generation: Generation) -> None:
+        """Make text for a request from now on."""
+        self._generations[generation.request.index] = generation
+
+    def get(self, request_index: int) -> Generation | None:
+        """Return a request under way; None if there is none of that index."""
+        return self._generations.get(request_index)
+
+    def drop(self, request_index: int) -> Generation:
+        """Forget a request, and return its tokens and text."""
+        return self._generations.pop(request_index)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Have the other executor carry out a step, and add its tokens to the generations."""
+        start_ns = self._clock.now_ns()
+        result = self._executor.execute(plan)
+        rows = [] if plan.decodes is None else plan.decodes.rows.tolist()
+        for chunk in plan.batch.chunks:
+            self._request_of_row[chunk.row] = chunk.request_index
+            if chunk.is_last:
+                rows.append(chunk.row)
+        if not rows:
+            return result
+        assert result.tokens is not None
+        ends = set(result.stopped_rows)
+        requests = self._request_of_row[rows].tolist()
+        tokens = result.tokens[rows].tolist()
+        stopped = tuple(
+            row
+            for row, request, token in zip(rows, requests, tokens, strict=True)
+            if self._generations[request].take(token, is_end=row in ends)
+        )
+        return StepResult(self._clock.now_ns() - start_ns, result.tokens, stopped, result.transfer_reports)

@@ -1,0 +1,128 @@
+"""Requests with tokens, sampling and text on top of the core engine. For one thread; see EngineLoop for several."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from kvarts.clock import Clock
+from kvarts.content import Content
+from kvarts.errors import ConfigError
+from kvarts.llm.text import Completion, Generation
+from kvarts.request import Request
+from kvarts.sampling import SamplingParams
+
+__all__ = ["CoreEngine", "Generations", "LLMEngine", "SamplingState"]
+
+
+class CoreEngine(Protocol):
+    """Plans and carries out steps."""
+
+    def submit(self, request: Request, now_ns: int) -> str | None:
+        """Queue `request`, or return why it can never run."""
+
+    def cancel(self, request: Request) -> None:
+        """Drop `request` between steps; its pages are free at once."""
+
+    def step(self, now_ns: int) -> list[Request]:
+        """Do one step that starts at `now_ns`. Return the requests that finished, in admission order."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests, or transfers under way."""
+
+
+class SamplingState(Protocol):
+    """What sampling keeps of each request under way."""
+
+    def add(
+        self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
+    ) -> None:
+        """Sample for a request from now on; tokens in `stop_ids` end it."""
+
+    def drop(self, request_index: int) -> tuple[float, ...]:
+        """Forget a request, and return the log-probabilities of its tokens."""
+
+
+class Generations(Protocol):
+    """The generations under way."""
+
+    def add(self, generation: Generation) -> None:
+        """Make text for a request from now on."""
+
+    def get(self, request_index: int) -> Generation | None:
+        """Return a request under way; None if there is none of that index."""
+
+    def drop(self, request_index: int) -> Generation:
+        """Forget a request, and return its tokens and text."""
+
+
+class LLMEngine:
+    """A core engine whose requests have sampling parameters and text. `eos_ids`: tokens with which the model ends."""
+
+    def __init__(
+        self,
+        core: CoreEngine,
+        sampling: SamplingState,
+        generations: Generations,
+        clock: Clock,
+        *,
+        page_size: int,
+        tokenizer: Any = None,
+        eos_ids: Collection[int] = (),
+    ) -> None:
+        self._core = core
+        self._sampling = sampling
+        self._generations = generations
+        self._clock = clock
+        self._page_size = page_size
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._num_submitted = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._core.has_work
+
+    def submit(self, tokens: Sequence[int], params: SamplingParams, *, priority: int = 0) -> int:
+        """Queue a prompt, and return its index. Raise ConfigError for one that can never run."""
+        # An index is used up even if the prompt is rejected: events name requests by it.
+        index = self._num_submitted
+        self._num_submitted += 1
+        content = Content.from_tokens(tokens, page_size=self._page_size, owner=index)
+        request = Request(
+            index,
+            content,
+            num_prompt_tokens=len(tokens),
+            max_tokens=params.max_tokens,
+            arrival_ns=self._clock.now_ns(),
+            priority=priority,
+        )
+        reason = self._core.submit(request, request.arrival_ns)
+        if reason is not None:
+            raise ConfigError(reason, field="prompt", hint="Give the engine more kv_memory, or lower max_tokens.")
+        self._sampling.add(index, params, tokens, () if params.ignore_eos else self._eos_ids)
+        self._generations.add(Generation(request, params, self._tokenizer))
+        return index
+
+    def cancel(self, index: int) -> Completion | None:
+        """End a request between steps, and return what it has; None if it has ended. Its pages are free at once."""
+        generation = self._generations.get(index)
+        if generation is None:
+            return None
+        self._core.cancel(generation.request)
+        return self._end(index, "cancelled")
+
+    def step(self) -> list[Completion]:
+        """Do one step. Return the requests that ended with it."""
+        return [self._end(request.index, "length") for request in self._core.step(self._clock.now_ns())]
+
+    def generation(self, index: int) -> Generation | None:
+        """Return a request under way; None if there is none of that index."""
+        return self._generations.get(index)
+
+    def _end(self, index: int, reason: str) -> Completion:
+        generation = self._generations.drop(index)
+        generation.finish(reason)
+        return generation.completion(self._sampling.drop(index))

@@ -1,0 +1,363 @@
+"""The one loop that owns an LLMEngine and serves every thread and every stream.
+
+The engine is used by one thread at a time. Whatever others want of it is a task in a queue, which the thread that has
+the engine carries out between steps. A request has either a listener, which is told of its text and its end, or none:
+then its completion is kept for the next `step` that is called by hand. While there are listeners, a thread of the loop
+does the steps; it ends with the last of them, so an idle loop has no thread and needs no closing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Lock, Thread
+from typing import Any, Protocol, TypeVar
+
+from kvarts.errors import KvartsError
+from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.text import Completion, Generation
+from kvarts.sampling import SamplingParams
+
+__all__ = ["EngineDeadError", "EngineLoop"]
+
+T = TypeVar("T")
+Prompt = tuple[Sequence[int], SamplingParams]
+
+
+class EngineDeadError(KvartsError):
+    """An engine that an error in an earlier step has left in an unknown state."""
+
+    exit_code = 1
+
+
+class Listener(Protocol):
+    """Receives what becomes of one request, in the thread that has the engine. Promises to raise only Gone."""
+
+    def update(self, generation: Generation) -> None:
+        """Note the state of the request after a step in which it did not end."""
+
+    def end(self, completion: Completion) -> None:
+        """Note that the request has ended."""
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the request will never end."""
+
+
+class Gone(Exception):  # noqa: N818  # not an error: nothing listens any more
+    """Raised by a listener whose event loop is closed."""
+
+
+class EngineLoop:
+    """Owner of an LLMEngine. Every method may be called from any thread.
+
+    An error in a step goes to every waiting caller, and closes the loop: from then on every call raises
+    EngineDeadError. An error of a user, such as a prompt that is too long, goes to its caller only.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._lock = Lock()
+        """Guards `_tasks` and `_is_taken`; held for moments only, never during a step."""
+        self._tasks: deque[_Task] = deque()
+        self._is_taken = False
+        """Whether a thread has the engine. The fields below belong to that thread."""
+        self._listeners: dict[int, Listener] = {}
+        self._unclaimed: list[Completion] = []
+        self._error: BaseException | None = None
+
+    # By hand ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything, or return anything."""
+        return bool(self._unclaimed) or (self._error is None and self._engine.has_work)
+
+    def submit(self, tokens: Sequence[int], params: SamplingParams, *, priority: int = 0) -> int:
+        """Queue a prompt, and return its index."""
+        return self.call(lambda engine: engine.submit(tokens, params, priority=priority))
+
+    def step(self) -> list[Completion]:
+        """Do one step. Return the requests of `submit` that have ended since the last call."""
+
+        def step(engine: LLMEngine) -> list[Completion]:
+            if engine.has_work:
+                self._step()
+            unclaimed, self._unclaimed = self._unclaimed, []
+            return unclaimed
+
+        return self.call(step)
+
+    def generation(self, index: int) -> Generation | None:
+        """Return a request under way; None if there is none of that index."""
+        return self._engine.generation(index)
+
+    def cancel(self, index: int) -> Completion | None:
+        """End a request between steps, and return what it has; None if it has ended."""
+        return self.call(lambda _: self._cancel(index))
+
+    def call(self, task: Callable[[LLMEngine], T]) -> T:
+        """Run `task` between steps, and return what it returns. In this thread, unless another has the engine."""
+        future: Future[T] = Future()
+        self._post(_Task(task, future), in_thread=False)
+        return future.result()
+
+    # Requests that are waited for -------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """Run prompts until all have ended, and return their completions in the order of the prompts.
+
+        If one of them cannot run, none does.
+        """
+        listeners = [_Waiter() for _ in prompts]
+        indices: list[int] = []
+
+        def submit(engine: LLMEngine) -> None:
+            try:
+                for tokens, params in prompts:
+                    indices.append(engine.submit(tokens, params))  # those before an error count
+            except KvartsError:
+                for index in indices:
+                    engine.cancel(index)
+                indices.clear()
+                raise
+            self._listeners.update(zip(indices, listeners, strict=True))
+
+        try:
+            self.call(submit)
+            return [listener.future.result() for listener in listeners]
+        except BaseException:
+            # An interrupt leaves no request behind. This task comes after the submission, which may still be to come.
+            with suppress(EngineDeadError):
+                self.call(lambda _: [self._cancel(index) for index in indices])
+            raise
+
+    async def stream(
+        self, tokens: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncGenerator[str, None]:
+        """Yield the text of one prompt as it is generated. Closing the generator cancels the request."""
+        listener = _StreamListener(asyncio.get_running_loop())
+
+        def submit(engine: LLMEngine) -> None:
+            listener.index = engine.submit(tokens, params, priority=priority)
+            self._listeners[listener.index] = listener
+
+        def cancel(_: LLMEngine) -> None:
+            # The submission came before, through the same queue.
+            if listener.index is not None:
+                self._cancel(listener.index)
+
+        self._post(_Task(submit, listener), in_thread=True)
+        try:
+            while not listener.is_done:
+                if text := await listener.next_text():
+                    yield text
+        finally:
+            if not listener.is_done:
+                self._post(_Task(cancel, listener), in_thread=True)
+                with suppress(Exception):  # of a request that is not wanted any more
+                    while not listener.is_done:
+                        await listener.next_text()
+
+    # The thread that has the engine -----------------------------------------------------------------------
+
+    def _post(self, task: _Task, *, in_thread: bool) -> None:
+        """Have a task carried out: by the thread that has the engine, or else by this or by a new one."""
+        with self._lock:
+            self._tasks.append(task)
+            if self._is_taken:
+                return
+            self._is_taken = True
+        try:
+            if in_thread or self._run_tasks():
+                Thread(target=self._serve, name="kvarts-engine-loop").start()
+        except BaseException as error:  # an interrupt, or no more threads
+            self._abandon(error)
+            raise
+
+    def _serve(self) -> None:
+        """Carry out tasks and steps for as long as there are any."""
+        try:
+            while self._run_tasks():
+                self._step()
+        except BaseException as error:  # every waiting caller gets it
+            self._abandon(error)
+
+    def _run_tasks(self) -> bool:
+        """Carry out the tasks that are there. Return whether there are listeners; if not, give the engine back."""
+        while True:
+            with self._lock:
+                if not self._tasks and not self._listeners:
+                    self._is_taken = False
+                    return False
+                # Not more than these: tasks that come meanwhile must not keep a step waiting.
+                num_tasks = len(self._tasks)
+            for _ in range(num_tasks):
+                self._run(self._tasks.popleft())
+            if self._listeners:
+                return True
+
+    def _run(self, task: _Task) -> None:
+        if self._error is not None:
+            task.fail(self._dead())
+            return
+        try:
+            result = task.function(self._engine)
+        except KvartsError as error:
+            task.fail(error)
+        except BaseException as error:
+            self._close(error)
+            task.fail(error)
+            if not isinstance(error, Exception):
+                raise  # an interrupt is for this thread, whatever the task
+        else:
+            task.succeed(result)
+
+    def _cancel(self, index: int) -> Completion | None:
+        completion = self._engine.cancel(index)
+        listener = self._listeners.pop(index, None)
+        if listener is not None:
+            assert completion is not None, "a request with a listener is under way"
+            with suppress(Gone):
+                listener.end(completion)
+        return completion
+
+    def _step(self) -> None:
+        """Do one step, and tell listeners."""
+        try:
+            completions = self._engine.step()
+        except BaseException as error:
+            self._close(error)
+            raise
+        for completion in completions:
+            listener = self._listeners.pop(completion.index, None)
+            if listener is None:
+                self._unclaimed.append(completion)
+            else:
+                with suppress(Gone):
+                    listener.end(completion)
+        gone = []
+        for index, listener in self._listeners.items():
+            generation = self._engine.generation(index)
+            assert generation is not None, "a request with a listener is under way"
+            try:
+                listener.update(generation)
+            except Gone:
+                gone.append(index)
+        for index in gone:
+            del self._listeners[index]
+            self._engine.cancel(index)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Close the loop, and give the engine back without doing what was asked of it."""
+        self._close(error)
+        with self._lock:
+            tasks, self._tasks = self._tasks, deque()
+            self._is_taken = False
+        for task in tasks:
+            task.fail(self._dead())
+
+    def _dead(self) -> EngineDeadError:
+        dead = EngineDeadError(f"the engine has stopped after an error: {self._error!r}", hint="Make a new one.")
+        dead.__cause__ = self._error
+        return dead
+
+    def _close(self, error: BaseException) -> None:
+        """Tell every listener of an error after which the state of the engine is not known."""
+        if self._error is None:
+            self._error = error
+        listeners = list(self._listeners.values())
+        self._listeners.clear()
+        for listener in listeners:
+            with suppress(Gone):
+                listener.fail(error)
+
+
+class _Task:
+    """Something to do with the engine between steps, and where its result goes: a Future, or a listener's failure."""
+
+    def __init__(self, function: Callable[[LLMEngine], Any], outcome: Future[Any] | _StreamListener) -> None:
+        self.function = function
+        self._outcome = outcome
+
+    def succeed(self, result: Any) -> None:
+        """Hand over the result."""
+        self._outcome.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Hand over the error."""
+        self._outcome.set_exception(error)
+
+
+class _Waiter:
+    """The listener of a thread that waits for a completion."""
+
+    def __init__(self) -> None:
+        self.future: Future[Completion] = Future()
+
+    def update(self, generation: Generation) -> None:
+        """Do nothing: only the end is waited for."""
+
+    def end(self, completion: Completion) -> None:
+        """Wake the thread."""
+        self.future.set_result(completion)
+
+    def fail(self, error: BaseException) -> None:
+        """Wake the thread with an error."""
+        self.future.set_exception(error)
+
+
+class _StreamListener:
+    """The listener of a stream: hands text to a coroutine in the event loop that it runs in."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.index: int | None = None
+        self.is_done = False
+        self._loop = loop
+        self._queue: asyncio.Queue[str | BaseException | None] = asyncio.Queue()
+        self._num_sent = 0
+
+    async def next_text(self) -> str:
+        """Return text that is new, or nothing at the end. Raise what ended the request, where that is an error."""
+        item = await self._queue.get()
+        if item is None:
+            self.is_done = True
+            return ""
+        if isinstance(item, BaseException):
+            self.is_done = True
+            raise item
+        return item
+
+    def update(self, generation: Generation) -> None:
+        """Send text that is final."""
+        self._send_text(generation.final_text)
+
+    def end(self, completion: Completion) -> None:
+        """Send the rest of the text, and the end."""
+        self._send_text(completion.text)
+        self._send(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Send an error."""
+        self._send(error)
+
+    def set_result(self, result: None) -> None:
+        """Do nothing: a task of a stream has no result."""
+
+    def set_exception(self, error: BaseException) -> None:
+        """Send the error of a task."""
+        with suppress(Gone):
+            self._send(error)
+
+    def _send_text(self, text: str) -> None:
+        if len(text) > self._num_sent:
+            self._send(text[self._num_sent :])
+            self._num_sent = len(text)
+
+    def _send(self, item: str | BaseException | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError as error:  # the event loop is closed
+            raise Gone from error

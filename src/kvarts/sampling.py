@@ -1,0 +1,52 @@
+"""What a request asks of its generated tokens: a value, which needs no PyTorch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvarts.errors import ConfigError
+
+__all__ = ["SamplingParams"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many tokens one request generates, how each is chosen, and what ends it. The names are those of vLLM.
+
+    `temperature` 0 is greedy: then only the repetition penalty changes which token is chosen. `top_k` 0, `top_p` 1 and
+    `min_p` 0 are off. `seed`: the same seed gives the same text, alone and in any batch; without one, a request is
+    seeded by its index. `stop`: texts that end the request and are not part of the answer. `stop_token_ids`: tokens
+    that end it. `ignore_eos`: the model's own end is a token like any other. `logprobs`: return the log-probability of
+    each token. Raises ConfigError for a value out of range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": 0.0 <= self.temperature < float("inf"),
+            "top_k": self.top_k >= 0,
+            "top_p": 0.0 < self.top_p <= 1.0,
+            "min_p": 0.0 <= self.min_p <= 1.0,
+            "repetition_penalty": 0.0 < self.repetition_penalty < float("inf"),
+        }
+        for field, is_good in bounds.items():
+            if not is_good:
+                raise ConfigError(f"is out of range: {getattr(self, field)}", field=f"sampling.{field}")
+        if any(not text for text in self.stop):
+            raise ConfigError("must not be empty", field="sampling.stop")
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether each token is simply the one with the largest logit, and log-probabilities are not asked for."""
+        return self.temperature == 0.0 and self.repetition_penalty == 1.0 and not self.logprobs

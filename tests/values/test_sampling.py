@@ -1,0 +1,48 @@
+"""Sampling parameters are values: no PyTorch, checked where they are made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import kvarts
+from kvarts.errors import ConfigError
+from kvarts.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 2.0},
+        {"repetition_penalty": 0.0},
+        {"stop": ("",)},
+    ],
+)
+def test_what_is_out_of_range_is_named(bad: dict[str, object]) -> None:
+    (field,) = bad
+    with pytest.raises(ConfigError, match=rf"sampling\.{field}: "):
+        SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+def test_argmax_is_enough_for_greedy_requests_only() -> None:
+    assert SamplingParams(top_k=5, top_p=0.5, seed=1).is_argmax
+    for other in (
+        SamplingParams(temperature=0.1),
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(logprobs=True),
+    ):
+        assert not other.is_argmax
+
+
+def test_pytorch_is_not_needed() -> None:
+    code = "import sys; sys.modules['torch'] = None; import kvarts; print(kvarts.SamplingParams().max_tokens)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout == "128\n"
+    assert kvarts.SamplingParams is SamplingParams
