@@ -14,17 +14,8 @@ from kvarts.engine import Engine
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
-from kvarts.request import Request
 
-PAGE_SIZE = 4
-
-
-def request(index: int, tokens: list[int], num_output: int) -> Request:
-    content = Content.from_tokens(tokens, page_size=PAGE_SIZE, owner=index)
-    return Request(index, content, num_prompt_tokens=len(tokens), num_output_tokens=num_output)
-
-
-SHARED = list(range(12))
+from builders.tampering import PAGE_SIZE, SHARED, Tampering, request, wrap
 
 
 def run(plant: Callable[[Engine], None] | None, *, num_pages: int = 40) -> list[Finding]:
@@ -49,24 +40,6 @@ def run(plant: Callable[[Engine], None] | None, *, num_pages: int = 40) -> list[
     except AuditError as error:
         return list(error.findings)
     return []
-
-
-def wrap(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(target, name)
-    setattr(target, name, lambda *args: wrapper(original, *args))
-
-
-class Tampering(list[Event]):
-    """The engine's list of events, with a hand in it."""
-
-    def __init__(self, change: Callable[[Event], Event | None]) -> None:
-        super().__init__()
-        self.change = change
-
-    def append(self, event: Event) -> None:
-        changed = self.change(event)
-        if changed is not None:
-            super().append(changed)
 
 
 def tamper(engine: Engine, change: Callable[[Event], Event | None]) -> None:

@@ -18,24 +18,19 @@ from kvarts.errors import InputError, MissingFileError
 from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.explain.hits import KINDS, hit_ledger
+from kvarts.explain.reading import Journal, load_journal
 from kvarts.explain.story import longest_waits, story_of_block, story_of_request
+from kvarts.journal import PreemptedLine, RemovedLine, StoredLine
 from kvarts.keys import BlockKeys
-from kvarts.record.journal import (
-    Journal,
-    JournalWriter,
-    PreemptedLine,
-    RemovedLine,
-    StoredLine,
-    load_journal,
-)
+from kvarts.record.journal import JournalWriter
 from kvarts.request import Request
 from kvarts.verify.verifier import verify
 
-from builders.models import Case, cases
+from builders.case import Case, cases
+from builders.serving import Arrival, serve
 from builders.toy_model import ToyExecutor
 from oracles.naive import polynomial_ns, run_naive
 from oracles.naive_hits import RememberingEngine
-from test_real_tokens import Arrival, serve
 
 
 def journals_of(case: Case, **changes: Any) -> list[bytes]:

@@ -15,7 +15,7 @@ from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.safe import Below, SafeFirstTree
 from kvarts.kv.tree import Path
 
-from builders.models import evicted_names, page_name
+from builders.pages import evicted_names, page_name
 
 pytestmark = pytest.mark.laws
 

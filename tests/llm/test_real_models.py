@@ -45,7 +45,9 @@ from kvarts.request import Request
 from kvarts.verify.verifier import verify_file
 
 from builders.flash_standin import flash_module
-from builders.models import Kept, paged
+from builders.kept import Kept
+from builders.pages import paged
+from builders.rooms import HAS_AUDIT
 
 PAGE_SIZE = 4
 VOCABULARY = 257
@@ -101,7 +103,7 @@ def engine_of(model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int
     config = EngineConfig(
         num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=budget, max_num_seqs=min(seqs, budget)
     )
-    return Engine(model, None, config, audit=True, **kwargs)
+    return Engine(model, None, config, audit=HAS_AUDIT, **kwargs)
 
 
 def prompts_with_prefixes(seed: int = 1) -> list[Ids]:

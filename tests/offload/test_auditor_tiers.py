@@ -18,7 +18,7 @@ from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
 
-from test_auditor import PAGE_SIZE, SHARED, Tampering, request, wrap
+from builders.tampering import PAGE_SIZE, SHARED, Tampering, request, wrap
 
 Plant = Callable[[Engine], None]
 

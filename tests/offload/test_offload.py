@@ -22,7 +22,8 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.offload.offloader import Offloader
 from kvarts.request import Request
 
-from builders.models import Kept
+from builders.kept import Kept
+from builders.rooms import HAS_AUDIT
 
 NS_PER_MS = 1_000_000
 SLOW = 1_000  # bytes a second: a page takes a second
@@ -39,7 +40,7 @@ def make_engine(
     kept = Kept()
     below = OffloadConfig(**{"host_pages": 64, "latency_us": 0.0, "kv_bytes_per_token": 1000, **offload})  # type: ignore[arg-type]
     config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
-    engine = Engine(config, SimExecutor(LinearCost(step_ms=1.0)), offload=below, observers=[kept], audit=True)
+    engine = Engine(config, SimExecutor(LinearCost(step_ms=1.0)), offload=below, observers=[kept], audit=HAS_AUDIT)
     return engine, kept.events
 
 

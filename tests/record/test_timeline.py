@@ -35,7 +35,7 @@ from kvarts.sim.router import RoundRobin
 from kvarts.traffic.source import OpenLoop
 from kvarts.verify.verifier import verify, verify_file
 
-from builders.models import Case, cases
+from builders.case import Case, cases
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz", ".parquet.gz")
 

@@ -24,7 +24,18 @@ Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
 """
 
 
-COMMANDS = ("calibrate", "compare", "generate", "model", "profile", "replay", "report", "story", "verify")
+COMMANDS = {
+    "calibrate": "calibrate",
+    "compare": "calibrate",
+    "generate": "generate",
+    "model": "model",
+    "profile": "profile",
+    "replay": "replay",
+    "report": "report",
+    "story": "explain",
+    "verify": "verify",
+}
+"""Each command, and the module of `kvarts.cli` that has it."""
 
 
 class Commands(click.Group):
@@ -38,7 +49,7 @@ class Commands(click.Group):
         """See click.Group."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"kvarts.cli.{cmd_name}"), f"{cmd_name}_command")
+        command: click.Command = getattr(import_module(f"kvarts.cli.{COMMANDS[cmd_name]}"), f"{cmd_name}_command")
         return command
 
 

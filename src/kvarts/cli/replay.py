@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.cli.outputs import Outputs, part_options
 from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,22 +104,13 @@ def _setting(*names: str, field: str, **kwargs: Any) -> Callable[[Command], Comm
           help="Leave out lines that cannot be read; the report says how many.")  # fmt: skip
 @_setting("--step-by-step", field="step_by_step", is_flag=True,
           help="Never do many steps at once. The outcome is the same, only slower: for checking.")  # fmt: skip
-@_setting("--audit", field="audit", is_flag=True,
-          help="After every step, check that each page is accounted for.")  # fmt: skip
+@_setting("--audit", field="audit", is_flag=True, help="After every step, check that each page is accounted for.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("--report", "report_file", metavar="FILE", type=click.Path(path_type=Path),
               help="Write the report as JSON to FILE.")  # fmt: skip
 @click.option("--requests", "requests_file", metavar="FILE", type=click.Path(path_type=Path),
               help="Write one JSON line a request to FILE, in arrival order.")  # fmt: skip
-@click.option("--timeline", "timeline_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write how KV pages were used, a row a step, to FILE: .json, .jsonl or .parquet, and .gz on top. "
-              "With replicas, a file each: FILE.json becomes FILE-r0.json and so on.")  # fmt: skip
-@click.option("--timeline-every", metavar="K", type=click.IntRange(min=1), default=1,
-              help="Write every K-th row of the timeline, and besides the peak, every preemption, the first and the "
-              "last step. [1]")  # fmt: skip
-@click.option("--events", "events_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write a journal of every event to FILE, JSON lines, for `kvarts story`; .gz packs it. With "
-              "replicas, a file each.")  # fmt: skip
+@part_options
 @click.option("--run-dir", metavar="DIR", type=click.Path(path_type=Path),
               help="Write everything about the run to DIR, a new directory, for `kvarts report`: report, requests, "
               "timeline, events. With several models, a directory each in it.")  # fmt: skip
@@ -131,9 +123,6 @@ def replay_command(
     as_json: bool,
     report_file: Path | None,
     requests_file: Path | None,
-    timeline_file: Path | None,
-    timeline_every: int,
-    events_file: Path | None,
     run_dir: Path | None,
     loans_file: Path | None,
     **settings: Any,
@@ -144,15 +133,18 @@ def replay_command(
     first 1,000 requests of Mooncake's conversation trace. The report goes to standard output, everything else to
     standard error.
     """
-    given = {name.removeprefix("set_"): value for name, value in settings.items() if value not in (None, ())}
+    part_values = {name: value for name, value in settings.items() if not name.startswith("set_")}
+    given = {
+        name.removeprefix("set_"): value
+        for name, value in settings.items()
+        if name not in part_values and value not in (None, ())
+    }
     places: dict[str, Any] = {
         "as_json": as_json,
         "report_file": report_file,
         "requests_file": requests_file,
-        "timeline_file": timeline_file,
-        "timeline_every": timeline_every,
-        "events_file": events_file,
         "run_dir": run_dir,
+        "part_values": part_values,
     }
     read = _read(config_file)
     if _is_shared(given, read):
@@ -160,7 +152,6 @@ def replay_command(
         return
     if loans_file is not None:
         given["loans"] = loans_file
-    from kvarts.cli.outputs import Outputs
     from kvarts.sim.config import make_config
     from kvarts.sim.replay import replay
 
@@ -168,7 +159,7 @@ def replay_command(
     config = make_config(values)
     outputs = Outputs(config, **places)
     loaded = _traffic(trace, traffic, config_file)
-    with outputs.journals() as observers_of, _Progress([loaded]) as progress:
+    with outputs.observers() as observers_of, _Progress([loaded]) as progress:
         report = replay(loaded, config, on_progress=progress, observers_of=observers_of)
     outputs.write(report)
 

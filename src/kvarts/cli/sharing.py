@@ -11,7 +11,7 @@ from kvarts.cli.outputs import Outputs, make_directory, print_bytes
 from kvarts.cli.sharedtable import render_shared_table
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, write_whole
-from kvarts.report.rundir import REPORT, named
+from kvarts.report.run_directory import REPORT, named
 from kvarts.sharing.config import SharingConfig, parse_share, resolve_sharing
 from kvarts.sharing.replay import replay_shared
 from kvarts.traffic.formats import load_trace
@@ -69,10 +69,8 @@ class SharedRun:
         as_json: bool,
         report_file: Path | None,
         requests_file: Path | None,
-        timeline_file: Path | None,
-        timeline_every: int,
-        events_file: Path | None,
         run_dir: Path | None,
+        part_values: Mapping[str, Any],
         loans_file: Path | None,
     ) -> None:
         """Checks where results go; those of a model carry its name."""
@@ -91,10 +89,9 @@ class SharedRun:
                 as_json=False,
                 report_file=None,
                 requests_file=named(requests_file, name),
-                timeline_file=named(timeline_file, name),
-                timeline_every=timeline_every,
-                events_file=named(events_file, name),
                 run_dir=None if run_dir is None else run_dir / name,
+                part_values=part_values,
+                model=name,
             )
             for name, config in self.config.configs.items()
         }
@@ -106,7 +103,7 @@ class SharedRun:
     def run(self, traces: Mapping[str, Trace], on_progress: Callable[[int], object] | None) -> None:
         """Replays, and writes everything."""
         with ExitStack() as stack:
-            observers = {name: stack.enter_context(outputs.journals())(0) for name, outputs in self._outputs.items()}
+            observers = {name: stack.enter_context(outputs.observers())(0) for name, outputs in self._outputs.items()}
             report = replay_shared(traces, self.config, on_progress=on_progress, observers_of=observers.__getitem__)
         for name, outputs in self._outputs.items():
             outputs.write_files(report.reports[name])

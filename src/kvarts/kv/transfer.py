@@ -8,7 +8,7 @@ import msgspec
 
 from kvarts.kv.pool import PageId
 
-__all__ = ["Direction", "Move", "Transfer", "TransferReport"]
+__all__ = ["Direction", "Move", "Transfer", "TransferReport", "TransferTotals"]
 
 
 class Direction(StrEnum):
@@ -48,3 +48,14 @@ class TransferReport(msgspec.Struct, frozen=True, gc=False):
     transfer_id: int
     worker: int = 0
     num_good_pages: int | None = None
+
+
+class TransferTotals(msgspec.Struct, frozen=True):
+    """What moved between the tiers of one engine so far.
+
+    `counts`: of what happened, by name. `num_bytes`: by channel. `num_evicted_pages`: by tier below the device.
+    """
+
+    counts: dict[str, int]
+    num_bytes: dict[str, int]
+    num_evicted_pages: dict[str, int]

@@ -18,7 +18,7 @@ from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.safe import Below, SafeFirstTree
-from kvarts.kv.transfer import Direction, Move, Transfer, TransferReport
+from kvarts.kv.transfer import Direction, Move, Transfer, TransferReport, TransferTotals
 from kvarts.kv.tree import Path
 from kvarts.offload.channel import Lane
 from kvarts.offload.config import OffloadConfig
@@ -250,6 +250,15 @@ class Offloader:
         for tier in self.tiers:
             counts += tier.num_used, tier.num_cached
         return counts
+
+    def totals(self) -> TransferTotals:
+        """Return what moved so far."""
+        channels = ("d2h", "h2d", "disk_write", "disk_read")[: 2 * len(self.tiers)]
+        return TransferTotals(
+            msgspec.structs.asdict(self.counts),
+            {name: self.lanes[name].num_bytes for name in channels},
+            {tier.name: tier.num_evicted for tier in self.tiers},
+        )
 
     @property
     def next_ns(self) -> int:

@@ -82,6 +82,18 @@ class ReplayConfig(
         cost: CostModel = self.cost if hasattr(self.cost, "decode_ns") else CallableCost(self.cost)
         return cost
 
+    def to_builtins(self) -> dict[str, Any]:
+        """Return what the report says of it: by the names that a file and the command line use, JSON-able."""
+        names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
+        values = {encoded: getattr(self, field) for field, encoded in names}
+        cost = values["cost"]
+        values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(self.cost_model)
+        values["slo"] = msgspec.to_builtins(values["slo"])
+        values["offload"] = msgspec.to_builtins(values["offload"])
+        # How a replay is carried out is no part of what it says.
+        del values["step_by_step"], values["audit"]
+        return values
+
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What a TOML file may hold beside the fields of ReplayConfig."""

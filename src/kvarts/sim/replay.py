@@ -40,8 +40,8 @@ def replay(
     elif not isinstance(trace, Trace):
         trace = load_trace(trace)
     source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup)
-    requests = RequestLog(largest_hit_counts=config.profile == "mocker")
     tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
+    requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     engines = [
         Engine(
@@ -65,5 +65,5 @@ def replay(
         steps,
         stalls_ns=[stall_ns for scheduler in schedulers for stall_ns in scheduler.stalls_ns],
         num_evicted_pages=sum(scheduler.cache.num_evicted for scheduler in schedulers),
-        offloaders=[scheduler.offloader for scheduler in schedulers if scheduler.offloader is not None],
+        transfers=[scheduler.offloader.totals() for scheduler in schedulers if scheduler.offloader is not None],
     )
