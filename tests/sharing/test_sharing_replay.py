@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvarts.errors import ConfigError, InputError
+from kvarts.record.timeline import timelines_of
 from kvarts.sharing.config import parse_health, parse_share, resolve_sharing
 from kvarts.sharing.replay import replay_shared
 from kvarts.sharing.report import jain_index
@@ -60,7 +61,7 @@ def test_memory_that_others_have_is_withheld_in_a_timeline(tmp_path: Path) -> No
     }
     traces = {"chat": load_trace(CHAT), "code": load_trace(CODE)}
     report = replay_shared(traces, resolve_sharing(values))
-    timeline = report.reports["chat"].timelines[0]
+    timeline = timelines_of(report.reports["chat"])[0]
     columns = timeline.columns
     assert (columns["used_blocks"] + columns["withheld_blocks"] <= timeline.total_blocks).all()
     assert columns["withheld_blocks"].max() > 0
