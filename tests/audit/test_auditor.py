@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from kvarts.audit.auditor import AuditError, Finding
+from kvarts.audit.auditor import AuditError, Auditor, Finding
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.engine import Engine
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.cache import PageCache
 
 from builders.tampering import PAGE_SIZE, SHARED, Tampering, request, wrap
 
@@ -117,7 +118,7 @@ def test_a_leaked_private_page_is_found() -> None:
     findings = run(plant)
     assert findings[0].step == 13
     assert "the engine counts" in findings[0].what
-    assert any("nobody else can find" in finding.what for finding in findings[1:])
+    assert any("nothing else can find" in finding.what for finding in findings[1:])
 
 
 def test_a_wrong_parent_is_found() -> None:
@@ -183,3 +184,38 @@ def test_a_hit_of_what_is_gone_is_found() -> None:
     findings = run(plant)
     assert (findings[0].step, findings[0].request, findings[0].page) == (12, 3, 3)
     assert "was hit and is not resident" in findings[0].what
+
+
+class Miscounting:
+    """What an engine says of its pages, with some used pages more."""
+
+    def __init__(self, cache: PageCache) -> None:
+        self.cache = cache
+        self.num_too_many = 0
+
+    @property
+    def num_used(self) -> int:
+        return self.cache.num_used + self.num_too_many
+
+    @property
+    def num_cached(self) -> int:
+        return self.cache.num_cached
+
+    def runs(self) -> Iterable[tuple[Content, int, int, int]]:
+        return self.cache.runs()
+
+
+def test_an_auditor_that_knows_what_counts_pages_compares_by_itself() -> None:
+    """Handed in as a reader of events, it needs nothing else of the engine."""
+    counts: Miscounting
+    auditor = Auditor(40, PAGE_SIZE, page_counts=lambda: counts)
+    config = EngineConfig(num_pages=40, page_size=PAGE_SIZE)
+    engine = Engine(config, SimExecutor(LinearCost(step_ms=1.0)), observers=[auditor])
+    counts = Miscounting(engine.scheduler.cache)
+    assert auditor.wants_details
+    engine.submit(request(0, [*SHARED, 1, 2], 14), 0)
+    engine.step(0)
+    assert not auditor.findings
+    counts.num_too_many = 1
+    with pytest.raises(AuditError, match="the engine counts 1 pages used and 6 cached, the ledger 0 and 6"):
+        engine.step(engine.now_ns)
