@@ -89,7 +89,7 @@ def test_report_and_requests_are_written(kvarts: Run, trace: Path, tmp_path: Pat
 def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
     flags = (
         "--pages 99 --page-size 8 --profile mocker --cost linear:step_ms=5 --max-batched-tokens 64 --max-seqs 3 "
-        "--replicas 2 --router prefix --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7 --audit "
+        "--replicas 2 --router prefix --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7 "
         "--host-pages 70 --offload lazy --target-free 3 --h2d 1GB/s --d2h 2GB/s --transfer-latency-us 4 "
         "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6"
     )
