@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvarts import ReplayConfig, Trace, load_mooncake, replay
-from kvarts.record.timeline import Timeline
+from kvarts.record.timeline import Timeline, timelines_of
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.sim.driver import Driver
@@ -73,7 +73,7 @@ def main() -> None:
 
     exported = []
     for _ in range(arguments.repeat):
-        timeline = replay(trace, CONFIG).timelines[0]
+        timeline = timelines_of(replay(trace, CONFIG))[0]
         exported.append(timed(timeline.to_json))
     print(f"{len(timeline):,} rows to JSON: {statistics.median(exported):.3f} s")
 

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from kvarts.cli.main import main
 
-pytest.register_assert_rewrite("builders.models")
+pytest.register_assert_rewrite("builders.laws", "builders.serving")
 
 settings.register_profile(
     "fast", max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -38,3 +41,73 @@ def run_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         return main()
 
     return run
+
+
+@pytest.fixture
+def kvarts(
+    capsysbinary: pytest.CaptureFixture[bytes], run_command: Callable[..., int]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `kvarts` with these arguments; its exit code, what it printed, and what it said beside."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = run_command(*arguments)
+        captured = capsysbinary.readouterr()
+        return code, captured.out.decode(), captured.err.decode()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of the sample on a small pool, by the command itself, with all that is recorded."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    before = sys.argv
+    sys.argv = ["kvarts", "replay", "--pages", "700", "--page-size", "512", "--run-dir", str(path)]
+    try:
+        assert main() == 0
+    finally:
+        sys.argv = before
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], Any]]:
+    """Opens Chromium, in light or in dark."""
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        if os.environ.get("KVARTS_BROWSER") == "required":
+            pytest.fail("KVARTS_BROWSER asks for chromium and chromedriver, which are not installed")
+        pytest.skip("needs Debian's chromium and chromium-driver")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    opened = []
+
+    def open_browser(dark: bool) -> Any:
+        options = Options()
+        options.binary_location = chromium
+        profile = tmp_path_factory.mktemp("profile")
+        for argument in (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--window-size=1280,2400",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            f"--user-data-dir={profile}",
+        ):
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+        opened.append(driver)
+        return driver
+
+    yield open_browser
+    for driver in opened:
+        driver.quit()

@@ -11,80 +11,127 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts import moved
 
+# A name is a line here and a line in _HOMES, so that a room and its names can be removed line by line.
 if TYPE_CHECKING:
-    from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError, OutputError
-    from kvarts.executor.cost import LinearCost, PolynomialCost
-    from kvarts.executor.roofline import RooflineCost
-    from kvarts.llm.llm import LLM
-    from kvarts.offload.config import OffloadConfig
-    from kvarts.report.report import Report
-    from kvarts.sampling import SamplingParams
-    from kvarts.sharing.config import ModelShare, SharingConfig, resolve_sharing
-    from kvarts.sharing.replay import replay_shared
-    from kvarts.sharing.report import SharedReport
-    from kvarts.sim.config import ReplayConfig, Slo
-    from kvarts.sim.replay import replay
-    from kvarts.traffic.formats import load_trace
-    from kvarts.traffic.mooncake import load_mooncake
-    from kvarts.traffic.trace import Trace, TraceRequest
-    from kvarts.traffic.workload import Workload
+    from kvarts.audit.auditor import AuditError as AuditError
+    from kvarts.audit.auditor import Auditor as Auditor
+    from kvarts.audit.auditor import Finding as Finding
+    from kvarts.audit.ledger import BlockInUseError as BlockInUseError
+    from kvarts.audit.ledger import FullBlock as FullBlock
+    from kvarts.audit.ledger import LedgerError as LedgerError
+    from kvarts.audit.ledger import NotUniqueError as NotUniqueError
+    from kvarts.audit.ledger import PageLedger as PageLedger
+    from kvarts.audit.ledger import PartialBlock as PartialBlock
+    from kvarts.audit.ledger import UnknownBlockError as UnknownBlockError
+    from kvarts.config import EngineConfig as EngineConfig
+    from kvarts.errors import ConfigError as ConfigError
+    from kvarts.errors import InputError as InputError
+    from kvarts.errors import KvartsError as KvartsError
+    from kvarts.errors import MissingFileError as MissingFileError
+    from kvarts.errors import OutputError as OutputError
+    from kvarts.executor.cost import LinearCost as LinearCost
+    from kvarts.executor.cost import PolynomialCost as PolynomialCost
+    from kvarts.executor.roofline import RooflineCost as RooflineCost
+    from kvarts.explain.hits import HitLedger as HitLedger
+    from kvarts.explain.hits import hit_ledger as hit_ledger
+    from kvarts.explain.reading import Journal as Journal
+    from kvarts.explain.reading import load_journal as load_journal
+    from kvarts.explain.story import story_of_block as story_of_block
+    from kvarts.explain.story import story_of_request as story_of_request
+    from kvarts.llm.llm import LLM as LLM
+    from kvarts.offload.config import OffloadConfig as OffloadConfig
+    from kvarts.record.journal import JournalWriter as JournalWriter
+    from kvarts.record.live import LiveTimeline as LiveTimeline
+    from kvarts.record.timeline import Timeline as Timeline
+    from kvarts.record.timeline import timelines_of as timelines_of
+    from kvarts.report.report import Report as Report
+    from kvarts.sampling import SamplingParams as SamplingParams
+    from kvarts.sharing.config import ModelShare as ModelShare
+    from kvarts.sharing.config import SharingConfig as SharingConfig
+    from kvarts.sharing.config import resolve_sharing as resolve_sharing
+    from kvarts.sharing.replay import replay_shared as replay_shared
+    from kvarts.sharing.report import SharedReport as SharedReport
+    from kvarts.sim.config import ReplayConfig as ReplayConfig
+    from kvarts.sim.config import Slo as Slo
+    from kvarts.sim.replay import replay as replay
+    from kvarts.traffic.formats import load_trace as load_trace
+    from kvarts.traffic.mooncake import load_mooncake as load_mooncake
+    from kvarts.traffic.trace import Trace as Trace
+    from kvarts.traffic.trace import TraceRequest as TraceRequest
+    from kvarts.traffic.workload import Workload as Workload
+    from kvarts.verify import verify as verify
+    from kvarts.verify.verifier import Verdict as Verdict
+    from kvarts.verify.verifier import verify_file as verify_file
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LLM",
-    "ConfigError",
-    "InputError",
-    "KvartsError",
-    "LinearCost",
-    "MissingFileError",
-    "OutputError",
-    "PolynomialCost",
-    "ReplayConfig",
-    "Report",
-    "RooflineCost",
-    "SamplingParams",
-    "Slo",
-    "Trace",
-    "TraceRequest",
-    "Workload",
-    "load_mooncake",
-    "load_trace",
-    "replay",
-]
-__all__ += ["OffloadConfig"]  # offload
-__all__ += ["ModelShare", "SharedReport", "SharingConfig", "replay_shared", "resolve_sharing"]  # sharing
-
 _HOMES = {
-    "kvarts.errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
-    "kvarts.executor.cost": ("LinearCost", "PolynomialCost"),
-    "kvarts.executor.roofline": ("RooflineCost",),
-    "kvarts.llm.llm": ("LLM",),
-    "kvarts.offload.config": ("OffloadConfig",),
-    "kvarts.report.report": ("Report",),
-    "kvarts.sampling": ("SamplingParams",),
-    "kvarts.sharing.config": ("ModelShare", "SharingConfig", "resolve_sharing"),
-    "kvarts.sharing.replay": ("replay_shared",),
-    "kvarts.sharing.report": ("SharedReport",),
-    "kvarts.sim.config": ("ReplayConfig", "Slo"),
-    "kvarts.sim.replay": ("replay",),
-    "kvarts.traffic.formats": ("load_trace",),
-    "kvarts.traffic.mooncake": ("load_mooncake",),
-    "kvarts.traffic.trace": ("Trace", "TraceRequest"),
-    "kvarts.traffic.workload": ("Workload",),
+    "AuditError": "kvarts.audit.auditor",
+    "Auditor": "kvarts.audit.auditor",
+    "BlockInUseError": "kvarts.audit.ledger",
+    "ConfigError": "kvarts.errors",
+    "EngineConfig": "kvarts.config",
+    "Finding": "kvarts.audit.auditor",
+    "FullBlock": "kvarts.audit.ledger",
+    "HitLedger": "kvarts.explain.hits",
+    "InputError": "kvarts.errors",
+    "Journal": "kvarts.explain.reading",
+    "JournalWriter": "kvarts.record.journal",
+    "KvartsError": "kvarts.errors",
+    "LLM": "kvarts.llm.llm",
+    "LedgerError": "kvarts.audit.ledger",
+    "LinearCost": "kvarts.executor.cost",
+    "LiveTimeline": "kvarts.record.live",
+    "MissingFileError": "kvarts.errors",
+    "ModelShare": "kvarts.sharing.config",
+    "NotUniqueError": "kvarts.audit.ledger",
+    "OffloadConfig": "kvarts.offload.config",
+    "OutputError": "kvarts.errors",
+    "PageLedger": "kvarts.audit.ledger",
+    "PartialBlock": "kvarts.audit.ledger",
+    "PolynomialCost": "kvarts.executor.cost",
+    "ReplayConfig": "kvarts.sim.config",
+    "Report": "kvarts.report.report",
+    "RooflineCost": "kvarts.executor.roofline",
+    "SamplingParams": "kvarts.sampling",
+    "SharedReport": "kvarts.sharing.report",
+    "SharingConfig": "kvarts.sharing.config",
+    "Slo": "kvarts.sim.config",
+    "Timeline": "kvarts.record.timeline",
+    "Trace": "kvarts.traffic.trace",
+    "TraceRequest": "kvarts.traffic.trace",
+    "UnknownBlockError": "kvarts.audit.ledger",
+    "Verdict": "kvarts.verify.verifier",
+    "Workload": "kvarts.traffic.workload",
+    "hit_ledger": "kvarts.explain.hits",
+    "load_journal": "kvarts.explain.reading",
+    "load_mooncake": "kvarts.traffic.mooncake",
+    "load_trace": "kvarts.traffic.formats",
+    "replay": "kvarts.sim.replay",
+    "replay_shared": "kvarts.sharing.replay",
+    "resolve_sharing": "kvarts.sharing.config",
+    "story_of_block": "kvarts.explain.story",
+    "story_of_request": "kvarts.explain.story",
+    "timelines_of": "kvarts.record.timeline",
+    "verify": "kvarts.verify",
+    "verify_file": "kvarts.verify.verifier",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+"""Each name, and the module that it is loaded from."""
+
+__all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Engine":
-        warnings.warn("kvarts.Engine is now kvarts.LLM", DeprecationWarning, stacklevel=2)
-        name = "LLM"
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home), name)
-    return value
+if not TYPE_CHECKING:  # to a type checker, there are no names but those above
+
+    def __getattr__(name: str) -> Any:
+        if name == "Engine":
+            warnings.warn("kvarts.Engine is now kvarts.LLM", DeprecationWarning, stacklevel=2)
+            name = "LLM"
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(home), name)
+        return value
 
 
 moved.install()

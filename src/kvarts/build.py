@@ -70,13 +70,13 @@ def build_engine(
     audit if the room `audit` is not installed.
     """
     below = None if offload is None else offload.prepare(config, make_order)
-    auditor = None
     if audit and cache is None:
-        auditor = from_room("audit.reader", "AuditReader", field="audit")(
+        auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages,
             config.page_size,
             safe_first=below is not None and below.evicts_safe_first,
             full_prompt_hits=below is not None and below.full_prompt_hits,
+            page_counts=lambda: cache,
         )
         readers = (*readers, auditor)
     if log is None:
@@ -99,6 +99,4 @@ def build_engine(
         batch=InputBatch(config.max_num_seqs, config.page_size) if with_page_ids else None,
         tell=tell,
     )
-    if auditor is not None:
-        auditor.account = cache
     return Engine(config, scheduler, executor, log, audit=audit)

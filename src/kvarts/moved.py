@@ -57,7 +57,6 @@ MOVED = {
     "kvarts.timeline.auditor": "kvarts.audit.auditor",
     "kvarts.timeline.chunk": "kvarts.verify.chunk",
     "kvarts.timeline.hits": "kvarts.explain.hits",
-    "kvarts.timeline.journal": "kvarts.record.journal",
     "kvarts.timeline.ledger": "kvarts.audit.ledger",
     "kvarts.timeline.live": "kvarts.record.live",
     "kvarts.timeline.page": "kvarts.report.page",
@@ -66,7 +65,7 @@ MOVED = {
     "kvarts.timeline.render": "kvarts.report.render",
     "kvarts.timeline.rows": "kvarts.columns",
     "kvarts.timeline.rules": "kvarts.verify.rules",
-    "kvarts.timeline.rundir": "kvarts.report.rundir",
+    "kvarts.timeline.rundir": "kvarts.report.run_directory",
     "kvarts.timeline.spans": "kvarts.report.steps",
     "kvarts.timeline.story": "kvarts.explain.story",
     "kvarts.timeline.turnlog": "kvarts.sharing.steps",
@@ -97,15 +96,42 @@ MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             "UnknownBlockError",
         ),
         "kvarts.explain.hits": ("HitLedger", "hit_ledger"),
+        "kvarts.explain.reading": ("Journal", "load_journal"),
         "kvarts.explain.story": ("story_of_block", "story_of_request"),
-        "kvarts.record.journal": ("Journal", "JournalWriter", "load_journal"),
+        "kvarts.record.journal": ("JournalWriter",),
         "kvarts.record.live": ("LiveTimeline",),
         "kvarts.record.timeline": ("Timeline",),
         "kvarts.report.steps": ("StepLog",),
         "kvarts.verify.verifier": ("Verdict", "verify", "verify_file"),
     },
+    "kvarts.timeline.journal": {
+        "kvarts.explain.reading": ("Journal", "load_journal"),
+        "kvarts.journal": (
+            "JOURNAL_VERSION",
+            "REASONS",
+            "AdmittedLine",
+            "AnyLine",
+            "ArrivedLine",
+            "BlockedLine",
+            "CancelledLine",
+            "ComputedLine",
+            "FinishedLine",
+            "Line",
+            "LoadedLine",
+            "LoadingLine",
+            "PreemptedLine",
+            "RejectedLine",
+            "RemovedBelowLine",
+            "RemovedLine",
+            "StoreFailedLine",
+            "StoredBelowLine",
+            "StoredLine",
+            "StoringLine",
+        ),
+        "kvarts.record.journal": ("JournalWriter",),
+    },
 }
-"""For each package from which names have moved to several modules: the names that each new module has."""
+"""Modules and packages whose names have moved to several modules: by new module, the names it has now."""
 
 
 def warn_moved(old: str, new: str) -> None:
@@ -120,10 +146,10 @@ class _MovedLoader(Loader):
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module with the new name, or a package that looks up where its names have moved."""
+        """Return the module with the new name, or one that looks up where its names have moved."""
         new = MOVED.get(spec.name)
         if new is None:
-            return _MovedPackage(spec.name)
+            return _SplitModule(spec.name)
         warn_moved(spec.name, new)
         module = import_module(new)
         self._spec = module.__spec__
@@ -135,8 +161,8 @@ class _MovedLoader(Loader):
             module.__spec__ = self._spec
 
 
-class _MovedPackage(ModuleType):
-    """A package that no longer has modules: its names are looked up where they are now."""
+class _SplitModule(ModuleType):
+    """A module or package that is no longer there: its names are looked up where they are now."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -158,6 +184,7 @@ class _MovedFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return a spec for an old name, or None for any other."""
         if fullname in MOVED or fullname in MOVED_NAMES:
+            # Names that are looked up one by one may be those of modules, too.
             return ModuleSpec(fullname, _MovedLoader(), is_package=fullname in MOVED_NAMES)
         return None
 

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from kvarts.audit.auditor import AuditError, Finding
-from kvarts.audit.reader import AuditReader
+from kvarts.audit.auditor import AuditError, Auditor, Finding
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.request import Request
+from kvarts.kv.cache import PageCache
 from kvarts.sim.replica import Replica
 
 from builders.engines import make_replica
-
-PAGE_SIZE = 4
-
-
-def request(index: int, tokens: list[int], num_output: int) -> Request:
-    content = Content.from_tokens(tokens, page_size=PAGE_SIZE, owner=index)
-    return Request(index, content, num_prompt_tokens=len(tokens), max_tokens=num_output)
-
-
-SHARED = list(range(12))
+from builders.tampering import PAGE_SIZE, SHARED, request, tamper, wrap
 
 
 def run(plant: Callable[[Replica], None] | None, *, num_pages: int = 40) -> list[Finding]:
@@ -48,23 +38,6 @@ def run(plant: Callable[[Replica], None] | None, *, num_pages: int = 40) -> list
     except AuditError as error:
         return list(error.findings)
     return []
-
-
-def wrap(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(target, name)
-    setattr(target, name, lambda *args: wrapper(original, *args))
-
-
-def hear(engine: Replica, change: Callable[[Sequence[Event]], list[Event]]) -> None:
-    """Lets the auditor hear something else than what happened."""
-    reader = engine.engine.log._readers[-1]
-    assert isinstance(reader, AuditReader)
-    wrap(reader.auditor, "observe", lambda original, events: original(change(events)))
-
-
-def tamper(engine: Replica, change: Callable[[Event], Event | None]) -> None:
-    """As `hear`, event by event."""
-    hear(engine, lambda events: [changed for event in events if (changed := change(event)) is not None])
 
 
 @pytest.mark.parametrize("num_pages", [40, 16, 11])
@@ -138,7 +111,7 @@ def test_a_leaked_private_page_is_found() -> None:
     findings = run(plant)
     assert findings[0].step == 13
     assert "the engine counts" in findings[0].what
-    assert any("nobody else can find" in finding.what for finding in findings[1:])
+    assert any("nothing else can find" in finding.what for finding in findings[1:])
 
 
 def test_a_wrong_parent_is_found() -> None:
@@ -204,3 +177,40 @@ def test_a_hit_of_what_is_gone_is_found() -> None:
     findings = run(plant)
     assert (findings[0].step, findings[0].request, findings[0].page) == (12, 3, 3)
     assert "was hit and is not resident" in findings[0].what
+
+
+class Miscounting:
+    """What an engine says of its pages, with some used pages more."""
+
+    def __init__(self, cache: PageCache) -> None:
+        self.cache = cache
+        self.num_too_many = 0
+
+    @property
+    def num_used(self) -> int:
+        return self.cache.num_used + self.num_too_many
+
+    @property
+    def num_cached(self) -> int:
+        return self.cache.num_cached
+
+    def runs(self) -> Iterable[tuple[Content, int, int, int]]:
+        return self.cache.runs()
+
+
+def test_an_auditor_that_knows_what_counts_pages_compares_by_itself() -> None:
+    """Handed in as a reader of events, it needs nothing else of the engine."""
+    counts: Miscounting
+    auditor = Auditor(40, PAGE_SIZE, page_counts=lambda: counts)
+    config = EngineConfig(num_pages=40, page_size=PAGE_SIZE)
+    engine = make_replica(config, readers=[auditor])
+    counts = Miscounting(engine.scheduler.cache)
+    assert auditor.wants_details
+    engine.submit(request(0, [*SHARED, 1, 2], 14), 0)
+    engine.start(0)
+    engine.finish()
+    assert not auditor.findings
+    counts.num_too_many = 1
+    engine.start(engine.now_ns)
+    with pytest.raises(AuditError, match="the engine counts 1 pages used and 6 cached, the ledger 0 and 6"):
+        engine.finish()

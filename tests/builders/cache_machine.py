@@ -14,7 +14,7 @@ from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import Match, Path, PrefixTree
 
-from builders.models import evicted_names, page_name
+from builders.pages import evicted_names, page_name
 from oracles.page_by_page import Name, OnePage, PageByPage
 
 __all__ = ["CacheMachine", "Holder", "Transfer"]

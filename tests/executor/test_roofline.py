@@ -15,7 +15,8 @@ from kvarts.hardware.geometry import Geometry
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig, make_config
 
-from builders.models import Case, assert_fast_as_slow, cases
+from builders.case import Case, cases
+from builders.laws import assert_fast_as_slow
 
 MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b", "deepseek-v3", "gpt-oss-120b", "mistral-7b"]
 

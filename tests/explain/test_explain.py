@@ -5,76 +5,35 @@ from __future__ import annotations
 import gzip
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 
-from kvarts import ReplayConfig, Trace, load_mooncake, replay
+from kvarts import ReplayConfig, load_mooncake, replay
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.errors import InputError, MissingFileError
+from kvarts.errors import InputError
 from kvarts.explain.hits import KINDS, hit_ledger
+from kvarts.explain.reading import Journal, load_journal
 from kvarts.explain.story import longest_waits, story_of_block, story_of_request
+from kvarts.journal import PreemptedLine, RemovedLine, StoredLine
 from kvarts.keys import BlockKeys
-from kvarts.record.journal import (
-    Journal,
-    JournalWriter,
-    PreemptedLine,
-    RemovedLine,
-    StoredLine,
-    load_journal,
-)
+from kvarts.record.journal import JournalWriter
 from kvarts.request import Request
-from kvarts.verify.verifier import verify
 
+from builders.case import Case, cases
 from builders.engines import make_replica
-from builders.models import Case, cases
+from builders.serving import Arrival, serve
 from builders.toy_model import ToyExecutor
+from builders.written import journals_of
 from oracles.naive import polynomial_ns, run_naive
 from oracles.naive_hits import RememberingEngine
-from test_real_tokens import Arrival, serve
-
-
-def journals_of(case: Case, **changes: Any) -> list[bytes]:
-    """What the journals of each replica say."""
-    config = case.config(**changes)
-    files = [io.BytesIO() for _ in range(config.replicas)]
-    writers = [JournalWriter(file, total_blocks=config.num_pages, block_size_tokens=config.page_size) for file in files]
-    replay(case.trace(), config, observers_of=lambda replica: [writers[replica]])
-    return [file.getvalue() for file in files]
 
 
 def loaded(text: bytes, folder: Path) -> Journal:
     path = folder / "events.jsonl"
     path.write_bytes(text)
     return load_journal(path)
-
-
-@pytest.mark.laws
-@given(cases(max_requests=40))
-def test_the_journal_is_the_same_however_fast_the_replay_was(case: Case) -> None:
-    """L5: to the byte, the step of every evicted page included."""
-    assert journals_of(case) == journals_of(case, step_by_step=True)
-
-
-def test_a_closed_loop_over_replicas_leaves_the_same_bytes() -> None:
-    """L5 where requests wait for others: engines may not leap past each other."""
-    sample = Path(__file__).parents[2] / "src" / "kvarts" / "data" / "mooncake-conversation-1000.jsonl"
-    requests = load_mooncake(sample).requests
-    assert requests is not None
-    left = []
-    for slowly in (False, True):
-        config = ReplayConfig(
-            num_pages=6000, replicas=3, router="prefix", concurrency=24, step_by_step=slowly, page_size=32
-        )
-        files = [io.BytesIO() for _ in range(3)]
-        writers = [JournalWriter(file, total_blocks=6000, block_size_tokens=32) for file in files]
-        trace = Trace(requests[:200], unit_tokens=512)
-        report = replay(trace, config, observers_of=[[writer] for writer in writers].__getitem__)
-        left.append([*(file.getvalue() for file in files), *(t.to_json() for t in report.timelines)])
-        assert {verify(timeline.to_json()).verdict for timeline in report.timelines} == {"ok"}
-    assert left[0] == left[1]
 
 
 @pytest.mark.laws
@@ -235,48 +194,6 @@ def load_journal_from(text: bytes) -> Journal:
         file.write(text)
         file.flush()
         return load_journal(file.name)
-
-
-# Files ----------------------------------------------------------------------------------------------------
-
-
-def test_a_journal_that_breaks_off_is_read_up_to_there(tmp_path: Path) -> None:
-    text = b"".join(
-        [
-            b'{"kvarts_journal":1,"block_size_tokens":4,"total_blocks":9}\n',
-            b'{"event":"rejected","n":0,"step":-1,"t_ms":0.0,"request":0,"request_id":"a","reason":"too long"}\n',
-            b'{"event":"rejected","n":1,"step":-1,"t_ms":0.0,"request":1,"requ',
-        ]
-    )
-    assert len(loaded(text, tmp_path).lines) == 1
-
-
-HEAD = b'{"kvarts_journal":1,"block_size_tokens":4,"total_blocks":9}\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        (b"", "is empty"),
-        (b"{}\n", "events.jsonl:1: is no event of a journal"),
-        (b'{"kvarts_journal":2,"block_size_tokens":4,"total_blocks":9}\n', "is a journal of version 2"),
-        (HEAD + b"oops\n", "events.jsonl:2: is no event of a journal"),
-        (HEAD + b'{"event":"admitted","n":0,"step":0,"t_ms":0,"request":5,"hit_pages":0}\n', "which never arrived"),
-        (
-            HEAD + b'{"event":"rejected","n":1,"step":0,"t_ms":0,"request":5,"request_id":"a","reason":"b"}\n',
-            "some are lost",
-        ),
-        (b"\x1f\x8b\x00\x00", "is no readable gzip"),
-    ],
-)
-def test_what_is_no_journal_is_a_clear_error(tmp_path: Path, text: bytes, what: str) -> None:
-    with pytest.raises(InputError, match=what):
-        loaded(text, tmp_path)
-
-
-def test_a_missing_journal_is_said_to_be_missing(tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError, match="kvarts replay --events"):
-        load_journal(tmp_path / "nothing.jsonl")
 
 
 def test_live_tokens_are_in_the_journal(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from kvarts.llm.loop import EngineDeadError, EngineLoop
 from kvarts.sampling import SamplingParams
 from kvarts.sched.plan import StepPlan, StepResult
 
-from builders.models import Kept
+from builders.kept import Kept
 from builders.toy_model import NUM_TOKEN_IDS, ToyExecutor, generate
 
 PATIENCE_S = 60

@@ -17,8 +17,8 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.sim.replica import Replica
 
 from builders.engines import make_replica
+from builders.tampering import PAGE_SIZE, SHARED, hear, request, tamper, wrap
 from builders.tiers import offloader_of
-from test_auditor import PAGE_SIZE, SHARED, hear, request, tamper, wrap
 
 Plant = Callable[[Replica], None]
 

@@ -24,7 +24,8 @@ from kvarts.request import Request
 from kvarts.sim.replica import Replica
 
 from builders.engines import make_replica
-from builders.models import Kept
+from builders.kept import Kept
+from builders.rooms import HAS_AUDIT
 from builders.tiers import offloader_of
 
 NS_PER_MS = 1_000_000
@@ -42,7 +43,7 @@ def make_engine(
     kept = Kept()
     below = OffloadConfig(**{"host_pages": 64, "latency_us": 0.0, "kv_bytes_per_token": 1000, **offload})  # type: ignore[arg-type]
     config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
-    engine = make_replica(config, offload=below, readers=[kept], audit=True)
+    engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT)
     return engine, kept.events
 
 

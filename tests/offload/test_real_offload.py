@@ -24,9 +24,9 @@ from kvarts.offload.config import FilesBelow, OffloadConfig
 from kvarts.offload.pagefiles import HEAD, PageFiles
 from kvarts.sched.plan import StepPlan, StepResult
 
+from builders.serving import Arrival, assert_undisturbed, output_of, serve, served
 from builders.tiers import offloader_of
 from builders.toy_model import ToyExecutor, generate
-from test_real_tokens import Arrival, assert_undisturbed, output_of, serve, served
 
 pytestmark = pytest.mark.laws
 

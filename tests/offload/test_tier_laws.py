@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvarts.content import Content
 from kvarts.offload.tier import MemoryTier, TierLoad, TierStore
 
-from builders.models import page_name
+from builders.pages import page_name
 from oracles.naive_tier import Entry, NaivePlacement, NaiveTier, Name, follows
 
 pytestmark = pytest.mark.laws

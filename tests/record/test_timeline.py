@@ -23,7 +23,7 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.executor.simulated import SimExecutor
 from kvarts.record.live import LiveTimeline
-from kvarts.record.timeline import Timeline, columns_of
+from kvarts.record.timeline import Timeline, columns_of, timelines_of
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
@@ -33,8 +33,8 @@ from kvarts.sim.router import RoundRobin
 from kvarts.traffic.source import OpenLoop
 from kvarts.verify.verifier import verify, verify_file
 
+from builders.case import Case, cases
 from builders.engines import make_replica
-from builders.models import Case, cases
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz", ".parquet.gz")
 
@@ -56,7 +56,7 @@ def report() -> Report:
 def test_rows_are_what_the_naive_engine_counts(case: Case) -> None:
     requests, engines = case.naive()
     report = replay(case.trace(), case.config())
-    for replica, (engine, timeline) in enumerate(zip(engines, report.timelines, strict=True)):
+    for replica, (engine, timeline) in enumerate(zip(engines, timelines_of(report), strict=True)):
         steps = [row for row in rows_of(timeline) if row["active_seqs"]]
         assert len(steps) == len(engine.steps)
         asked = iter(engine.preempted)
@@ -84,7 +84,7 @@ def test_rows_are_what_the_naive_engine_counts(case: Case) -> None:
 def test_every_recording_is_in_order_and_the_same_however_it_was_made(case: Case, every: int) -> None:
     """L1 seen from outside, L5 for the bytes of a timeline, and thinning that keeps what matters."""
     fast, slow = (replay(case.trace(), case.config(step_by_step=slowly)) for slowly in (False, True))
-    for timeline, other in zip(fast.timelines, slow.timelines, strict=True):
+    for timeline, other in zip(timelines_of(fast), timelines_of(slow), strict=True):
         assert timeline.to_json() == other.to_json()
         verdict = verify(timeline.to_json())
         assert verdict.verdict == ("ok" if len(timeline) else "inconclusive"), verdict.to_text()
@@ -104,7 +104,7 @@ def test_every_recording_is_in_order_and_the_same_however_it_was_made(case: Case
 
 
 def test_all_forms_hold_the_same(report: Report, tmp_path: Path) -> None:
-    timeline = report.timelines[0]
+    timeline = timelines_of(report)[0]
     assert timeline.preemption_count > 0
     for suffix in SUFFIXES:
         path = tmp_path / f"timeline{suffix}"
@@ -129,15 +129,21 @@ def test_all_forms_hold_the_same(report: Report, tmp_path: Path) -> None:
 
 def test_what_was_asked_for_goes_by_the_names_of_the_trace(report: Report) -> None:
     names = set(report.requests["request_id"])
-    asks = [ask for row in rows_of(report.timelines[0]) for ask in row.get("asked", [])]
+    asks = [ask for row in rows_of(timelines_of(report)[0]) for ask in row.get("asked", [])]
     assert asks
     assert all({ask["request"], ask["victim"]} <= names and ask["blocks"] > ask["free_blocks"] for ask in asks)
+
+
+def test_the_old_name_of_timelines_goes_on_for_a_release(report: Report) -> None:
+    with pytest.warns(DeprecationWarning, match=r"kvarts\.timelines_of"):
+        timelines = report.timelines
+    assert [one.to_json() for one in timelines] == [one.to_json() for one in timelines_of(report)]
 
 
 @pytest.mark.parametrize("name", ["timeline.csv", "timeline", "timeline.gz"])
 def test_another_suffix_is_refused(report: Report, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"End it in \.json"):
-        report.timelines[0].write(tmp_path / name)
+        timelines_of(report)[0].write(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
@@ -151,7 +157,7 @@ def run_live(path: Path, config: ReplayConfig, *, step_by_step: bool) -> Timelin
     with LiveTimeline(path, total_blocks=config.num_pages, block_size_tokens=config.page_size) as live:
         engine = make_replica(config, SimExecutor(config.cost_model), readers=[live], step_by_step=step_by_step)
         Driver(trace, OpenLoop(trace), [engine], RoundRobin(), RequestLog(largest_hit_counts=False)).run()
-    return replay(trace, config).timelines[0]
+    return timelines_of(replay(trace, config))[0]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz"])
@@ -167,7 +173,7 @@ def test_a_live_file_ends_as_one_written_at_the_end(tmp_path: Path, suffix: str)
 def test_who_is_cancelled_leaves_nothing_and_the_timeline_says_so() -> None:
     log = StepLog(8)
     config = EngineConfig(num_pages=8, page_size=4)
-    engine = make_replica(config, readers=[log], audit=True, step_by_step=True)
+    engine = make_replica(config, readers=[log], step_by_step=True)
     content = Content.from_tokens(range(10), page_size=4, owner=0)
     request = Request(0, content, num_prompt_tokens=10, max_tokens=9)
     assert engine.submit(request, 0) is None
@@ -233,7 +239,7 @@ def test_a_killed_run_leaves_every_complete_step(tmp_path: Path, suffix: str) ->
 
 def test_a_file_that_breaks_off_in_a_line_is_read_up_to_there(report: Report, tmp_path: Path) -> None:
     whole = tmp_path / "whole.jsonl"
-    report.timelines[0].write(whole)
+    timelines_of(report)[0].write(whole)
     text = whole.read_bytes()
     cut = len(text) // 2
     num_lines = text[:cut].count(b"\n")

@@ -17,7 +17,11 @@ from kvarts.sharing.loans import debts
 from kvarts.sharing.report import SharedReport
 from kvarts.sim.config import ReplayConfig
 
-from builders.models import Case, Kept, assert_steps_as_in_naive, cases, evicted_names
+from builders.case import Case, cases
+from builders.kept import Kept
+from builders.laws import assert_steps_as_in_naive
+from builders.pages import evicted_names
+from builders.rooms import timelines_json
 from oracles.naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
 
 pytestmark = pytest.mark.laws
@@ -152,7 +156,7 @@ def everything(report: SharedReport) -> list[bytes]:
         report.to_json(),
         report.loans_jsonl(),
         *(of_model.requests_jsonl() for of_model in report.reports.values()),
-        *(of_model.timelines[0].to_json() for of_model in report.reports.values()),
+        *(text for of_model in report.reports.values() for text in timelines_json(of_model)),
     ]
 
 
@@ -216,7 +220,7 @@ def test_models_without_traffic_change_nothing(case: Sharing, place: int) -> Non
     beside = replay({**traces, "idle": idle.trace()}, config)
     for name, of_model in alone.reports.items():
         assert of_model.requests_jsonl() == beside.reports[name].requests_jsonl()
-        assert of_model.timelines[0].to_json() == beside.reports[name].timelines[0].to_json()
+        assert timelines_json(of_model) == timelines_json(beside.reports[name])
 
 
 @given(sharings(max_models=2))
@@ -225,14 +229,14 @@ def test_a_model_alone_runs_as_it_would_without_a_device_to_share(case: Sharing)
     of_model = case.cases[0]
     case = Sharing([of_model], case.page_size, case.page_bytes[:1], [0], [1], [0], [1000], case.num_bytes,
                    case.total_tokens, case.max_num_seqs)  # fmt: skip
-    report = case.run().reports["m0"]
-    alone = replay(of_model.trace(), report.config)
+    shared = case.run()
+    report = shared.reports["m0"]
+    alone = replay(of_model.trace(), shared.config.configs["m0"])
     assert report.requests_jsonl() == alone.requests_jsonl()
     assert report.summary == alone.summary
-    columns, expected = report.timelines[0].columns, alone.timelines[0].columns
-    assert not columns["withheld_blocks"].any()
-    for name, column in expected.items():
-        assert columns[name].tolist() == column.tolist(), name
+    assert not shared._logs["m0"].withheld().any()
+    for name, column in alone.steps.items():
+        assert report.steps[name].tolist() == column.tolist(), name
 
 
 @given(sharings(max_models=3))

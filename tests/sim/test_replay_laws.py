@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from builders.models import (
-    Case,
-    assert_as_in_naive,
-    assert_fast_as_slow,
-    assert_tokens_counted_once,
-    cases,
-    run_kvarts,
-)
+from builders.case import Case, cases
+from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
+from builders.outcome import run_kvarts
 
 pytestmark = pytest.mark.laws
 

@@ -8,15 +8,13 @@ told, in order; with the pages the engine counts as used and cached; and, where 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from hashlib import blake2b
-from typing import Protocol
+from collections.abc import Callable, Sequence
 from uuid import UUID
-from weakref import WeakKeyDictionary
 
-import msgspec
-
+from kvarts.audit.comparison import PageAccount, find_different_event, find_different_pages, find_different_private
+from kvarts.audit.digests import PageDigests
+from kvarts.audit.finding import AuditError, Finding
+from kvarts.audit.known import KnownRequest
 from kvarts.audit.ledger import (
     Block,
     BlocksRemoved,
@@ -27,7 +25,7 @@ from kvarts.audit.ledger import (
     PageLedger,
     PartialBlock,
 )
-from kvarts.audit.tiers import EvictionsTold, TierBooks
+from kvarts.audit.tiers import EvictionsTold, KeptPages, TierBooks
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,
@@ -49,74 +47,27 @@ from kvarts.events import (
 
 __all__ = ["AuditError", "Auditor", "Finding", "PageAccount"]
 
-MAX_PAGES_NAMED = 20
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """Something that does not add up, in `step`, with `page` of `request`, where one is to blame."""
-
-    step: int
-    what: str
-    request: int | None = None
-    page: int | None = None
-
-    def __str__(self) -> str:
-        place = "" if self.page is None else f", page {self.page} of request {self.request}"
-        return f"step {self.step}{place}: {self.what}"
-
-
-class AuditError(AssertionError):
-    """The engine and the ledger disagree. `findings` says where."""
-
-    def __init__(self, findings: Sequence[Finding]) -> None:
-        self.findings = tuple(findings)
-        super().__init__("\n".join(map(str, findings)))
-
-
-class PageAccount(Protocol):
-    """What an engine says of its pages now."""
-
-    @property
-    def num_used(self) -> int:
-        """Pages somebody references or a transfer holds."""
-
-    @property
-    def num_cached(self) -> int:
-        """Pages that hold a prefix and are not used."""
-
-    def runs(self) -> Iterable[tuple[Content, int, int, int]]:
-        """Findable pages and their copies: content, first page, page after the last, how often referenced."""
-
-
-class _Known:
-    """What the auditor knows of one request. `blocks` are the pages it holds, the first `num_full` of them full.
-
-    `load`: the pages it waits for, from which on, until it is admitted; None if there are none. `is_cancelled`: it is
-    gone when its load has ended.
-    """
-
-    __slots__ = ("admission", "blocks", "computed", "content", "is_cancelled", "known", "load", "num_full")
-
-    def __init__(self, content: Content, known: int) -> None:
-        self.content = content
-        self.known = known
-        self.computed = 0
-        self.num_full = 0
-        self.admission = -1
-        self.blocks: list[Block] = []
-        self.load: range | None = None
-        self.is_cancelled = False
-
 
 class Auditor:
-    """An Observer of one engine with `num_pages` pages, from its beginning. `findings` grows; nothing is repaired.
+    """A reader of the events of one engine with `num_pages` pages, from its beginning. `findings` grows.
 
-    `safe_first`: the engine evicts first what a tier below has as well. `full_prompt_hits`: see OffloadConfig.
+    `safe_first`: the engine evicts first what a tier below has as well. `full_prompt_hits`: a load may bring a whole
+    prompt. `page_counts`: answers what the engine says of its pages; where it is given, `observe` compares with it, and
+    nothing else has to. Nothing is repaired.
     """
 
+    wants_details = True
+
     def __init__(
-        self, num_pages: int, page_size: int, *, safe_first: bool = False, full_prompt_hits: bool = False
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        safe_first: bool = False,
+        full_prompt_hits: bool = False,
+        page_counts: Callable[[], PageAccount] | None = None,
     ) -> None:
+        self._page_counts = page_counts
         self.findings: list[Finding] = []
         self._books = TierBooks(full_prompt_hits=full_prompt_hits)
         self._copies: dict[bytes, list[FullBlock]] = {}
@@ -127,8 +78,9 @@ class Auditor:
             self._evictions = EvictionsTold(self._books, self._copies, self._digest_of, self._find_digest)
         choose = next if self._evictions is None else self._evictions.choose
         self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event, choose=choose)
+        self._kept = KeptPages(self.ledger, self._copies)
         self._page_size = page_size
-        self._requests: dict[int, _Known] = {}
+        self._requests: dict[int, KnownRequest] = {}
         self._decoding: dict[int, None] = {}
         """In admission order."""
         self._completing: list[int] = []
@@ -143,13 +95,7 @@ class Auditor:
         self._num_partials = 0
         self._loaded: list[int] = []
         """Whose load has ended since the last step began."""
-        self._kept: Counter[bytes] = Counter()
-        """How many transfers keep each page."""
-        self._where: dict[bytes, tuple[int, int]] = {}
-        """A request and page that each resident digest names."""
-        self._spoken_of: dict[bytes, tuple[int, int]] = {}
-        """And each that was spoken of since the last comparison."""
-        self._digests: WeakKeyDictionary[Content, list[bytes]] = WeakKeyDictionary()
+        self._digests = PageDigests()
         self._expected: list[tuple[int, str, bytes]] = []
         self._told: list[tuple[int, str, bytes]] = []
 
@@ -188,7 +134,7 @@ class Auditor:
             case TransferEnded():
                 self._end_transfer(event)
             case Arrived():
-                self._requests[event.request] = _Known(event.content, event.num_prompt_tokens)
+                self._requests[event.request] = KnownRequest(event.content, event.num_prompt_tokens)
             case StepStarted():
                 self._pass_steps(event.step - 1)
                 self._begin(event.step)
@@ -295,7 +241,7 @@ class Auditor:
         # Where a load brought the whole prompt, its last token is computed again.
         known.computed = min(known.num_full * self._page_size, known.known - 1)
 
-    def _hit(self, known: _Known, request: int, num_hit_pages: int) -> None:
+    def _hit(self, known: KnownRequest, request: int, num_hit_pages: int) -> None:
         blocks: list[Block] = []
         for page in range(num_hit_pages):
             copies = self._copies.get(self._digest(known.content, page))
@@ -363,7 +309,7 @@ class Auditor:
 
     # Transfers --------------------------------------------------------------------------------------------
 
-    def _found_below(self, known: _Known, start: int) -> tuple[tuple[str, int], ...]:
+    def _found_below(self, known: KnownRequest, start: int) -> tuple[tuple[str, int], ...]:
         last_token = 0 if self._books.full_prompt_hits else 1
         limit = min((known.known - last_token) // self._page_size, known.content.num_known_pages)
         return self._books.found([self._digest(known.content, page) for page in range(start, limit)])
@@ -381,25 +327,13 @@ class Auditor:
     def _keep(self, event: StoreStarted) -> None:
         if event.medium != "host":
             return  # from host memory, which keeps its own pages
-        kept: list[bytes] = []
         for content, _, end in event.runs:
             for page in range(end):
-                digest = self._digest(content, page)
-                copies = self._copies.get(digest)
-                if not copies:
+                if not self._kept.keep(event.transfer, self._digest(content, page)):
                     self._find("is to be stored and is not resident", content.owner, page)
-                    continue
-                self.ledger.keep(copies)
-                self._kept[digest] += 1
-                kept.append(digest)
-        self._books.kept[event.transfer] = kept
 
     def _end_transfer(self, event: TransferEnded) -> None:
-        for digest in self._books.kept.pop(event.transfer, ()):
-            self.ledger.unkeep(self._copies[digest])
-            self._kept[digest] -= 1
-            if not self._kept[digest]:
-                del self._kept[digest]
+        self._kept.end(event.transfer)
         if event.request >= 0:
             known = self._requests[event.request]
             assert known.load is not None
@@ -408,7 +342,7 @@ class Auditor:
 
     # Pages ------------------------------------------------------------------------------------------------
 
-    def _take(self, known: _Known, count: int) -> None:
+    def _take(self, known: KnownRequest, count: int) -> None:
         for _ in range(count):
             block = PartialBlock(UUID(int=self._num_partials))
             self._num_partials += 1
@@ -417,7 +351,7 @@ class Auditor:
                 return
             known.blocks.append(block)
 
-    def _fill(self, known: _Known, num_full: int) -> None:
+    def _fill(self, known: KnownRequest, num_full: int) -> None:
         """The pages of a request up to `num_full` are full; a page that is resident already becomes one copy more."""
         for page in range(known.num_full, min(num_full, len(known.blocks))):
             digest = self._digest(known.content, page)
@@ -431,39 +365,12 @@ class Auditor:
             self.ledger.promote(
                 partial.uuid, block, parent_hash=parent.block_hash if isinstance(parent, FullBlock) else None
             )
-            if digest in self._kept:
-                self.ledger.keep([block] * self._kept[digest])
+            self._kept.add_copy(digest, block)
             if self._evictions is not None and not is_copy:
                 self._evictions.born(digest, self._digest(known.content, page - 1) if page else None)
             self._copies.setdefault(digest, []).append(block)
-            self._where[digest] = known.content.owner, page
+            self._digests.where[digest] = known.content.owner, page
         known.num_full = max(known.num_full, num_full)
-
-    def _digest(self, content: Content, page: int) -> bytes:
-        """Names a page by its tenant and every token up to its end; a page of unknown tokens by its owner."""
-        digests = self._digests.get(content)
-        if digests is None:
-            digests = self._digests[content] = []
-        size = content.page_size
-        while len(digests) <= page:
-            index = len(digests)
-            before = digests[-1] if digests else repr(content.salt).encode()
-            if index < content.num_known_pages:
-                own = content.tokens(index * size, (index + 1) * size).tobytes()
-            else:
-                own = f"private {content.owner}".encode()
-            digests.append(blake2b(before + own, digest_size=16).digest())
-        digest = digests[page]
-        self._spoken_of[digest] = content.owner, page
-        return digest
-
-    def _digests_of(self, event: PagesRemoved | CopiesRemoved) -> list[bytes]:
-        """The last page first."""
-        return [self._digest(event.content, page) for page in range(event.end_page - 1, event.start_page - 1, -1)]
-
-    def _place(self, digest: bytes) -> tuple[int, int]:
-        """A request and page that `digest` names; it is resident, or was spoken of since the last comparison."""
-        return self._where.get(digest) or self._spoken_of[digest]
 
     # Comparing --------------------------------------------------------------------------------------------
 
@@ -491,7 +398,7 @@ class Auditor:
         before = self._digest(content, start - 1) if start else None
         parent = self._digest(event.parent, start - 1) if event.parent is not None and start else None
         if before != parent:
-            other = "no page" if parent is None else "page {1} of request {0}".format(*self._place(parent))
+            other = "no page" if parent is None else "page {1} of request {0}".format(*self._digests.place(parent))
             self._find(f"was stored after {other}, which does not precede it", content.owner, start)
         for page in range(start, event.end_page):
             self._told.append((self._step, "stored", self._digest(content, page)))
@@ -499,23 +406,15 @@ class Auditor:
     def _compare_events(self) -> None:
         expected, told = self._expected, self._told
         if expected != told:
-            index = next((i for i, pair in enumerate(zip(expected, told, strict=False)) if pair[0] != pair[1]), None)
-            if index is None:
-                index = min(len(expected), len(told))
-            if index < len(expected) and (index >= len(told) or expected[index] not in told[index:]):
-                step, what, digest = expected[index]
-                self.findings.append(Finding(step, f"was {what} and no event says so", *self._place(digest)))
-            else:
-                step, what, digest = told[index]
-                self.findings.append(
-                    Finding(step, f"was {what}, says an event, and should not have been", *self._place(digest))
-                )
+            self.findings.append(find_different_event(expected, told, self._digests))
         for _, what, digest in expected:
             if what == "removed" and digest not in self._copies:
-                self._where.pop(digest, None)
+                self._digests.where.pop(digest, None)
         self._expected, self._told = [], []
         if self._evictions is not None:
             self._evictions.told.clear()
+        if self._page_counts is not None:
+            self.compare(self._page_counts())
 
     def compare(self, account: PageAccount) -> None:
         """Compares what the engine says of its pages with the ledger. Raises AuditError for all findings so far."""
@@ -530,50 +429,21 @@ class Auditor:
             self._compare_pages(account)
         if self.findings:
             raise AuditError(self.findings)
-        self._spoken_of.clear()
+        self._digests.forget()
 
     def _compare_pages(self, account: PageAccount) -> None:
         """Names the pages that the engine and the ledger do not hold alike."""
-        theirs: Counter[tuple[bytes, int]] = Counter()
-        for content, start, end, refs in account.runs():
-            for page in range(start, end):
-                theirs[self._digest(content, page), refs] += 1
-        mine: Counter[tuple[bytes, int]] = Counter()
-        for digest, blocks in self._copies.items():
-            for block in blocks:
-                mine[digest, self.ledger.refs(block)] += 1
-        pages = sorted({digest for digest, _ in (theirs - mine) + (mine - theirs)}, key=self._place)
-        for digest in pages[:MAX_PAGES_NAMED]:
-            says = [
-                " and ".join(
-                    f"{refs} times"
-                    for (name, refs), count in sorted(counter.items())
-                    if name == digest
-                    for _ in range(count)
-                )
-                or "not at all"
-                for counter in (theirs, mine)
-            ]
-            request, page = self._place(digest)
-            self._find(f"the engine holds it {says[0]}, the ledger {says[1]}", request, page)
-        if len(pages) > MAX_PAGES_NAMED:
-            self._find(f"and {len(pages) - MAX_PAGES_NAMED} pages more")
-        num_partial = sum(isinstance(block, PartialBlock) for block in self.ledger.active)
-        num_shared = sum(end - start for _, start, end, refs in account.runs() if refs)
-        num_kept = self.ledger.num_used - self.ledger.num_active
-        num_private = account.num_used - num_shared - num_kept
-        if num_private != num_partial:
-            for request, known in self._requests.items():
-                if len(known.blocks) > known.num_full:
-                    self._find(
-                        f"the engine counts {num_private} pages nobody else can find, the ledger "
-                        f"{num_partial}; this is one of them",
-                        request,
-                        len(known.blocks) - 1,
-                    )
+        find_different_pages(account, self.ledger, self._copies, self._digests, self._find)
+        find_different_private(account, self.ledger, self._requests, self._find)
+
+    def _digest(self, content: Content, page: int) -> bytes:
+        return self._digests.of(content, page)
+
+    def _digests_of(self, event: PagesRemoved | CopiesRemoved) -> list[bytes]:
+        return self._digests.backwards(event.content, event.start_page, event.end_page)
 
     def _find_digest(self, what: str, digest: bytes) -> None:
-        self._find(what, *self._place(digest))
+        self._find(what, *self._digests.place(digest))
 
     def _find(self, what: str, request: int | None = None, page: int | None = None) -> None:
         self.findings.append(Finding(self._step, what, request, page))

@@ -5,24 +5,22 @@ Both are kept from what the engine says. That its tiers have what it says they h
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvarts.audit.ledger import FullBlock
+from kvarts.audit.ledger import FullBlock, PageLedger
 
-__all__ = ["EvictionsTold", "TierBooks"]
+__all__ = ["EvictionsTold", "KeptPages", "TierBooks"]
 
 
 class TierBooks:
-    """Which pages can be found in each tier below, and what each store keeps on the device. Pages go by their digests.
+    """Which pages can be found in each tier below. Pages go by their digests.
 
     `full_prompt_hits`: see OffloadConfig.
     """
 
     def __init__(self, *, full_prompt_hits: bool) -> None:
         self.full_prompt_hits = full_prompt_hits
-        self.kept: dict[int, list[bytes]] = {}
-        """By transfer."""
         self._stored: dict[str, set[bytes]] = {"host": set(), "disk": set()}
 
     def add(self, medium: str, digest: bytes) -> bool:
@@ -54,6 +52,40 @@ class TierBooks:
             if position > start:
                 by_tier.append((medium, position - start))
         return tuple(by_tier)
+
+
+class KeptPages:
+    """The pages that stores keep on the device, until their transfers end."""
+
+    def __init__(self, ledger: PageLedger, copies: Mapping[bytes, list[FullBlock]]) -> None:
+        self._ledger = ledger
+        self._copies = copies
+        self._by_transfer: dict[int, list[bytes]] = {}
+        self._counts: Counter[bytes] = Counter()
+        """How many transfers keep each page."""
+
+    def keep(self, transfer: int, digest: bytes) -> bool:
+        """Keep all copies of a page for a transfer. Return False if there is none."""
+        copies = self._copies.get(digest)
+        if not copies:
+            return False
+        self._ledger.keep(copies)
+        self._counts[digest] += 1
+        self._by_transfer.setdefault(transfer, []).append(digest)
+        return True
+
+    def add_copy(self, digest: bytes, block: FullBlock) -> None:
+        """Keep one copy more of a page, as often as the page is kept."""
+        if digest in self._counts:
+            self._ledger.keep([block] * self._counts[digest])
+
+    def end(self, transfer: int) -> None:
+        """Keep nothing for a transfer any longer."""
+        for digest in self._by_transfer.pop(transfer, ()):
+            self._ledger.unkeep(self._copies[digest])
+            self._counts[digest] -= 1
+            if not self._counts[digest]:
+                del self._counts[digest]
 
 
 class EvictionsTold:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvarts.calibrate.series import Series
 from kvarts.errors import InputError, MissingFileError
 from kvarts.report.report import Report
-from kvarts.report.rundir import RunDir
+from kvarts.report.run_directory import RunDirectory
 from kvarts.verify.reader import open_recording
 
 __all__ = ["Replayed", "load_replayed", "replayed_of"]
@@ -71,7 +71,7 @@ def load_replayed(path: Path | str) -> Replayed:
     path = Path(path)
     rows_path, curve = path, None
     if path.is_dir():
-        run = RunDir(path)
+        run = RunDirectory(path)
         rows_path = path / "requests.jsonl"
         timelines = run.timelines()
         if len(timelines) == 1:

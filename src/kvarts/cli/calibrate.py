@@ -1,4 +1,4 @@
-"""`kvarts calibrate`: fits a cost model to a measured run."""
+"""`kvarts calibrate` fits a cost model to a measured run; `kvarts compare` holds a replay against one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvarts.files import check_writable, write_whole
 from kvarts.settings import given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
-__all__ = ["calibrate_command", "columns_of"]
+__all__ = ["calibrate_command", "compare_command"]
 
 
 MEASURED = click.Argument(["measured"], type=click.Path(path_type=Path))
@@ -87,7 +87,7 @@ def calibrate_command(
         text, report, cost = _fit_steps(measured, config.cost)
     else:
         text, report, cost = _fit_requests(
-            measured, config, prompts, trace_block_size, series, columns_of(columns), time_unit, fit_on, seed
+            measured, config, prompts, trace_block_size, series, _columns_of(columns), time_unit, fit_on, seed
         )
     if as_json:
         print_json(report)
@@ -98,7 +98,7 @@ def calibrate_command(
         click.echo(f"kvarts: wrote {out}", err=True)
 
 
-def columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
+def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
     """Return the names that `--column FIELD=NAME` gives to fields; None without the option."""
     columns = {}
     for text in given:
@@ -212,3 +212,47 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+@click.command("compare")
+@click.argument("replayed", metavar="REPLAY", type=click.Path(path_type=Path))
+@click.argument("measured", type=click.Path(path_type=Path))
+@click.option("--series", metavar="FILE", type=click.Path(path_type=Path),
+              help="CSV of t, running, waiting and kv_cache_pct, second by second. REPLAY must be a run "
+              "directory.")  # fmt: skip
+@click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
+              help="What MEASURED calls a field, as in `kvarts calibrate`.")  # fmt: skip
+@click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
+@click.option("--html", "html_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write one page that needs no network: the distributions and the curves of both.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def compare_command(
+    replayed: Path,
+    measured: Path,
+    series: Path | None,
+    columns: tuple[str, ...],
+    time_unit: str,
+    html_file: Path | None,
+    as_json: bool,
+) -> None:
+    """State how far a replay is from what was measured.
+
+    REPLAY is what `kvarts replay --run-dir` or `--requests` wrote, of the requests in MEASURED.
+    """
+    from kvarts.calibrate import compare, load_measured, load_series
+    from kvarts.calibrate.page import render_page
+    from kvarts.calibrate.replayed import load_replayed
+
+    if html_file is not None:
+        check_writable(html_file)
+    theirs = load_measured(measured, columns=_columns_of(columns), time_unit=time_unit)
+    ours = load_replayed(replayed)
+    curve = None if series is None else load_series(series)
+    comparison = compare(theirs, ours, curve)
+    if as_json:
+        print_json(comparison.to_builtins())
+    else:
+        click.echo(comparison.to_text(), nl=False)
+    if html_file is not None:
+        write_whole(html_file, render_page(theirs, ours, curve, comparison))
+        click.echo(f"kvarts: wrote {html_file}", err=True)

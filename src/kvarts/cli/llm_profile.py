@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvarts.cli import record
 from kvarts.cli.llm import (
     llm_options,
     need_torch,
@@ -26,50 +27,36 @@ __all__ = ["profile_command"]
 @llm_options
 @click.option("--prompts", "prompts_file", metavar="FILE", required=True, type=click.Path(path_type=Path),
               help='JSON lines {"prompt": TEXT}.')  # fmt: skip
-@click.option("--kv-timeline", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write how KV pages are used to FILE, step by step, while it runs: .jsonl, .jsonl.gz or .json. "
-              "For `kvarts verify`.")  # fmt: skip
-@click.option("--record", "record_file", metavar="FILE", type=click.Path(path_type=Path),
+@record.kv_timeline_option
+@click.option("--record", "steps_file", metavar="FILE", type=click.Path(path_type=Path),
               help="Write what each step was and how long it took, a JSON line a step: for `kvarts "
               "calibrate`.")  # fmt: skip
 @click.option("--write-trace", "trace_file", metavar="FILE", type=click.Path(path_type=Path),
               help="Write what was run to FILE, token by token: for `kvarts replay FILE --trace-block-size "
               "1`.")  # fmt: skip
 @sampling_options
-def profile_command(
-    prompts_file: Path, kv_timeline: Path | None, record_file: Path | None, trace_file: Path | None, **values: Any
-) -> None:
+def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Path | None, **values: Any) -> None:
     """Run prompts on a real model, and print how long it took and how its KV pages were used, as JSON."""
     prompts = read_prompts(prompts_file)
-    for file in (record_file, trace_file):
+    for file in (steps_file, trace_file):
         if file is not None:
             check_writable(file)
     need_torch()
     from kvarts.executor.recorder import RecordingExecutor
     from kvarts.llm.profile import Profile
-    from kvarts.record.live import LiveTimeline
 
     params = sampling_params(values)
     profile = Profile()
     with ExitStack() as stack:
         wrap = None
-        if record_file is not None:
-            record = stack.enter_context(whole_file(record_file))
+        if steps_file is not None:
+            steps = stack.enter_context(whole_file(steps_file))
 
             def wrap(executor: Any) -> Any:
-                return RecordingExecutor(executor, record)
+                return RecordingExecutor(executor, steps)
 
         llm = open_llm(values, readers=[profile], wrap=wrap)
-        if kv_timeline is not None:
-            config = llm.config
-            profile.live = stack.enter_context(
-                LiveTimeline(
-                    kv_timeline,
-                    total_blocks=config.num_pages,
-                    block_size_tokens=config.page_size,
-                    tiers=llm.tiers,
-                )
-            )
+        profile.live = record.open_live(stack, values, llm.config, llm.tiers)
         profile.run(llm, prompts, params)
     if trace_file is not None:
         write_whole(trace_file, profile.trace)

@@ -26,13 +26,13 @@ Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
 
 COMMANDS = {
     "calibrate": "calibrate",
-    "compare": "compare",
+    "compare": "calibrate",
     "generate": "llm_generate",
     "model": "model",
     "profile": "llm_profile",
     "replay": "replay",
     "report": "report",
-    "story": "story",
+    "story": "explain",
     "verify": "verify",
 }
 """Each command, and the module of `kvarts.cli` that has it."""

@@ -3,28 +3,57 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvarts.cli.table import render_table
 from kvarts.errors import OutputError
-from kvarts.files import check_writable, whole_file, write_whole
-from kvarts.record.timeline import form_of, import_parquet
-from kvarts.report.rundir import DISTRIBUTIONS, EVENTS, REPORT, REQUESTS, TIMELINE, per_replica
+from kvarts.files import check_writable, write_whole
+from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Outputs", "make_directory", "print_bytes"]
+__all__ = ["Outputs", "Part", "make_directory", "part_options", "print_bytes"]
+
+Command = Callable[..., None]
+
+PARTS = (
+    "record",
+)  # fmt: skip
+"""Modules of `kvarts.cli` with more that a replay can write.
+
+Each has `add_options(command)`, and `open_part(config, values, run_dir, model)`, which returns a Part.
+"""
+
+
+class Part(Protocol):
+    """More that a replay writes. What can go wrong with its files is found when it is made."""
+
+    def observers(self) -> AbstractContextManager[Callable[[int], list[EventReader]]]:
+        """Answer what observes the events of each replica, while the replay runs."""
+
+    def write(self, report: Report) -> None:
+        """Write what is made from the report."""
+
+
+def part_options(command: Command) -> Command:
+    """Add the options of all parts. Their values are for Outputs."""
+    for name in reversed(PARTS):
+        command = import_module(f"kvarts.cli.{name}").add_options(command)
+    return command
 
 
 class Outputs:
-    """The files of one replay, checked before it begins. Raises ConfigError and OutputError."""
+    """The files of one replay, checked before it begins. Raises ConfigError and OutputError.
+
+    `part_values`: what the options of `part_options` say. `model`: files of parts carry its name; None for no name.
+    """
 
     def __init__(
         self,
@@ -33,69 +62,42 @@ class Outputs:
         as_json: bool,
         report_file: Path | None,
         requests_file: Path | None,
-        timeline_file: Path | None,
-        timeline_every: int,
-        events_file: Path | None,
         run_dir: Path | None,
+        part_values: Mapping[str, Any],
+        model: str | None = None,
     ) -> None:
-        self._config = config
         self._as_json = as_json
-        self._every = timeline_every
         self._reports = [path for path in (report_file,) if path is not None]
         self._requests = [path for path in (requests_file,) if path is not None]
-        self._timelines = [list(per_replica(path, config.replicas)) for path in (timeline_file,) if path is not None]
-        self._journals = [list(per_replica(path, config.replicas)) for path in (events_file,) if path is not None]
-        for paths in self._timelines:
-            if form_of(paths[0])[0] == "parquet":
-                import_parquet()
-        for path in (*self._reports, *self._requests, *chain.from_iterable(self._timelines + self._journals)):
+        modules = [import_module(f"kvarts.cli.{name}") for name in PARTS]
+        self._parts: list[Part] = [module.open_part(config, part_values, run_dir, model) for module in modules]
+        for path in (*self._reports, *self._requests):
             check_writable(path)
         self._run_dir = run_dir
         if run_dir is not None:
             make_directory(run_dir)
             self._reports.append(run_dir / REPORT)
             self._requests.append(run_dir / REQUESTS)
-            self._timelines.append(list(per_replica(run_dir / TIMELINE, config.replicas)))
-            self._journals.append(list(per_replica(run_dir / EVENTS, config.replicas)))
 
     @contextmanager
-    def journals(self) -> Iterator[Callable[[int], list[EventReader]]]:
-        """Who writes down the events of each replica, while the replay runs; files appear when it has ended well."""
-        if not self._journals:
-            yield lambda _: []
-            return
+    def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
+        """Answer what observes the events of each replica, while the replay runs."""
         with ExitStack() as stack:
-            from kvarts.record.journal import JournalWriter
-
-            writers: list[list[EventReader]] = [[] for _ in range(self._config.replicas)]
-            closing = []
-            for paths in self._journals:
-                for replica, path in enumerate(paths):
-                    writer = JournalWriter(
-                        stack.enter_context(whole_file(path)),
-                        total_blocks=self._config.num_pages,
-                        block_size_tokens=self._config.page_size,
-                        is_packed=path.suffix == ".gz",
-                    )
-                    writers[replica].append(writer)
-                    closing.append(writer)
-            yield writers.__getitem__
-            for writer in closing:
-                writer.close()
+            of_parts = [stack.enter_context(part.observers()) for part in self._parts]
+            yield lambda replica: [observer for observers_of in of_parts for observer in observers_of(replica)]
 
     def write(self, report: Report) -> None:
-        """Everything else, and the report on standard output."""
+        """Write everything else, and the report on standard output."""
         self.write_files(report)
         print_bytes(report.to_json() if self._as_json else render_table(report.summary).encode())
 
     def write_files(self, report: Report) -> None:
-        """Everything but what observers wrote."""
+        """Write everything but what observers wrote."""
         requests = report.requests_jsonl() if self._requests else b""
         for path in self._requests:
             write_whole(path, requests)
-        for paths in self._timelines:
-            for path, timeline in zip(paths, report.timelines, strict=True):
-                timeline.write(path, every=self._every)
+        for part in self._parts:
+            part.write(report)
         if self._run_dir is not None:
             write_whole(self._run_dir / DISTRIBUTIONS, report.distributions_json())
         for path in self._reports:

@@ -28,7 +28,7 @@ PARTS: tuple[str, ...] = (
 class Outputs(Protocol):
     """Where the results of a replay go."""
 
-    def journals(self) -> AbstractContextManager[Callable[[Any], Sequence[Any]]]:
+    def observers(self) -> AbstractContextManager[Callable[[Any], Sequence[Any]]]:
         """Answer, while the replay runs, what observes a replica or a model."""
 
     def write(self, report: Any) -> None:

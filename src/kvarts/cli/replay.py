@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
+from kvarts.cli.outputs import part_options
 from kvarts.cli.parts import Outputs, Run, load_parts
 from kvarts.cli.sample import SECTION as TRAFFIC
 from kvarts.cli.sample import load_traffic, over_sample_settings
@@ -47,15 +48,7 @@ def _options() -> list[click.Parameter]:
         help="Write the report as JSON to FILE.")  # fmt: skip
 @result("--requests", "requests_file", metavar="FILE", type=click.Path(path_type=Path),
         help="Write one JSON line a request to FILE, in arrival order.")  # fmt: skip
-@result("--timeline", "timeline_file", metavar="FILE", type=click.Path(path_type=Path),
-        help="Write how KV pages were used, a row a step, to FILE: .json, .jsonl or .parquet, and .gz on top. "
-        "With replicas, a file each: FILE.json becomes FILE-r0.json and so on.")  # fmt: skip
-@result("--timeline-every", metavar="K", type=click.IntRange(min=1), default=1,
-        help="Write every K-th row of the timeline, and besides the peak, every preemption, the first and the "
-        "last step. [1]")  # fmt: skip
-@result("--events", "events_file", metavar="FILE", type=click.Path(path_type=Path),
-        help="Write a journal of every event to FILE, JSON lines, for `kvarts story`; .gz packs it. With "
-        "replicas, a file each.")  # fmt: skip
+@part_options
 @result("--run-dir", metavar="DIR", type=click.Path(path_type=Path),
         help="Write everything about the run to DIR, a new directory, for `kvarts report`: report, requests, "
         "timeline, events. With several models, a directory each in it.")  # fmt: skip
@@ -79,11 +72,12 @@ def replay_command(
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
     run: Run = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
-    outputs = run.outputs(params)
+    places = {name: params.pop(name) for name in ("as_json", "report_file", "requests_file", "run_dir")}
+    outputs = run.outputs({**places, "part_values": params})
     from kvarts.sim.replay import replay
 
     traffic, traces = run.load()
-    with outputs.journals() as observers_of, _Progress(traces) as progress:
+    with outputs.observers() as observers_of, _Progress(traces) as progress:
         report = replay(traffic, run.config, on_progress=progress, observers_of=observers_of)
     outputs.write(report)
 

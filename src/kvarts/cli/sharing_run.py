@@ -12,7 +12,7 @@ from kvarts.cli.sample import reading_of
 from kvarts.cli.sharing_table import render_shared_table
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, write_whole
-from kvarts.report.rundir import REPORT, named
+from kvarts.report.run_directory import REPORT, named
 from kvarts.settings import Given, Section
 from kvarts.sharing.config import SharingConfig, resolve_shares
 from kvarts.traffic.formats import load_trace
@@ -71,10 +71,8 @@ class SharedOutputs:
         as_json: bool,
         report_file: Path | None,
         requests_file: Path | None,
-        timeline_file: Path | None,
-        timeline_every: int,
-        events_file: Path | None,
         run_dir: Path | None,
+        part_values: Mapping[str, Any],
         loans_file: Path | None,
     ) -> None:
         self._as_json = as_json
@@ -92,19 +90,18 @@ class SharedOutputs:
                 as_json=False,
                 report_file=None,
                 requests_file=named(requests_file, name),
-                timeline_file=named(timeline_file, name),
-                timeline_every=timeline_every,
-                events_file=named(events_file, name),
                 run_dir=None if run_dir is None else run_dir / name,
+                part_values=part_values,
+                model=name,
             )
             for name, of_model in config.configs.items()
         }
 
     @contextmanager
-    def journals(self) -> Iterator[Callable[[str], Sequence[EventReader]]]:
+    def observers(self) -> Iterator[Callable[[str], Sequence[EventReader]]]:
         """Answer what writes down the events of each model, while the replay runs."""
         with ExitStack() as stack:
-            observers = {name: stack.enter_context(outputs.journals())(0) for name, outputs in self._outputs.items()}
+            observers = {name: stack.enter_context(outputs.observers())(0) for name, outputs in self._outputs.items()}
             yield observers.__getitem__
 
     def write(self, report: SharedReport) -> None:

@@ -24,12 +24,12 @@ import numpy as np
 
 from kvarts.columns import Column
 from kvarts.content import Content
-from kvarts.record.journal import (
+from kvarts.explain.reading import Journal
+from kvarts.journal import (
     AdmittedLine,
     CancelledLine,
     ComputedLine,
     FinishedLine,
-    Journal,
     Line,
     PreemptedLine,
     RemovedLine,

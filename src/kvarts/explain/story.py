@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 from kvarts.content import Content
 from kvarts.errors import InputError
-from kvarts.keys import BlockKey, BlockKeys
-from kvarts.record.journal import (
+from kvarts.explain.reading import Journal
+from kvarts.journal import (
     AdmittedLine,
     ArrivedLine,
     BlockedLine,
     CancelledLine,
     ComputedLine,
     FinishedLine,
-    Journal,
     Line,
     LoadedLine,
     LoadingLine,
@@ -27,6 +26,7 @@ from kvarts.record.journal import (
     StoreFailedLine,
     StoringLine,
 )
+from kvarts.keys import BlockKey, BlockKeys
 
 __all__ = ["block_named", "longest_waits", "story_of_block", "story_of_request"]
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvarts.kv.pool import PageId
 
-__all__ = ["Direction", "Loaded", "Move", "Offer", "Transfer", "TransferReport"]
+__all__ = ["Direction", "Loaded", "Move", "Offer", "Transfer", "TransferReport", "TransferTotals"]
 
 
 class Direction(StrEnum):
@@ -63,3 +63,14 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
     request: int
     num_pages: int
     by_tier: tuple[int, ...]
+
+
+class TransferTotals(msgspec.Struct, frozen=True):
+    """What moved between the tiers of one engine so far.
+
+    `counts`: of what happened, by name. `num_bytes`: by channel. `num_evicted_pages`: by tier below the device.
+    """
+
+    counts: dict[str, int]
+    num_bytes: dict[str, int]
+    num_evicted_pages: dict[str, int]

@@ -23,6 +23,7 @@ from kvarts.executor.torch.loading import load_model
 from kvarts.executor.torch.pools import page_bytes_of
 from kvarts.executor.torch.probe import layer_shapes
 from kvarts.executor.torch.sampling import BatchSampler
+from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
@@ -223,9 +224,9 @@ class LLM:
         return self._core.scheduler.cache.num_evicted
 
     @property
-    def offloaders(self) -> tuple[Any, ...]:
-        """What counts transfers between the tiers; empty without tiers."""
-        return () if self._core.tiers is None else (self._core.tiers,)
+    def transfers(self) -> tuple[TransferTotals, ...]:
+        """What moved between the tiers so far; empty without tiers."""
+        return () if self._core.tiers is None else (self._core.tiers.totals(),)
 
     # Memory -----------------------------------------------------------------------------------------------
 

@@ -46,13 +46,6 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float = 1.0
     slo: NoSlo = NoSlo()
     offload: Any = None
-    step_by_step: bool = True
-    audit: bool = False
-
-    @property
-    def cost_model(self) -> str:
-        """Steps are measured: there is no cost model."""
-        return self.cost
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the configuration as JSON-able values."""
@@ -85,7 +78,7 @@ class Profile:
         config = llm.config
         self._log = StepLog(config.num_pages, llm.tiers)
         requests = {index: llm.request(index) for index in (llm.submit(prompt, params) for prompt in prompts)}
-        log = RequestLog(largest_hit_counts=False)
+        log = RequestLog(largest_hit_counts=False, tiers=llm.tiers)
         rows = []
         while llm.has_work:
             for completion in llm.step():
@@ -104,7 +97,7 @@ class Profile:
                 log.end(request, row, 0)
                 self._ran.append((request, completion.tokens))
         rows.sort(key=lambda row: row.row)
-        measured: Any = MeasuredRun(
+        measured = MeasuredRun(
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -118,7 +111,7 @@ class Profile:
             log,
             [self._log],
             num_evicted_pages=llm.num_evicted_pages,
-            offloaders=llm.offloaders,
+            transfers=llm.transfers,
         )
 
     @property

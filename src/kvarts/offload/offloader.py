@@ -18,7 +18,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.transfer import Direction, Loaded, Move, Offer, Transfer, TransferReport
+from kvarts.kv.transfer import Direction, Loaded, Move, Offer, Transfer, TransferReport, TransferTotals
 from kvarts.kv.tree import Match, Node, Path
 from kvarts.offload.channel import Channel
 from kvarts.offload.safe_first import Below, SafeFirst
@@ -215,6 +215,14 @@ class Offloader:
         for tier in self.tiers:
             counts += tier.num_used, tier.num_cached
         return counts
+
+    def totals(self) -> TransferTotals:
+        """Return what moved so far."""
+        return TransferTotals(
+            msgspec.structs.asdict(self.counts),
+            {channel.name: channel.num_bytes for channel in self.channels},
+            {tier.name: tier.num_evicted for tier in self.tiers},
+        )
 
     @property
     def next_ns(self) -> int:

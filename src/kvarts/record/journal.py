@@ -1,21 +1,14 @@
-"""The journal of one engine: every event as a line of JSON, numbered without gaps, so that any of it can be explained.
-
-Page events stay runs: pages [start_page, end_page) of a request's sequence. The line of an arrival carries the sequence
-itself, so a page can be named, compared and hashed from the journal alone.
-"""
+"""Writes the journal of one engine, event by event."""
 
 from __future__ import annotations
 
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from kvarts.content import Content, pack_units
-from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.events import (
     Admitted,
     Arrived,
@@ -36,195 +29,32 @@ from kvarts.events import (
     StoreStarted,
     TransferEnded,
 )
-
-__all__ = [
-    "AdmittedLine",
-    "ArrivedLine",
-    "BlockedLine",
-    "CancelledLine",
-    "ComputedLine",
-    "FinishedLine",
-    "Journal",
-    "JournalWriter",
-    "Line",
-    "LoadedLine",
-    "LoadingLine",
-    "PreemptedLine",
-    "RejectedLine",
-    "RemovedBelowLine",
-    "RemovedLine",
-    "StoreFailedLine",
-    "StoredBelowLine",
-    "StoredLine",
-    "StoringLine",
-    "load_journal",
-]
-
-JOURNAL_VERSION = 1
-NS_PER_MS = 1e6
-REASONS = {Blocked.BUDGET: "token_budget", Blocked.PAGES: "pages", Blocked.SEQS: "sequence_cap"}
-
-
-class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event", omit_defaults=True):
-    """Every line: its number, the step it belongs to (-1 before the first), when it happened, and whom it is about."""
-
-    n: int
-    step: int
-    t_ms: float
-    request: int
-
-
-class ArrivedLine(Line, tag="arrived", frozen=True, kw_only=True, gc=False):
-    """`units` stand for `unit_tokens` equal tokens each; `num_known_tokens` of them are known beforehand."""
-
-    request_id: str
-    prompt_tokens: int
-    output_tokens: int
-    num_ahead: int
-    unit_tokens: int
-    num_known_tokens: int
-    units: list[int]
-    priority: int = 0
-    tenant: str | None = None
-
-
-class RejectedLine(Line, tag="rejected", frozen=True, kw_only=True, gc=False):
-    """It could never run."""
-
-    request_id: str
-    reason: str
-
-
-class BlockedLine(Line, tag="blocked", frozen=True, kw_only=True, gc=False):
-    """From now on it is the head of the queue that is not admitted; `reason` is one of REASONS."""
-
-    reason: str
-    pages_short: int = 0
-
-
-class AdmittedLine(Line, tag="admitted", frozen=True, kw_only=True, gc=False):
-    """It began to run. `loaded_pages`: those of its hit pages, the last ones, that each tier below the device had."""
-
-    hit_pages: int
-    loaded_pages: dict[str, int] = {}
-
-
-class ComputedLine(Line, tag="computed", frozen=True, kw_only=True, gc=False):
-    """Tokens [start, end) of `known` were computed."""
-
-    start: int
-    end: int
-    known: int
-
-
-class PreemptedLine(Line, tag="preempted", frozen=True, kw_only=True, gc=False):
-    """It lost its pages to `asker`."""
-
-    asker: int
-    pages_asked: int
-    pages_short: int
-    used_pages: int
-    lost_tokens: int
-
-
-class FinishedLine(Line, tag="finished", frozen=True, kw_only=True, gc=False):
-    """It made its last token. `units`: those generated, where they were not known when it arrived."""
-
-    units: list[int] = []
-
-
-class CancelledLine(Line, tag="cancelled", frozen=True, kw_only=True, gc=False):
-    """It was dropped."""
-
-
-class StoredLine(Line, tag="stored", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence can be found from now on."""
-
-    start_page: int
-    end_page: int
-
-
-class StoringLine(Line, tag="storing", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence are on their way to a tier below, with transfer `transfer`."""
-
-    transfer: int
-    tier: str
-    start_page: int
-    end_page: int
-
-
-class StoreFailedLine(Line, tag="store_failed", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence did not arrive in the tier below."""
-
-    transfer: int
-    tier: str
-    start_page: int
-    end_page: int
-
-
-class StoredBelowLine(Line, tag="stored_below", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence can be found in a tier below from now on."""
-
-    tier: str
-    start_page: int
-    end_page: int
-
-
-class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence left a tier below."""
-
-    tier: str
-    start_page: int
-    end_page: int
-
-
-class LoadingLine(Line, tag="loading", frozen=True, kw_only=True, gc=False):
-    """Pages it has in tiers below, after `hit_pages` on the device, are on their way, with transfer `transfer`."""
-
-    transfer: int
-    hit_pages: int
-    pages: dict[str, int]
-
-
-class LoadedLine(Line, tag="loaded", frozen=True, kw_only=True, gc=False):
-    """Its load ended, and `good_pages` pages arrived."""
-
-    transfer: int
-    good_pages: int
-
-
-class RemovedLine(Line, tag="removed", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence were evicted, the last first. `is_copy`: another copy can still be found."""
-
-    start_page: int
-    end_page: int
-    is_copy: bool = False
-
-
-AnyLine = (
-    ArrivedLine
-    | RejectedLine
-    | BlockedLine
-    | AdmittedLine
-    | ComputedLine
-    | PreemptedLine
-    | FinishedLine
-    | CancelledLine
-    | StoredLine
-    | RemovedLine
-    | StoringLine
-    | StoreFailedLine
-    | StoredBelowLine
-    | RemovedBelowLine
-    | LoadingLine
-    | LoadedLine
+from kvarts.journal import (
+    JOURNAL_VERSION,
+    REASONS,
+    AdmittedLine,
+    ArrivedLine,
+    BlockedLine,
+    CancelledLine,
+    ComputedLine,
+    FinishedLine,
+    Head,
+    Line,
+    LoadedLine,
+    LoadingLine,
+    PreemptedLine,
+    RejectedLine,
+    RemovedBelowLine,
+    RemovedLine,
+    StoredBelowLine,
+    StoredLine,
+    StoreFailedLine,
+    StoringLine,
 )
 
+__all__ = ["JournalWriter"]
 
-class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    kvarts_journal: int
-    block_size_tokens: int
-    total_blocks: int
+NS_PER_MS = 1e6
 
 
 class JournalWriter:
@@ -252,7 +82,7 @@ class JournalWriter:
         self._time_ns = 0
         self._num_units: dict[int, int] = {}
         self._storing: dict[int, StoreStarted] = {}
-        head = _Head(kvarts_journal=JOURNAL_VERSION, block_size_tokens=block_size_tokens, total_blocks=total_blocks)
+        head = Head(kvarts_journal=JOURNAL_VERSION, block_size_tokens=block_size_tokens, total_blocks=total_blocks)
         self._write(self._encoder.encode(head) + b"\n")
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -430,94 +260,3 @@ _MAKERS: dict[type, Callable[[JournalWriter, Any, dict[str, Any]], Line]] = {
     PagesRemoved: _removed,
     CopiesRemoved: _removed,
 }
-
-
-class Journal:
-    """A journal in memory. `contents` and `names` are by request; a rejected request has no content."""
-
-    def __init__(self, lines: list[AnyLine], *, page_size: int, num_pages: int) -> None:
-        self.lines = lines
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.names: dict[int, str] = {}
-        self.contents: dict[int, Content] = {}
-        self.arrivals: dict[int, ArrivedLine] = {}
-        made = {line.request: line.units for line in lines if isinstance(line, FinishedLine) and line.units}
-        for line in lines:
-            if isinstance(line, ArrivedLine | RejectedLine):
-                self.names[line.request] = line.request_id
-            if isinstance(line, ArrivedLine):
-                self.arrivals[line.request] = line
-                units = made.get(line.request, [])
-                self.contents[line.request] = Content(
-                    pack_units([*line.units, *units]),
-                    num_tokens=line.num_known_tokens + len(units),
-                    page_size=page_size,
-                    unit_tokens=line.unit_tokens,
-                    owner=line.request,
-                    salt=line.tenant,
-                )
-
-    def request(self, name: str) -> int:
-        """The request that goes by `name`. Raises InputError."""
-        for index, known in self.names.items():
-            if known == name:
-                return index
-        raise InputError(f"no request {name!r} in this journal", hint="Requests go by their ids in requests.jsonl.")
-
-
-def load_journal(path: Path | str) -> Journal:
-    """Reads a journal, packed or not; one that breaks off, up to there. Raises MissingFileError and InputError."""
-    path = Path(path)
-    decoder = msgspec.json.Decoder(AnyLine)
-    head = None
-    lines: list[AnyLine] = []
-    known: set[int] = set()
-    try:
-        for number, text in enumerate(_text_lines(path), 1):
-            try:
-                if head is None:
-                    head = msgspec.json.decode(text, type=_Head)
-                    if head.kvarts_journal != JOURNAL_VERSION or head.block_size_tokens < 1:
-                        raise InputError(f"is a journal of version {head.kvarts_journal}", path=path)
-                    continue
-                line = decoder.decode(text)
-                if line.n != len(lines):
-                    raise InputError(
-                        f"event {line.n} follows event {len(lines) - 1}: some are lost", path=path, line=number
-                    )
-                if not isinstance(line, ArrivedLine | RejectedLine) and line.request not in known:
-                    raise InputError(f"speaks of request {line.request}, which never arrived", path=path, line=number)
-                if isinstance(line, ArrivedLine):
-                    known.add(line.request)
-                    if min(line.unit_tokens, line.prompt_tokens) < 1 or not 0 <= line.num_known_tokens <= (
-                        len(line.units) * line.unit_tokens
-                    ):
-                        raise InputError("has fewer tokens than it says", path=path, line=number, field="units")
-                lines.append(line)
-            except (msgspec.DecodeError, ConfigError) as error:
-                raise InputError(f"is no event of a journal: {error}", path=path, line=number) from error
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint="Write one with `kvarts replay --events`.") from None
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=path) from error
-    if head is None:
-        raise InputError("is empty", path=path, hint="Write a journal with `kvarts replay --events`.")
-    return Journal(lines, page_size=head.block_size_tokens, num_pages=head.total_blocks)
-
-
-def _text_lines(path: Path) -> Iterator[bytes]:
-    """Complete lines."""
-    unpacker = None
-    rest = b""
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            if unpacker is None and block[:2] == b"\x1f\x8b" and not rest:
-                unpacker = zlib.decompressobj(31)
-            if unpacker is not None:
-                try:
-                    block = unpacker.decompress(block)
-                except zlib.error as error:
-                    raise InputError(f"is no readable gzip: {error}", path=path) from error
-            *whole, rest = (rest + block).split(b"\n")
-            yield from whole

@@ -1,4 +1,4 @@
-"""A timeline: how the KV pages of one engine were used, a row a step, and a row whenever nobody was left.
+"""A timeline: how the KV pages of one engine were used, a row a step, and a row whenever it ran out of work.
 
 Rows are what the public KV-timeline form says, and a few fields more. A row is a snapshot at the step's mark, the first
 moment in which the most pages were in use; `allocated` and `freed` count the pages that came into and went out of use
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,9 +19,18 @@ from kvarts.columns import Column
 from kvarts.errors import ConfigError
 from kvarts.events import Preemption
 from kvarts.files import check_writable, whole_file
-from kvarts.report.steps import StepLog
 
-__all__ = ["FORMS", "TIMELINE_VERSION", "Ask", "Row", "Timeline", "form_of"]
+__all__ = [
+    "FORMS",
+    "TIMELINE_VERSION",
+    "Ask",
+    "Recorded",
+    "RecordedSteps",
+    "Row",
+    "Timeline",
+    "form_of",
+    "timelines_of",
+]
 
 TIMELINE_VERSION = 1
 NS_PER_MS = 1e6
@@ -29,6 +38,71 @@ SLAB_ROWS = 1 << 15
 """Rows encoded at once: bounds the memory that writing takes."""
 
 FORMS = ("json", "jsonl", "parquet")
+
+
+class RecordedSteps(Protocol):
+    """What a timeline is made from: the steps of one engine of `num_pages` pages, in columns.
+
+    `columns` has a row a step: start_ns, used, cached, running, waiting, preempted, and the `tier_fields`. `rests` has
+    one for each time at which the engine ran out of work: step, time_ns, used, cached, released, and the `tier_fields`.
+    """
+
+    num_pages: int
+
+    @property
+    def tiers(self) -> Mapping[str, int]:
+        """Pages of each tier below the device, by its name."""
+
+    @property
+    def tier_fields(self) -> Sequence[str]:
+        """The columns that count pages in these."""
+
+    @property
+    def preemptions(self) -> Sequence[tuple[int, Preemption]]:
+        """With the step in which they happened, in order."""
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """One row a step."""
+
+    @property
+    def rests(self) -> Mapping[str, Column]:
+        """One row for each time at rest."""
+
+    @property
+    def row_order(self) -> Column:
+        """Puts all steps, and then all rests, into the order of time."""
+
+    def released(self) -> Column:
+        """Pages that had gone out of use, up to each step."""
+
+    def withheld(self) -> Column | None:
+        """Pages that were not used and could not be taken, before each step; None where there are none."""
+
+    def __len__(self) -> int:
+        """The number of steps."""
+
+
+class _Paged(Protocol):
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+
+
+class Recorded(Protocol):
+    """A report, as far as `timelines_of` reads it."""
+
+    @property
+    def config(self) -> _Paged:
+        """What was replayed."""
+
+    @property
+    def step_logs(self) -> Sequence[RecordedSteps]:
+        """The steps of each replica."""
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """The outside name of each request, by index."""
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -126,7 +200,7 @@ class Timeline:
         self.every = every
 
     @classmethod
-    def of(cls, log: StepLog, *, page_size: int, request_ids: Sequence[str] | None = None) -> Timeline:
+    def of(cls, log: RecordedSteps, *, page_size: int, request_ids: Sequence[str] | None = None) -> Timeline:
         """The timeline of what `log` holds. `request_ids`: names of requests by index; left out, the index is."""
         total = log.num_pages
         steps, rests = log.columns, log.rests
@@ -315,6 +389,12 @@ class Timeline:
                         asked[row - start] = [msgspec.structs.asdict(ask) for ask in asks]
                 arrays = [pa.array(self.columns[name][start:end]) for name in names]
                 writer.write_table(pa.table([*arrays, pa.array(asked, pa.list_(ask))], schema=schema))
+
+
+def timelines_of(report: Recorded) -> list[Timeline]:
+    """Return how the KV pages of each replica were used, a row a step."""
+    request_ids, page_size = report.request_ids, report.config.page_size
+    return [Timeline.of(log, page_size=page_size, request_ids=request_ids) for log in report.step_logs]
 
 
 def form_of(path: Path) -> tuple[str, bool]:

@@ -7,29 +7,34 @@ pixels there are. Everything the run says enters the page as data, never as mark
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvarts.columns import Column
 from kvarts.errors import InputError
-from kvarts.explain.hits import BELOW, KINDS, hit_ledger
-from kvarts.explain.story import longest_waits, story_of_request
-from kvarts.record.journal import Journal, load_journal
 from kvarts.report.page import fill_page
-from kvarts.report.rundir import RunDir
+from kvarts.report.run_directory import RunDirectory
 from kvarts.verify.reader import open_recording
 
-__all__ = ["render_html", "render_text", "sparkline"]
+__all__ = ["Overview", "TokenKind", "Wait", "render_html", "render_text", "sparkline"]
 
-NUM_WAITS = 10
-MAX_STORY_LINES = 400
 MAX_POINTS = 1000
 SPARKS = "▁▂▃▄▅▆▇█"
 NO_JOURNAL = "Not recorded: the run has no journal of events."
-COLOURS = dict(zip(KINDS, ("green", "grey", "red", "orange", "violet", "line"), strict=True))
-COLOURS.update(dict.fromkeys(BELOW, "green"))
+NOT_READ = "Not shown: the journal of events was not read."
+COLOURS = {
+    "device_hit": "green",
+    "host_hit": "green",
+    "disk_hit": "green",
+    "never_seen": "grey",
+    "evicted": "red",
+    "alignment": "orange",
+    "recomputed": "violet",
+    "not_computed": "line",
+}
 LABELS = {
     "device_hit": "hit on the device",
     "host_hit": "hit in host memory",
@@ -42,15 +47,63 @@ LABELS = {
 }
 
 
-def render_html(run: RunDir) -> bytes:
-    """The whole page. Raises InputError for files of the run that cannot be read."""
+class TokenKind(Protocol):
+    """Prompt tokens of one kind: hit on the device, never seen, evicted and so on."""
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+
+    @property
+    def remark(self) -> str:
+        """What else is to be said of them; empty for nothing."""
+
+
+class Wait(Protocol):
+    """A request that waited long to be admitted."""
+
+    @property
+    def request(self) -> str:
+        """Its id."""
+
+    @property
+    def waited_ms(self) -> float:
+        """How long."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Its story."""
+
+
+class Overview(Protocol):
+    """Why prompt tokens were found or not, and why requests waited: of all replicas together."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All of them."""
+
+    @property
+    def kinds(self) -> Sequence[TokenKind]:
+        """The prompt tokens by kind."""
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """The longest, the longest first."""
+
+
+def render_html(run: RunDirectory, overview: Overview | None = None) -> bytes:
+    """Return the whole page, with `overview` where there is one. Raises InputError for files that cannot be read."""
     assets = files("kvarts.report") / "assets"
     template = (assets / "report.html").read_text(encoding="utf-8")
     script = (assets / "report.js").read_text(encoding="utf-8")
-    return fill_page(template, {"report.js": script}, _page_data(run))
+    return fill_page(template, {"report.js": script}, _page_data(run, overview))
 
 
-def render_text(run: RunDir, *, width: int = 60) -> str:
+def render_text(run: RunDirectory, *, width: int = 60) -> str:
     """A sparkline of KV use for each replica and a short table, with a line end."""
     lines = [f"{run.report.get('trace', run.path.name)}"]
     timelines = run.timelines()
@@ -82,9 +135,8 @@ def sparkline(times: Column, shares: Column, width: int) -> str:
     return line
 
 
-def _page_data(run: RunDir) -> dict[str, Any]:
+def _page_data(run: RunDirectory, overview: Overview | None) -> dict[str, Any]:
     report = run.report
-    journals = [load_journal(path) for _, path in run.journals()]
     config = report.get("config") or {}
     pool = (config.get("pages") or 0) * (config.get("replicas") or 1)
     working_set = report.get("working_set_pages")
@@ -95,10 +147,10 @@ def _page_data(run: RunDir) -> dict[str, Any]:
         "facts": _facts(run),
         "replicas": [_replica(number, _columns(path)) for number, path in run.timelines()],
         "distributions": _distributions(run),
-        "hits": _hits(journals) if journals else None,
+        "hits": None if overview is None else _hits(overview),
         "working_set": {"pages": working_set, "pool": pool} if working_set and pool else None,
-        "waits": _waits(journals) if journals else None,
-        "no_journal": NO_JOURNAL,
+        "waits": None if overview is None else _waits(overview),
+        "no_journal": NOT_READ if run.journals() else NO_JOURNAL,
     }
 
 
@@ -138,7 +190,7 @@ def _packed(values: Column, dtype: str) -> dict[str, str]:
     return {"type": dtype, "base64": b64encode(np.ascontiguousarray(values, f"<{dtype}").tobytes()).decode()}
 
 
-def _distributions(run: RunDir) -> list[dict[str, Any]]:
+def _distributions(run: RunDirectory) -> list[dict[str, Any]]:
     started = [row for row in run.requests() if row.get("first_token_ms") is not None]
     ttft = [row["first_token_ms"] - row["arrival_ms"] for row in started]
     ordered = np.sort(np.array(ttft, np.float64))
@@ -156,31 +208,22 @@ def _points(ms: Column, share: Column) -> dict[str, list[float]]:
     return {"ms": np.maximum(ms, 1e-3).tolist(), "share": share.tolist()}
 
 
-def _hits(journals: list[Journal]) -> dict[str, Any]:
-    ledgers = [hit_ledger(journal) for journal in journals]
-    parts = []
-    for kind in ledgers[0].tokens:
-        tokens = sum(ledger.tokens.get(kind, 0) for ledger in ledgers)
-        gone_for = [ledger.gone_for for ledger in ledgers if ledger.gone_for]
-        more = gone_for[0] if kind == "evicted" and len(gone_for) == 1 else ""
-        if tokens or kind not in ("recomputed", "not_computed"):
-            parts.append([LABELS[kind], tokens, COLOURS[kind], more])
-    return {"prompt_tokens": sum(ledger.prompt_tokens for ledger in ledgers), "parts": parts}
+def _hits(overview: Overview) -> dict[str, Any]:
+    parts = [
+        [LABELS.get(one.kind, one.kind), one.tokens, COLOURS.get(one.kind, "line"), one.remark]
+        for one in overview.kinds
+    ]
+    return {"prompt_tokens": overview.prompt_tokens, "parts": parts}
 
 
-def _waits(journals: list[Journal]) -> list[dict[str, Any]]:
-    waits = [(ms, name, journal) for journal in journals for name, ms in longest_waits(journal, NUM_WAITS)]
-    waits.sort(key=lambda wait: -wait[0])
-    out = []
-    for ms, name, journal in waits[:NUM_WAITS]:
-        lines = story_of_request(journal, name)
-        if len(lines) > MAX_STORY_LINES:
-            lines = [*lines[:MAX_STORY_LINES], f"and {len(lines) - MAX_STORY_LINES:,} lines more: kvarts story"]
-        out.append({"name": f"request {name}", "waited": f"{ms / 1e3:,.3f} s", "lines": lines})
-    return out
+def _waits(overview: Overview) -> list[dict[str, Any]]:
+    return [
+        {"name": f"request {wait.request}", "waited": f"{wait.waited_ms / 1e3:,.3f} s", "lines": wait.lines}
+        for wait in overview.waits
+    ]
 
 
-def _facts(run: RunDir) -> list[tuple[str, str]]:
+def _facts(run: RunDirectory) -> list[tuple[str, str]]:
     report = run.report
     facts = [
         ("requests", f"{_count(report.get('num_completed'))} completed, {_count(report.get('num_rejected'))} rejected"),

@@ -6,10 +6,12 @@ round(p (n - 1)), halves to even: an observed value, never one between two. Time
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
+from importlib import import_module
 from math import fsum, isnan
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -17,23 +19,60 @@ import numpy.typing as npt
 
 from kvarts.columns import Column
 from kvarts.events import Blocked
-from kvarts.record.timeline import Timeline
+from kvarts.kv.transfer import TransferTotals
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.steps import StepLog
-from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.working_set import working_set_pages
 
-__all__ = ["REPORT_VERSION", "Report"]
+__all__ = ["REPORT_VERSION", "Report", "RunConfig", "Slo"]
 
 REPORT_VERSION = 1
 NS_PER_MS = 1e6
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
-LANES = ("d2h", "h2d", "disk_write", "disk_read")
 STATUS_NAMES = ("completed", "rejected", "failed")
 
 Distribution = dict[str, float | None]
+
+
+class Slo(Protocol):
+    """What a request must keep to count as goodput: bounds in milliseconds, each optional."""
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """To its first token."""
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean per output token after the first."""
+
+    @property
+    def e2e_ms(self) -> float | None:
+        """To its last token."""
+
+
+class RunConfig(Protocol):
+    """What a report reads of the configuration of a run."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each replica."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+
+    @property
+    def replicas(self) -> int:
+        """Engines of this configuration."""
+
+    @property
+    def slo(self) -> Slo:
+        """For goodput."""
+
+    def to_builtins(self) -> dict[str, Any]:
+        """JSON-able, by the names that a file and the command line use."""
 
 
 class Report:
@@ -46,21 +85,21 @@ class Report:
     def __init__(
         self,
         trace: Trace,
-        config: ReplayConfig,
+        config: RunConfig,
         requests: RequestLog,
         steps: Sequence[StepLog],
         *,
         num_evicted_pages: int,
-        offloaders: Sequence[Any] = (),
+        transfers: Sequence[TransferTotals] = (),
     ) -> None:
         self.config = config
         self.trace_name = trace.name
         self._trace = trace
         self._request_log = requests
-        self._step_logs = steps
+        self.step_logs = steps
         self._stalls_ns = requests.stalls_ns
         self._num_evicted_pages = num_evicted_pages
-        self._offloaders = offloaders
+        self._transfers = transfers
         self._tiers = list(steps[0].tiers)
 
     # Columns ----------------------------------------------------------------------------------------------
@@ -70,7 +109,7 @@ class Report:
         """One row a request, in arrival order. Times are in ms from the start; NaN where they never came."""
         raw = self._request_log.columns
         return {
-            "request_id": self._request_log.request_ids(),
+            "request_id": self.request_ids,
             "arrival_ms": _ms(raw["arrival_ns"]),
             "input_tokens": raw["input_tokens"],
             "output_tokens": raw["output_tokens"],
@@ -92,12 +131,12 @@ class Report:
         """One row a step, by replica, then time.
 
         `used_pages` and `cached_pages` are at the step's high-water mark. `blocked` says why the
-        head of the queue was not admitted: 0 nobody waits, 1 token budget, 2 pages, 3 sequence cap.
+        head of the queue was not admitted: 0 nothing waits, 1 token budget, 2 pages, 3 sequence cap.
         """
-        logs = [log.columns for log in self._step_logs]
+        logs = [log.columns for log in self.step_logs]
         raw = {name: _joined([log[name] for log in logs]) for name in logs[0]}
         return {
-            "replica": np.repeat(np.arange(len(logs)), [len(log) for log in self._step_logs]),
+            "replica": np.repeat(np.arange(len(logs)), [len(log) for log in self.step_logs]),
             "start_ms": _ms(raw["start_ns"]),
             "duration_ms": _ms(raw["duration_ns"]),
             "tokens": raw["tokens"],
@@ -109,14 +148,23 @@ class Report:
             "preempted": raw["preempted"],
             "used_pages": raw["used"],
             "cached_pages": raw["cached"],
-            **{f"{field}_pages": raw[field] for field in self._step_logs[0].tier_fields},
+            **{f"{field}_pages": raw[field] for field in self.step_logs[0].tier_fields},
         }
 
-    @cached_property
-    def timelines(self) -> list[Timeline]:
-        """How the KV pages of each replica were used, a row a step."""
-        request_ids = self._request_log.request_ids()
-        return [Timeline.of(log, page_size=self.config.page_size, request_ids=request_ids) for log in self._step_logs]
+    @property
+    def request_ids(self) -> list[str]:
+        """The outside name of each request, by index."""
+        return self._request_log.request_ids()
+
+    @property
+    def timelines(self) -> Any:
+        """Return `kvarts.timelines_of` of this report, with a warning: this name goes with the next release."""
+        warnings.warn(
+            "Report.timelines is now kvarts.timelines_of(report); the old name goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return import_module("kvarts.record.timeline").timelines_of(self)
 
     # Summary ----------------------------------------------------------------------------------------------
 
@@ -127,7 +175,7 @@ class Report:
         raw = self._request_log.columns
         done = raw["status"] == COMPLETED
         completed = raw if done.all() else {name: column[done] for name, column in raw.items()}
-        logs = self._step_logs
+        logs = self.step_logs
         spans = [log.spans for log in logs]
         num_requests = len(done)
         num_completed = len(completed["row"])
@@ -157,7 +205,7 @@ class Report:
         return {
             "version": REPORT_VERSION,
             "trace": self.trace_name,
-            "config": _config_as_json(config),
+            "config": config.to_builtins(),
             "percentile_method": "element round(p * (n - 1)) of the sorted values",
             "duration_ms": duration_s * 1e3,
             "num_requests": num_requests,
@@ -180,7 +228,7 @@ class Report:
             "prefix_hit_ratio_by_tier": {name: _ratio(hit, input_tokens) for name, hit in cached_by_tier.items()},
             "num_cached_tokens": cached_tokens,
             "num_cached_tokens_by_tier": cached_by_tier,
-            "transfers": self._transfers() if self._tiers else None,
+            "transfers": _added_up(self._transfers) if self._tiers else None,
             "num_recomputed_tokens": int(completed["recomputed_tokens"].sum()),
             "num_preemptions": sum(int(span["preempted"].sum()) for span in spans),
             "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
@@ -204,8 +252,8 @@ class Report:
 
     def distributions_json(self) -> bytes:
         """The gaps between tokens as a histogram: `itl_ms` with `upper_ms` of each bin, 2 % wide, and `counts`."""
-        durations_ns = _joined([log.gaps_ns for log in self._step_logs])
-        weights = _joined([log.of_steps("decodes") for log in self._step_logs])
+        durations_ns = _joined([log.gaps_ns for log in self.step_logs])
+        weights = _joined([log.of_steps("decodes") for log in self.step_logs])
         values_ns = np.concatenate((durations_ns, np.asarray(self._stalls_ns, np.int64)))
         weights = np.concatenate((weights, np.ones(len(self._stalls_ns), np.int64)))
         upper_ms = 0.001 * 1.02 ** np.arange(1400)  # from a microsecond to ten days
@@ -233,8 +281,8 @@ class Report:
 
     def _itl(self) -> Distribution:
         """Gaps between a request's consecutive tokens: as a rule the duration of the step that made the later one."""
-        durations_ns = _joined([log.gaps_ns for log in self._step_logs])
-        weights = _joined([log.of_steps("decodes", np.int32) for log in self._step_logs])
+        durations_ns = _joined([log.gaps_ns for log in self.step_logs])
+        weights = _joined([log.of_steps("decodes", np.int32) for log in self.step_logs])
         return _distribution(durations_ns, weights=weights, extra=self._stalls_ns)
 
     def _goodput(
@@ -259,26 +307,10 @@ class Report:
         num_good = int(good.sum())
         return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
 
-    def _transfers(self) -> dict[str, Any]:
-        """What went to and fro between the tiers, of all replicas together."""
-        counts = [offloader.counts for offloader in self._offloaders]
-        lanes = LANES[: 2 * len(self._tiers)]
-        return {
-            **{name: sum(getattr(count, name) for count in counts) for name in counts[0].__struct_fields__},
-            "bytes": {
-                name: sum(offloader.channels[place].num_bytes for offloader in self._offloaders)
-                for place, name in enumerate(lanes)
-            },
-            "num_evicted_pages": {
-                name: sum(offloader.tiers[place].num_evicted for offloader in self._offloaders)
-                for place, name in enumerate(self._tiers)
-            },
-        }
-
     def _limits(self, queue_ns: Column, e2e_ns: Column) -> dict[str, Any]:
         """What waiting requests waited for, by the time they waited."""
         waited = dict.fromkeys(LIMITS.values(), 0)
-        for log in self._step_logs:
+        for log in self.step_logs:
             spans = log.spans
             for reason, name in LIMITS.items():
                 waited[name] += _dot(spans["waiting"] * (spans["blocked"] == reason), spans["duration_ns"])
@@ -295,7 +327,7 @@ class Report:
         raw = self._request_log.columns
         done = raw["status"] == COMPLETED
         out = []
-        for replica, log in enumerate(self._step_logs):
+        for replica, log in enumerate(self.step_logs):
             mine = done & (raw["replica"] == replica)
             spans = log.spans
             input_tokens = int(raw["input_tokens"][mine].sum())
@@ -312,17 +344,16 @@ class Report:
         return out
 
 
-def _config_as_json(config: ReplayConfig) -> dict[str, Any]:
-    """By the names that a file and the command line use."""
-    names = zip(config.__struct_fields__, config.__struct_encode_fields__, strict=True)
-    values = {encoded: getattr(config, field) for field, encoded in names}
-    cost = values["cost"]
-    values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(config.cost_model)
-    values["slo"] = msgspec.to_builtins(values["slo"])
-    values["offload"] = msgspec.to_builtins(values["offload"])
-    # How a replay is carried out is no part of what it says.
-    del values["step_by_step"], values["audit"]
-    return values
+def _added_up(transfers: Sequence[TransferTotals]) -> dict[str, Any]:
+    """What went to and fro between the tiers, of all replicas together."""
+    first = transfers[0]
+    return {
+        **{name: sum(totals.counts[name] for totals in transfers) for name in first.counts},
+        "bytes": {name: sum(totals.num_bytes[name] for totals in transfers) for name in first.num_bytes},
+        "num_evicted_pages": {
+            name: sum(totals.num_evicted_pages[name] for totals in transfers) for name in first.num_evicted_pages
+        },
+    }
 
 
 def _ms(ns: Column) -> npt.NDArray[np.float64]:

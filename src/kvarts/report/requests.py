@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -26,8 +27,6 @@ _REQUEST_FIELDS = (
     "first_token_ns",
     "last_token_ns",
     "cached_tokens",
-    "host_tokens",
-    "disk_tokens",
     "admissions",
     "preemptions",
     "recomputed_tokens",
@@ -35,10 +34,16 @@ _REQUEST_FIELDS = (
 
 
 class RequestLog:
-    """One row a request, in arrival order. -1 stands for a time that never came."""
+    """One row a request, in arrival order. -1 stands for a time that never came.
 
-    def __init__(self, *, largest_hit_counts: bool) -> None:
-        self._rows = Rows(len(_REQUEST_FIELDS))
+    `tiers`: the names of the tiers below the device, in order; the tokens that a request had from each are a column
+    `NAME_tokens`.
+    """
+
+    def __init__(self, *, largest_hit_counts: bool, tiers: Iterable[str] = ()) -> None:
+        self._fields = (*_REQUEST_FIELDS, *(f"{name}_tokens" for name in tiers))
+        self._num_tiers = len(self._fields) - len(_REQUEST_FIELDS)
+        self._rows = Rows(len(self._fields))
         self._largest_hit_counts = largest_hit_counts
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
@@ -60,10 +65,10 @@ class RequestLog:
                 request.first_token_ns,
                 request.last_token_ns,
                 request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
-                *(*request.cached_tokens_below, 0, 0)[:2],
                 request.num_admissions,
                 request.num_preemptions,
                 request.recomputed_tokens,
+                *(request.cached_tokens_below or (0,) * self._num_tiers)[: self._num_tiers],
             )
         )
         if request.stalls_ns:
@@ -80,7 +85,7 @@ class RequestLog:
     def columns(self) -> dict[str, Column]:
         """Integer columns by name, sorted by arrival."""
         columns = self._rows.take_columns()
-        return dict(zip(_REQUEST_FIELDS, columns[:, np.argsort(columns[0])], strict=True))
+        return dict(zip(self._fields, columns[:, np.argsort(columns[0])], strict=True))
 
     def request_ids(self) -> list[str]:
         """The trace's own id where it gives one, else the number of the row in its file, from 0."""

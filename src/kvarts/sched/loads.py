@@ -14,7 +14,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import LoadStarted
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.transfer import Loaded, Offer, Transfer, TransferReport
+from kvarts.kv.transfer import Loaded, Offer, Transfer, TransferReport, TransferTotals
 from kvarts.kv.tree import Match, Path
 from kvarts.request import Request, RequestState
 
@@ -45,6 +45,9 @@ class LowerTiers(Protocol):
 
     def num_pages(self) -> tuple[int, ...]:
         """Return pages used and cached in each tier, one pair after the other."""
+
+    def totals(self) -> TransferTotals:
+        """Return what moved so far."""
 
     def plan_stores(self, now_ns: int) -> None:
         """Begin the stores of the step that starts at `now_ns`."""

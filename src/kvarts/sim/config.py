@@ -143,6 +143,18 @@ class ReplayConfig(
 
         return replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
 
+    def to_builtins(self) -> dict[str, Any]:
+        """Return what the report says of it: by the names that a file and the command line use, JSON-able."""
+        names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
+        values = {encoded: getattr(self, field) for field, encoded in names}
+        cost = values["cost"]
+        values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(self.cost_model)
+        values["slo"] = msgspec.to_builtins(values["slo"])
+        values["offload"] = msgspec.to_builtins(values["offload"])
+        # How a replay is carried out is no part of what it says.
+        del values["step_by_step"], values["audit"]
+        return values
+
 
 SECTIONS = (
     Section(struct=ModelSettings, title="Model and device"),

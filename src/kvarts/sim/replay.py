@@ -104,8 +104,8 @@ def replay_one(
     """Replay the traffic of one model through the engines that `config` describes, and report. `replay` says more."""
     trace = trace_of(traffic)
     source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup)
-    requests = RequestLog(largest_hit_counts=config.profile == "mocker")
     tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
+    requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     replicas = [
         open_replica(config, [log, *(() if observers_of is None else observers_of(index))])
@@ -120,7 +120,7 @@ def replay_one(
         requests,
         steps,
         num_evicted_pages=sum(scheduler.cache.num_evicted for scheduler in schedulers),
-        offloaders=[scheduler.tiers for scheduler in schedulers if scheduler.tiers is not None],
+        transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
     )
 
 

@@ -1,1 +1,54 @@
-"""Is a timeline true? Shares no code with what records one."""
+"""Is a timeline true? Shares no code with what records one.
+
+The room is also its main function: `kvarts.verify(body)` judges a body, `kvarts.verify.verify_file(path)` a file.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvarts.verify import verifier
+    from kvarts.verify.verifier import Verdict as Verdict
+    from kvarts.verify.verifier import verify_file as verify_file
+
+    verify: CallableRoom
+
+__all__ = ["CallableRoom", "Verdict", "verify", "verify_file"]
+
+
+class CallableRoom(ModuleType):
+    """The type of this module, which can be called."""
+
+    if TYPE_CHECKING:
+        Verdict = verifier.Verdict
+        verify_file = staticmethod(verifier.verify_file)
+
+    def __call__(
+        self,
+        body: Any,
+        *,
+        preempt_threshold: float = 0.95,
+        max_bytes: int | None = None,
+        block_bytes: int | None = None,
+    ) -> verifier.Verdict:
+        """Judge a body in memory, as `kvarts.verify.verifier.verify` does."""
+        from kvarts.verify.verifier import verify
+
+        return verify(body, preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes)
+
+
+def __getattr__(name: str) -> Any:
+    """Load the verifier when one of its names is asked for. `verify` is the room itself."""
+    if name == "verify":
+        return sys.modules[__name__]
+    if name in ("Verdict", "verify_file"):
+        from kvarts.verify import verifier
+
+        return getattr(verifier, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+sys.modules[__name__].__class__ = CallableRoom

@@ -5,20 +5,15 @@ A rule keeps what it needs of the rows before, and remembers violations with the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from kvarts.verify.chunk import Chunk, Column, brief, is_count, is_real
+from kvarts.verify.rule import Rule
 
-__all__ = ["MAX_LISTED", "Limits", "RuleResult", "Status", "Violation", "make_rules"]
-
-Status = Literal["ok", "violated", "inconclusive", "not_run"]
-
-MAX_LISTED = 100_000
-"""Violations of one rule that are listed; all are counted."""
+__all__ = ["Limits", "Schema", "make_rules"]
 
 PCT_TOLERANCE = 1e-9
 
@@ -29,79 +24,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     preempt_threshold: float = 0.95
     max_bytes: int | None = None
     block_bytes: int | None = None
-
-
-class Violation(msgspec.Struct, frozen=True):
-    """One violation. `step` and `row` are None where the whole timeline is meant; `row` counts from 0."""
-
-    rule: str
-    step: int | None
-    row: int | None
-    what: str
-    numbers: dict[str, int | float]
-
-
-class RuleResult(msgspec.Struct, frozen=True):
-    """What became of a rule. `why`: the reason, where it is neither ok nor violated."""
-
-    rule: str
-    status: Status
-    num_violations: int = 0
-    why: str | None = None
-
-
-class Rule:
-    """Base of all rules. Written by itself only."""
-
-    name = ""
-
-    def __init__(self) -> None:
-        self.violations: list[Violation] = []
-        self.num_violations = 0
-        self.why_not: str | None = None
-        """Why it could not run."""
-        self.why_open: str | None = None
-        """Why what it saw does not settle it."""
-
-    def feed(self, chunk: Chunk) -> None:
-        """The next rows."""
-
-    def finish(self, top: dict[str, Any]) -> None:
-        """No more rows; `top` is what the body says of the whole."""
-
-    @property
-    def result(self) -> RuleResult:
-        """What became of it."""
-        if self.num_violations:
-            return RuleResult(self.name, "violated", self.num_violations)
-        if self.why_not is not None:
-            return RuleResult(self.name, "not_run", why=self.why_not)
-        if self.why_open is not None:
-            return RuleResult(self.name, "inconclusive", why=self.why_open)
-        return RuleResult(self.name, "ok")
-
-    def add(self, what: str, *, step: int | None = None, row: int | None = None, **numbers: int | float) -> None:
-        """One more violation."""
-        self.num_violations += 1
-        if len(self.violations) < MAX_LISTED:
-            self.violations.append(Violation(self.name, step, row, what, numbers))
-
-    def add_where(
-        self, bad: Column, chunk: Chunk, names: tuple[str, ...], say: Callable[..., str], **more: Column
-    ) -> None:
-        """A violation for every row where `bad` holds; `say` gets the numbers by name."""
-        places = np.flatnonzero(bad)
-        if not len(places):
-            return
-        room = max(0, MAX_LISTED - len(self.violations))
-        listed = places[:room]
-        columns = {name: chunk.columns[name][listed].tolist() for name in ("step", *names)}
-        columns.update({name: column[listed].tolist() for name, column in more.items()})
-        for row, *values in zip(chunk.rows[listed].tolist(), *columns.values(), strict=True):
-            numbers = dict(zip(columns, values, strict=True))
-            step = numbers.pop("step")
-            self.violations.append(Violation(self.name, step, row, say(**numbers), numbers))
-        self.num_violations += len(places)
 
 
 class Schema(Rule):

@@ -14,7 +14,8 @@ import msgspec
 from kvarts.errors import ConfigError, InputError
 from kvarts.verify.chunk import Chunk, is_count
 from kvarts.verify.reader import BodyRecording, Recording, open_recording
-from kvarts.verify.rules import Limits, Rule, RuleResult, Schema, Violation, make_rules
+from kvarts.verify.rule import Rule, RuleResult, Violation
+from kvarts.verify.rules import Limits, Schema, make_rules
 
 __all__ = ["Limits", "RuleResult", "Verdict", "Violation", "verify", "verify_file"]
 

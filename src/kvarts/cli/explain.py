@@ -1,14 +1,19 @@
-"""`kvarts story`."""
+"""`kvarts story`, and what the page of `kvarts report` shows of why."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
 
-__all__ = ["story_command"]
+if TYPE_CHECKING:
+    from kvarts.explain.overview import Overview
+    from kvarts.report.run_directory import RunDirectory
+
+__all__ = ["overview_for", "story_command"]
 
 
 @click.command("story")
@@ -23,13 +28,13 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
     FILE is a journal that `kvarts replay --events` wrote, or a run directory.
     """
     from kvarts.explain.hits import hit_ledger
+    from kvarts.explain.reading import load_journal
     from kvarts.explain.story import story_of_block, story_of_request
-    from kvarts.record.journal import load_journal
-    from kvarts.report.rundir import RunDir
+    from kvarts.report.run_directory import RunDirectory
 
     if sum((request_name is not None, block_name is not None, hits)) != 1:
         raise ConfigError("say what to tell of", hint="Give one of --request ID, --block HASH and --hits.")
-    paths = [path for _, path in RunDir(file).journals()] if file.is_dir() else [file]
+    paths = [path for _, path in RunDirectory(file).journals()] if file.is_dir() else [file]
     if not paths:
         raise MissingFileError("has no journal", path=file, hint="Write one with `kvarts replay --run-dir`.")
     failure: InputError | None = None
@@ -52,3 +57,12 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
         told = True
     if not told and failure is not None:
         raise failure
+
+
+def overview_for(run: RunDirectory) -> Overview | None:
+    """Return what the journals of a run tell for its page; None where it has none."""
+    from kvarts.explain.overview import overview_of
+    from kvarts.explain.reading import load_journal
+
+    journals = [load_journal(path) for _, path in run.journals()]
+    return overview_of(journals) if journals else None

@@ -15,7 +15,7 @@ import msgspec
 
 from kvarts.errors import InputError, MissingFileError
 
-__all__ = ["DISTRIBUTIONS", "EVENTS", "REPORT", "REQUESTS", "TIMELINE", "RunDir", "named", "per_replica"]
+__all__ = ["DISTRIBUTIONS", "EVENTS", "REPORT", "REQUESTS", "TIMELINE", "RunDirectory", "named", "per_replica"]
 
 REPORT = "report.json"
 REQUESTS = "requests.jsonl"
@@ -36,10 +36,10 @@ def per_replica(path: Path, replicas: int) -> Iterator[Path]:
         yield path.with_name(f"{path.name.removesuffix(suffix)}-r{replica}{suffix}")
 
 
-def named(path: Path | None, name: str) -> Path | None:
-    """The path with a model's name before the suffixes that name the form."""
-    if path is None:
-        return None
+def named(path: Path | None, name: str | None) -> Path | None:
+    """Return the path with a model's name, where there is one, before the suffixes that name the form."""
+    if path is None or name is None:
+        return path
     suffix = _form_suffix(path)
     return path.with_name(f"{path.name.removesuffix(suffix)}-{name}{suffix}")
 
@@ -48,7 +48,7 @@ def _form_suffix(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])
 
 
-class RunDir:
+class RunDirectory:
     """Reads a run directory. Raises MissingFileError if there is none, or no report in it."""
 
     def __init__(self, path: Path | str) -> None:

@@ -1,0 +1,28 @@
+"""What the auditor knows of one request."""
+
+from __future__ import annotations
+
+from kvarts.audit.ledger import Block
+from kvarts.content import Content
+
+__all__ = ["KnownRequest"]
+
+
+class KnownRequest:
+    """One request. `blocks` are the pages it holds, the first `num_full` of them full.
+
+    `load`: the pages it waits for, from which on, until it is admitted; None if there are none. `is_cancelled`: it is
+    gone when its load has ended.
+    """
+
+    __slots__ = ("admission", "blocks", "computed", "content", "is_cancelled", "known", "load", "num_full")
+
+    def __init__(self, content: Content, known: int) -> None:
+        self.content = content
+        self.known = known
+        self.computed = 0
+        self.num_full = 0
+        self.admission = -1
+        self.blocks: list[Block] = []
+        self.load: range | None = None
+        self.is_cancelled = False

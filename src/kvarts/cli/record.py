@@ -1,0 +1,148 @@
+"""What `kvarts replay` and `kvarts profile` record: timelines and journals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.options import grouped
+from kvarts.files import check_writable, whole_file
+from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica
+
+if TYPE_CHECKING:
+    from kvarts.config import EngineConfig
+    from kvarts.event_log import EventReader
+    from kvarts.record.live import LiveTimeline
+    from kvarts.report.report import Report
+    from kvarts.sim.config import ReplayConfig
+
+__all__ = ["Recordings", "add_options", "kv_timeline_option", "open_live", "open_part"]
+
+Command = Callable[..., None]
+
+result = grouped("Results")
+
+OPTIONS = (
+    result("--timeline", "timeline_file", metavar="FILE", type=click.Path(path_type=Path),
+           help="Write how KV pages were used, a row a step, to FILE: .json, .jsonl or .parquet, and .gz on top. "
+           "With replicas, a file each: FILE.json becomes FILE-r0.json and so on."),
+    result("--timeline-every", metavar="K", type=click.IntRange(min=1), default=1,
+           help="Write every K-th row of the timeline, and besides the peak, every preemption, the first and "
+           "the last step. [1]"),
+    result("--events", "events_file", metavar="FILE", type=click.Path(path_type=Path),
+           help="Write a journal of every event to FILE, JSON lines, for `kvarts story`; .gz packs it. With "
+           "replicas, a file each."),
+)  # fmt: skip
+
+kv_timeline_option = click.option(
+    "--kv-timeline",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Write how KV pages are used to FILE, step by step, while it runs: .jsonl, .jsonl.gz or .json. For `kvarts "
+    "verify`.",
+)
+"""Of `kvarts profile`; see open_live."""
+
+
+def add_options(command: Command) -> Command:
+    """Add the options of `kvarts replay` that `open_part` reads."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def open_part(config: ReplayConfig, values: Mapping[str, Any], run_dir: Path | None, model: str | None) -> Recordings:
+    """Return the recordings that the options in `values` and `run_dir` ask for; those of a `model` carry its name."""
+    return Recordings(
+        config,
+        timeline_file=named(values["timeline_file"], model),
+        timeline_every=values["timeline_every"],
+        events_file=named(values["events_file"], model),
+        run_dir=run_dir,
+    )
+
+
+class Recordings:
+    """Timelines and journals of one replay, checked before it begins. Raises ConfigError and OutputError.
+
+    What goes to `run_dir` is not checked: that is a new directory.
+    """
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        *,
+        timeline_file: Path | None,
+        timeline_every: int,
+        events_file: Path | None,
+        run_dir: Path | None,
+    ) -> None:
+        self._config = config
+        self._every = timeline_every
+        self._timelines = [list(per_replica(path, config.replicas)) for path in (timeline_file,) if path is not None]
+        self._journals = [list(per_replica(path, config.replicas)) for path in (events_file,) if path is not None]
+        if self._timelines:
+            from kvarts.record.timeline import form_of, import_parquet
+
+            for paths in self._timelines:
+                if form_of(paths[0])[0] == "parquet":
+                    import_parquet()
+        for path in chain.from_iterable(self._timelines + self._journals):
+            check_writable(path)
+        if run_dir is not None:
+            self._timelines.append(list(per_replica(run_dir / TIMELINE, config.replicas)))
+            self._journals.append(list(per_replica(run_dir / EVENTS, config.replicas)))
+
+    @contextmanager
+    def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
+        """Answer what writes down the events of each replica; files appear when the replay has ended well."""
+        if not self._journals:
+            yield lambda _: []
+            return
+        from kvarts.record.journal import JournalWriter
+
+        with ExitStack() as stack:
+            writers: list[list[EventReader]] = [[] for _ in range(self._config.replicas)]
+            closing = []
+            for paths in self._journals:
+                for replica, path in enumerate(paths):
+                    writer = JournalWriter(
+                        stack.enter_context(whole_file(path)),
+                        total_blocks=self._config.num_pages,
+                        block_size_tokens=self._config.page_size,
+                        is_packed=path.suffix == ".gz",
+                    )
+                    writers[replica].append(writer)
+                    closing.append(writer)
+            yield writers.__getitem__
+            for writer in closing:
+                writer.close()
+
+    def write(self, report: Report) -> None:
+        """Write the timelines."""
+        if not self._timelines:
+            return
+        from kvarts.record.timeline import timelines_of
+
+        timelines = timelines_of(report)
+        for paths in self._timelines:
+            for path, timeline in zip(paths, timelines, strict=True):
+                timeline.write(path, every=self._every)
+
+
+def open_live(
+    stack: ExitStack, values: dict[str, Any], config: EngineConfig, tiers: Mapping[str, int]
+) -> LiveTimeline | None:
+    """Return the timeline that `--kv-timeline` asks for, to be written while an engine runs; None where it is not."""
+    from kvarts.record.live import LiveTimeline
+
+    path = values["kv_timeline"]
+    if path is None:
+        return None
+    live = LiveTimeline(path, total_blocks=config.num_pages, block_size_tokens=config.page_size, tiers=tiers)
+    return stack.enter_context(live)

@@ -1,0 +1,202 @@
+"""The form of a journal: every event of one engine as a line of JSON, numbered without gaps.
+
+Page events stay runs: pages [start_page, end_page) of a request's sequence. The line of an arrival carries the sequence
+itself, so a page can be named, compared and hashed from the journal alone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvarts.events import Blocked
+
+__all__ = [
+    "JOURNAL_VERSION",
+    "REASONS",
+    "AdmittedLine",
+    "AnyLine",
+    "ArrivedLine",
+    "BlockedLine",
+    "CancelledLine",
+    "ComputedLine",
+    "FinishedLine",
+    "Head",
+    "Line",
+    "LoadedLine",
+    "LoadingLine",
+    "PreemptedLine",
+    "RejectedLine",
+    "RemovedBelowLine",
+    "RemovedLine",
+    "StoreFailedLine",
+    "StoredBelowLine",
+    "StoredLine",
+    "StoringLine",
+]
+
+JOURNAL_VERSION = 1
+REASONS = {Blocked.BUDGET: "token_budget", Blocked.PAGES: "pages", Blocked.SEQS: "sequence_cap"}
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event", omit_defaults=True):
+    """Every line: its number, the step it belongs to (-1 before the first), when it happened, and whom it is about."""
+
+    n: int
+    step: int
+    t_ms: float
+    request: int
+
+
+class ArrivedLine(Line, tag="arrived", frozen=True, kw_only=True, gc=False):
+    """`units` stand for `unit_tokens` equal tokens each; `num_known_tokens` of them are known beforehand."""
+
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int
+    num_ahead: int
+    unit_tokens: int
+    num_known_tokens: int
+    units: list[int]
+    priority: int = 0
+    tenant: str | None = None
+
+
+class RejectedLine(Line, tag="rejected", frozen=True, kw_only=True, gc=False):
+    """It could never run."""
+
+    request_id: str
+    reason: str
+
+
+class BlockedLine(Line, tag="blocked", frozen=True, kw_only=True, gc=False):
+    """From now on it is the head of the queue that is not admitted; `reason` is one of REASONS."""
+
+    reason: str
+    pages_short: int = 0
+
+
+class AdmittedLine(Line, tag="admitted", frozen=True, kw_only=True, gc=False):
+    """It began to run. `loaded_pages`: those of its hit pages, the last ones, that each tier below the device had."""
+
+    hit_pages: int
+    loaded_pages: dict[str, int] = {}
+
+
+class ComputedLine(Line, tag="computed", frozen=True, kw_only=True, gc=False):
+    """Tokens [start, end) of `known` were computed."""
+
+    start: int
+    end: int
+    known: int
+
+
+class PreemptedLine(Line, tag="preempted", frozen=True, kw_only=True, gc=False):
+    """It lost its pages to `asker`."""
+
+    asker: int
+    pages_asked: int
+    pages_short: int
+    used_pages: int
+    lost_tokens: int
+
+
+class FinishedLine(Line, tag="finished", frozen=True, kw_only=True, gc=False):
+    """It made its last token. `units`: those generated, where they were not known when it arrived."""
+
+    units: list[int] = []
+
+
+class CancelledLine(Line, tag="cancelled", frozen=True, kw_only=True, gc=False):
+    """It was dropped."""
+
+
+class StoredLine(Line, tag="stored", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence can be found from now on."""
+
+    start_page: int
+    end_page: int
+
+
+class StoringLine(Line, tag="storing", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence are on their way to a tier below, with transfer `transfer`."""
+
+    transfer: int
+    tier: str
+    start_page: int
+    end_page: int
+
+
+class StoreFailedLine(Line, tag="store_failed", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence did not arrive in the tier below."""
+
+    transfer: int
+    tier: str
+    start_page: int
+    end_page: int
+
+
+class StoredBelowLine(Line, tag="stored_below", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence can be found in a tier below from now on."""
+
+    tier: str
+    start_page: int
+    end_page: int
+
+
+class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence left a tier below."""
+
+    tier: str
+    start_page: int
+    end_page: int
+
+
+class LoadingLine(Line, tag="loading", frozen=True, kw_only=True, gc=False):
+    """Pages it has in tiers below, after `hit_pages` on the device, are on their way, with transfer `transfer`."""
+
+    transfer: int
+    hit_pages: int
+    pages: dict[str, int]
+
+
+class LoadedLine(Line, tag="loaded", frozen=True, kw_only=True, gc=False):
+    """Its load ended, and `good_pages` pages arrived."""
+
+    transfer: int
+    good_pages: int
+
+
+class RemovedLine(Line, tag="removed", frozen=True, kw_only=True, gc=False):
+    """Pages of its sequence were evicted, the last first. `is_copy`: another copy can still be found."""
+
+    start_page: int
+    end_page: int
+    is_copy: bool = False
+
+
+AnyLine = (
+    ArrivedLine
+    | RejectedLine
+    | BlockedLine
+    | AdmittedLine
+    | ComputedLine
+    | PreemptedLine
+    | FinishedLine
+    | CancelledLine
+    | StoredLine
+    | RemovedLine
+    | StoringLine
+    | StoreFailedLine
+    | StoredBelowLine
+    | RemovedBelowLine
+    | LoadingLine
+    | LoadedLine
+)
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line."""
+
+    kvarts_journal: int
+    block_size_tokens: int
+    total_blocks: int

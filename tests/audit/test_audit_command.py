@@ -1,0 +1,35 @@
+"""`kvarts replay --audit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts.audit.auditor import AuditError, Auditor, Finding
+
+Kvarts = Callable[..., tuple[int, str, str]]
+
+
+def test_what_the_audit_finds_is_said_and_ends_with_5(kvarts: Kvarts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(self: Auditor, account: Any) -> None:
+        raise AuditError([Finding(7, "was hit and is not resident", 3, 2)])
+
+    monkeypatch.setattr(Auditor, "compare", compare)
+    code, out, err = kvarts("replay", "--audit")
+    assert (code, out) == (5, "")
+    assert "step 7, page 2 of request 3: was hit and is not resident" in err
+
+
+def test_a_failed_audit_leaves_no_files(kvarts: Kvarts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    test_what_the_audit_finds_is_said_and_ends_with_5(kvarts, monkeypatch)
+    code, _, _ = kvarts("replay", "--audit", "--requests", tmp_path / "q.jsonl", "--report", tmp_path / "r.json")
+    assert code == 5 and not list(tmp_path.iterdir())
+
+
+def test_an_audited_replay_says_the_same(kvarts: Kvarts) -> None:
+    code, out, _ = kvarts("replay", "--pages", 700, "--page-size", 512, "--replicas", 2, "--json")
+    assert code == 0
+    assert kvarts("replay", "--pages", 700, "--page-size", 512, "--replicas", 2, "--json", "--audit")[:2] == (0, out)

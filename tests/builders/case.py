@@ -1,0 +1,148 @@
+"""A case: random traffic and a configuration, the same for the naive engine and for kvarts."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvarts.sim.config import ReplayConfig
+from kvarts.traffic.trace import Trace, TraceRequest
+
+from oracles.naive import NaiveEngine, NaiveRequest, polynomial_ns, run_naive
+
+NS_PER_MS = 1_000_000
+
+
+@dataclass
+class Row:
+    arrival_ms: int
+    units: list[int]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    output: list[int] | None
+    priority: int
+    tenant: str | None
+
+
+@dataclass
+class Case:
+    rows: list[Row]
+    unit_tokens: int
+    page_size: int
+    num_pages: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    profile: str
+    replicas: int
+
+    def config(self, **changes: Any) -> ReplayConfig:
+        values: dict[str, Any] = {
+            "num_pages": self.num_pages,
+            "page_size": self.page_size,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "profile": self.profile,
+            "replicas": self.replicas,
+        }
+        return ReplayConfig(**{**values, **changes})
+
+    def trace(self) -> Trace:
+        has_output = any(row.output is not None for row in self.rows)
+        return Trace(
+            [
+                TraceRequest(
+                    index,
+                    row.arrival_ms * NS_PER_MS,
+                    array("Q", row.units).tobytes(),
+                    row.num_prompt_tokens,
+                    row.num_output_tokens,
+                    output_units=None if row.output is None else array("Q", row.output).tobytes(),
+                    priority=row.priority,
+                    tenant=row.tenant,
+                )
+                for index, row in enumerate(self.rows)
+            ],
+            unit_tokens=self.unit_tokens,
+            has_output_tokens=has_output,
+        )
+
+    def naive_requests(self) -> list[NaiveRequest]:
+        return [
+            NaiveRequest(
+                index,
+                row.arrival_ms * NS_PER_MS,
+                tuple(unit for unit in row.units for _ in range(self.unit_tokens))[: row.num_prompt_tokens],
+                row.num_output_tokens,
+                None if row.output is None else tuple(row.output),
+                row.priority,
+                row.tenant,
+                know_output=self.profile != "mocker",
+            )
+            for index, row in enumerate(self.rows)
+        ]
+
+    def naive(self) -> tuple[list[NaiveRequest], list[NaiveEngine]]:
+        requests = self.naive_requests()
+        engines = [
+            NaiveEngine(
+                num_pages=self.num_pages,
+                page_size=self.page_size,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_seqs=self.max_num_seqs,
+                profile=self.profile,
+                cost=polynomial_ns,
+            )
+            for _ in range(self.replicas)
+        ]
+        run_naive(requests, engines)
+        return requests, engines
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, max_requests: int = 24, outputs: bool = True) -> Case:
+    """Small pools, few different tokens, shared prefixes: everything that makes pages meet."""
+    unit_tokens = draw(st.sampled_from([1, 2, 4, 8]))
+    page_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    known_outputs = outputs and unit_tokens == 1 and draw(st.booleans())
+    prefixes = draw(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=3))
+    max_output = draw(st.sampled_from([1, 3, 12, 40]))
+    rows = []
+    arrival_ms = 0
+    for _ in range(draw(st.integers(1, max_requests))):
+        arrival_ms += draw(st.sampled_from([0, 0, 1, 7, 40, 200]))
+        units = list(draw(st.sampled_from(prefixes))) + draw(st.lists(st.integers(0, 3), max_size=4))
+        units = units or [0]
+        num_prompt = len(units) * unit_tokens - draw(st.integers(0, unit_tokens - 1))
+        num_output = draw(st.integers(1, max_output))
+        output = None
+        if known_outputs and draw(st.booleans()):
+            output = draw(st.lists(st.integers(0, 1), min_size=num_output, max_size=num_output))
+        rows.append(
+            Row(
+                arrival_ms,
+                units,
+                num_prompt,
+                num_output,
+                output,
+                draw(st.sampled_from([0, 0, 0, 1, -1])),
+                draw(st.sampled_from([None, None, None, "a"])),
+            )
+        )
+    most = max(-(-(row.num_prompt_tokens + row.num_output_tokens - 1) // page_size) for row in rows)
+    budget = draw(st.sampled_from([4, 16, 64, 8192]))
+    first = rows[0].arrival_ms
+    for row in rows:
+        row.arrival_ms -= first
+    return Case(
+        rows,
+        unit_tokens,
+        page_size,
+        max(1, most + draw(st.sampled_from([-1, 0, 0, 1, 3, 10, 50]))),
+        budget,
+        min(budget, draw(st.sampled_from([1, 2, 4, 8]))),
+        draw(st.sampled_from(["default", "mocker"])),
+        draw(st.sampled_from([1, 1, 1, 2])),
+    )

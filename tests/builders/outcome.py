@@ -1,0 +1,40 @@
+"""The outcome of a case: what it left in the logs, the engines and the events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvarts.events import Event
+from kvarts.report.requests import RequestLog
+from kvarts.report.steps import StepLog
+from kvarts.sim.driver import Driver
+from kvarts.sim.replay import open_replica
+from kvarts.sim.replica import Replica
+from kvarts.sim.router import RoundRobin
+from kvarts.traffic.source import OpenLoop
+
+from builders.case import Case
+from builders.kept import Kept
+from builders.rooms import HAS_AUDIT
+
+
+@dataclass
+class Outcome:
+    requests: RequestLog
+    engines: list[Replica]
+    steps: list[StepLog]
+    events: list[list[Event]]
+
+
+def run_kvarts(case: Case, **changes: Any) -> Outcome:
+    """The case through kvarts, with page events and the audit on."""
+    config = case.config(**{"audit": HAS_AUDIT, **changes})
+    trace = case.trace()
+    tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
+    requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
+    steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
+    kept = [Kept() for _ in steps]
+    engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]
+    Driver(trace, OpenLoop(trace), engines, RoundRobin(), requests).run()
+    return Outcome(requests, engines, steps, [seen.events for seen in kept])

@@ -1,0 +1,37 @@
+"""Tampering with an engine, so that an audit has something to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvarts.content import Content
+from kvarts.events import Event
+from kvarts.request import Request
+from kvarts.sim.replica import Replica
+
+PAGE_SIZE = 4
+
+
+def request(index: int, tokens: list[int], num_output: int) -> Request:
+    content = Content.from_tokens(tokens, page_size=PAGE_SIZE, owner=index)
+    return Request(index, content, num_prompt_tokens=len(tokens), max_tokens=num_output)
+
+
+SHARED = list(range(12))
+
+
+def wrap(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(target, name)
+    setattr(target, name, lambda *args: wrapper(original, *args))
+
+
+def hear(replica: Replica, change: Callable[[Sequence[Event]], list[Event]]) -> None:
+    """Lets the auditor hear something else than what happened."""
+    reader = replica.engine.log._readers[-1]
+    wrap(reader, "observe", lambda original, events: original(change(events)))
+
+
+def tamper(replica: Replica, change: Callable[[Event], Event | None]) -> None:
+    """As `hear`, event by event."""
+    hear(replica, lambda events: [changed for event in events if (changed := change(event)) is not None])

@@ -1,0 +1,117 @@
+"""What `import kvarts` offers, and what it loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import permutations
+
+import pytest
+
+import kvarts
+
+# By room: a project may lack one.
+NAMES = {
+    "audit": (
+        "AuditError",
+        "Auditor",
+        "BlockInUseError",
+        "Finding",
+        "FullBlock",
+        "LedgerError",
+        "NotUniqueError",
+        "PageLedger",
+        "PartialBlock",
+        "UnknownBlockError",
+    ),
+    "config": ("EngineConfig",),
+    "errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
+    "executor": ("LinearCost", "PolynomialCost", "RooflineCost", "SamplingParams"),
+    "explain": ("HitLedger", "Journal", "hit_ledger", "load_journal", "story_of_block", "story_of_request"),
+    "llm": ("Engine",),
+    "offload": ("OffloadConfig",),
+    "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
+    "report": ("Report",),
+    "sharing": ("SharedReport", "replay_shared", "resolve_sharing"),
+    "sim": ("ReplayConfig", "Slo", "replay"),
+    "traffic": ("Trace", "TraceRequest", "Workload", "load_mooncake", "load_trace"),
+    "verify": ("Verdict", "verify", "verify_file"),
+}
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_the_list_of_names() -> None:
+    expected = {name for room, names in NAMES.items() if find_spec(f"kvarts.{room}") for name in names}
+    assert set(kvarts.__all__) == expected
+    assert list(kvarts.__all__) == sorted(kvarts.__all__)
+
+
+@pytest.mark.parametrize("name", kvarts.__all__)
+def test_each_name_resolves(name: str) -> None:
+    value = getattr(kvarts, name)
+    assert callable(value)
+    assert getattr(kvarts, name) is value
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = kvarts.nothing  # type: ignore[attr-defined]
+
+
+def test_the_import_loads_neither_numpy_nor_any_room() -> None:
+    loaded = run("import sys, kvarts; print(*(name for name in sys.modules))").split()
+    assert "numpy" not in loaded
+    assert {name for name in loaded if name.startswith("kvarts")} == {"kvarts", "kvarts.moved"}
+
+
+def test_traffic_loads_no_engine() -> None:
+    code = (
+        "import sys, pkgutil, importlib, kvarts.traffic as t\n"
+        "for m in pkgutil.iter_modules(t.__path__): importlib.import_module(f'kvarts.traffic.{m.name}')\n"
+        "print(*(name for name in sys.modules if name.startswith('kvarts.')))"
+    )
+    rooms = {name.split(".")[1] for name in run(code).split()}
+    assert not rooms & {"engine", "kv", "sched", "executor", "offload", "sim"}
+
+
+USES = (
+    "from kvarts import verify",
+    "from kvarts import verify_file",
+    "import kvarts.verify",
+    "import kvarts.verify.verifier",
+    "from kvarts.verify import reader",
+)
+
+
+CHECK = """
+import kvarts
+assert kvarts.verify({"timeline": []}).verdict == "violated"
+from kvarts import verify
+assert verify is kvarts.verify and verify("{}").verdict == "violated"
+assert verify.verify_file is kvarts.verify_file and verify.Verdict is kvarts.Verdict
+from kvarts.verify import verify as same
+assert same is verify
+"""
+
+
+def test_verify_is_a_room_and_a_function_in_whatever_order() -> None:
+    orders = ["\n".join(order) + CHECK for order in permutations(USES, 3)]
+    # A process for each, begun by copying one that has loaded what takes long.
+    code = (
+        "import os, msgspec, numpy\n"
+        f"for order in {orders!r}:\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        exec(order)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, order\n"
+        "print('done')"
+    )
+    assert run(code) == "done\n"

@@ -1,0 +1,44 @@
+"""Old names of modules."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+
+from kvarts.moved import MOVED, MOVED_NAMES
+
+
+def is_there(module: str) -> bool:
+    """Whether the room of `module` is in this project."""
+    return find_spec(".".join(module.split(".")[:2])) is not None
+
+
+NEW = sorted({*MOVED.values(), *(new for names in MOVED_NAMES.values() for new in names)})
+
+
+@pytest.mark.parametrize("new", [new for new in NEW if is_there(new) and ".torch" not in new and ".llm" not in new])
+def test_every_new_name_is_a_module(new: str) -> None:
+    import_module(new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        (old, new, name)
+        for old, modules in MOVED_NAMES.items()
+        for new, names in modules.items()
+        if is_there(new)
+        for name in names
+    ],
+)
+def test_a_name_of_a_module_that_was_split_is_found_and_warns(old: str, new: str, name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"{old}\.{name} is now {new}\.{name}"):
+        found = getattr(import_module(old), name)
+    assert found is getattr(import_module(new), name)
+
+
+def test_a_module_that_was_split_has_no_other_names() -> None:
+    with pytest.raises(AttributeError, match=r"'kvarts\.timeline\.journal' has no attribute 'nothing'"):
+        _ = import_module("kvarts.timeline.journal").nothing

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from kvarts.errors import ConfigError
+from kvarts.units import parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4096", 4096), ("64GiB", 64 << 30), ("50GB", 50_000_000_000), ("1.5 MiB", 3 << 19), ("2k", 2000), ("1Ki", 1024)],
+)
+def test_sizes_in_bytes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1iB", "1XB", "1 2"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size in bytes"):
+        parse_bytes(text)

@@ -1,0 +1,62 @@
+"""`kvarts verify`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from builders.body import good
+
+Kvarts = Callable[..., tuple[int, str, str]]
+
+
+def test_text_json_and_exit_code_agree(kvarts: Kvarts, tmp_path: Path) -> None:
+    timeline = good()
+    broken = {**timeline, "peak_used_pct": 0.5}
+    empty = {**timeline, "timeline": [], "peak_used_pct": 0, "preemption_count": 0}
+    for name, body in (("ok", timeline), ("violated", broken), ("inconclusive", empty)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(body))
+    (tmp_path / "unreadable.json").write_text("{")
+    codes = {"ok": 0, "violated": 5, "inconclusive": 6, "unreadable": 4, "missing": 3}
+    for name, expected in codes.items():
+        path = tmp_path / f"{name}.json"
+        code, out, err = kvarts("verify", path)
+        assert code == expected
+        as_json_code, as_json, _ = kvarts("verify", path, "--json")
+        assert as_json_code == expected
+        answer = json.loads(as_json)
+        if expected in (3, 4):
+            assert (out, answer["verdict"]) == ("", None) and name in err and name in answer["error"]
+        else:
+            assert out.startswith(f"{path}: {name}") and answer["verdict"] == name
+            assert {rule["rule"] for rule in answer["rules"]} >= {"schema", "flux", "leak", "preemption_needed"}
+    for together, expected in (
+        (("ok", "inconclusive"), 6),
+        (("inconclusive", "unreadable"), 4),
+        (("missing", "violated", "ok"), 5),
+    ):
+        assert kvarts("verify", *(tmp_path / f"{name}.json" for name in together))[0] == expected
+
+
+@pytest.mark.parametrize("threshold", ["nan", "1.5", "-1", "x"])
+def test_a_bad_threshold_is_bad_usage(kvarts: Kvarts, tmp_path: Path, threshold: str) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps(good()))
+    code, out, err = kvarts("verify", path, "--preempt-threshold", threshold)
+    assert (code, out) == (2, "") and "threshold" in err
+
+
+def test_boundedness_can_be_asked_for(kvarts: Kvarts, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps(good()))
+    code, out, _ = kvarts("verify", path, "--max-bytes", "1MiB", "--block-bytes", "64KiB")
+    assert code == 5 and "blocks are" in out and "more than 1048576" in out
+    assert kvarts("verify", path, "--max-bytes", "1GiB")[0] == 6
+
+
+def test_no_file_is_bad_usage(kvarts: Kvarts) -> None:
+    code, out, err = kvarts("verify")
+    assert (code, out) == (2, "") and "FILE" in err
