@@ -41,4 +41,11 @@ RENAMED: list[Renamed] = [
         "modules have moved; an example that imports one by its old name is warned",
         side="after",
     ),
+    Renamed(
+        "*stdout",
+        re.compile(rb"^(limited by .*\n(?: .*\n)*)\n(?:[^ \n].*\n)+\Z", re.M),
+        rb"\1",
+        "below the table of a replay stands a sentence on what to try next",
+        side="after",
+    ),
 ]

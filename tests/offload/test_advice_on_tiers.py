@@ -6,16 +6,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kvarts.cli.replay import all_sections
 from kvarts.report.advice import advice
 from kvarts.sim.config import make_config
 from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 
 AGENTS = Path(str(files("kvarts") / "data" / "coding-agents"))
+SECTIONS = all_sections()
 
 
 def summary_of(**settings: Any) -> dict[str, Any]:
-    config = make_config({"model": "llama-3.1-8b", "device": "h100-80gb", **settings})
+    config = make_config({"model": "llama-3.1-8b", "device": "h100-80gb", **settings}, sections=SECTIONS)
     return replay(load_trace(AGENTS), config).summary
 
 
