@@ -17,7 +17,7 @@ from enum import IntEnum
 import msgspec
 
 from kvarts.content import Content, PageKey
-from kvarts.kv.pool import CountPool, IdPool, PageId
+from kvarts.kv.pool import CountPool, IdPool, PageId, Pool
 
 __all__ = ["NodeState", "Placement", "Segment", "TierIndex", "TierRun"]
 
@@ -93,7 +93,7 @@ class TierIndex:
         on_stored: Callable[[TierRun], object] | None = None,
         on_removed: Callable[[Content, int, int], object] | None = None,
     ) -> None:
-        self.pool: CountPool | IdPool = IdPool(num_pages) if with_slots else CountPool(num_pages)
+        self.pool: Pool = IdPool(num_pages) if with_slots else CountPool(num_pages)
         self.num_cached = 0
         """Findable pages that nothing pins."""
         self.num_evicted = 0
@@ -526,7 +526,7 @@ class TierIndex:
                 assert is_above(run.content, run.end), f"L3: what follows {run} cannot be reached"
         assert num_cached == self.num_cached, f"L1: {num_cached} pages cached, counted as {self.num_cached}"
         assert self.num_used >= num_pinned, f"L1: {num_pinned} pages pinned or coming, {self.num_used} in use"
-        if isinstance(self.pool, IdPool):
+        if self.pool.has_ids:
             slots += self.pool.empty_ids
             assert len(set(slots)) == len(slots), "L1: a page of the tier has two owners"
 

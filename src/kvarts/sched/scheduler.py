@@ -28,9 +28,8 @@ from kvarts.sched.wheel import DecodeWheel
 
 __all__ = ["Scheduler"]
 
-RUNNING = (RequestState.PREFILLING, RequestState.DECODING)
-LOADING = (RequestState.LOADING, RequestState.LOADED)
-WAITING = (RequestState.WAITING, RequestState.PREEMPTED)
+S = RequestState
+RUNNING, LOADING, WAITING = (S.PREFILLING, S.DECODING), (S.LOADING, S.LOADED), (S.WAITING, S.PREEMPTED)
 
 
 class Scheduler:
@@ -91,11 +90,8 @@ class Scheduler:
         num_most = self.pages.num_most
         if num_pages > num_most:
             request.become(RequestState.REJECTED)
-            room = (
-                "the pool has"
-                if num_most == config.num_pages
-                else "beside what is guaranteed to other models there are"
-            )
+            is_alone = num_most == config.num_pages
+            room = "the pool has" if is_alone else "beside what is guaranteed to other models there are"
             return (
                 f"needs {num_pages} pages of {config.page_size} tokens for {request.num_prompt_tokens} prompt and "
                 f"{request.max_tokens} output tokens; {room} {num_most}"

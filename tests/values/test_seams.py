@@ -1,0 +1,98 @@
+"""No code asks for the type of what it was handed: what a room asks of another is a Protocol."""
+
+from __future__ import annotations
+
+import ast
+from importlib.resources import files
+from pathlib import Path
+
+SRC = Path(str(files("kvarts")))
+
+# Classes that answer a seam: see docs/how-it-is-built.md.
+COLLABORATORS = {
+    "AgedOrder",
+    "Auditor",
+    "BaseOrder",
+    "CountPool",
+    "DevicePart",
+    "EagerPolicy",
+    "Engine",
+    "EventLog",
+    "FileTier",
+    "IdPool",
+    "JournalWriter",
+    "LLM",
+    "LazyPolicy",
+    "LiveTimeline",
+    "LruOrder",
+    "MemoryTier",
+    "Offloader",
+    "OnePool",
+    "PageCache",
+    "PrefixTree",
+    "PriorityPolicy",
+    "RecordingExecutor",
+    "Replica",
+    "SafeFirst",
+    "Scheduler",
+    "SharedPool",
+    "SimExecutor",
+    "StepLog",
+    "TorchExecutor",
+    "WallClock",
+}
+
+
+def asked_types(text: str) -> set[str]:
+    """The names of all classes that `isinstance` and `type(...) is` are asked about."""
+    asked: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "issubclass")
+        ):
+            asked |= {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Call):
+            call = node.left
+            if isinstance(call.func, ast.Name) and call.func.id == "type":
+                asked |= {name.id for side in node.comparators for name in ast.walk(side) if isinstance(name, ast.Name)}
+    return asked
+
+
+def test_the_question_is_found() -> None:
+    assert asked_types("if isinstance(executor, SimExecutor | Other): pass") == {"SimExecutor", "Other"}
+    assert asked_types("type(cache) is PageCache") == {"PageCache"}
+    assert asked_types("cache.take(1)") == set()
+
+
+def test_no_collaborator_is_asked_for_its_type() -> None:
+    found = {
+        f"{path.relative_to(SRC)}: {name}"
+        for path in sorted(SRC.rglob("*.py"))
+        for name in asked_types(path.read_text()) & COLLABORATORS
+    }
+    assert not found
+
+
+def test_every_collaborator_is_a_class_there_is() -> None:
+    """Or a class that was renamed would slip through."""
+    defined = {
+        node.name
+        for path in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    # Rooms may be missing, see scripts/deletion_drills.py; what is there must be spelled as here.
+    missing = COLLABORATORS - defined
+    rooms = {
+        "audit": {"Auditor"},
+        "record": {"JournalWriter", "LiveTimeline"},
+        "sharing": {"AgedOrder", "DevicePart", "SharedPool"},
+    }
+    rooms["offload"] = {"EagerPolicy", "FileTier", "LazyPolicy", "MemoryTier", "Offloader", "SafeFirst"}
+    rooms["llm"] = {"LLM", "TorchExecutor"}
+    for room, names in rooms.items():
+        if not (SRC / room).exists():
+            missing -= names
+    assert not missing
