@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ class Rows:
         self._packed = array("q")
         self._recent: list[int] = []
 
-    def add(self, row: tuple[int, ...]) -> None:
-        """Append a row."""
-        self._recent += row
+    def add(self, rows: Sequence[int]) -> None:
+        """Append a row, or several, one after the other."""
+        self._recent += rows
         if len(self._recent) > PACK_AT:
             self._pack()
 

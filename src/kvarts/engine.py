@@ -62,8 +62,7 @@ class Engine:
         if self.log.tell_details is not None:
             self.log.tell_details(Cancelled(request.index, self.now_ns))
         self.scheduler.cancel(request)
-        self._tell_rest()
-        self.log.emit()
+        self.emit()
 
     @property
     def has_work(self) -> bool:
@@ -128,16 +127,17 @@ class Engine:
         return finished
 
     def emit(self) -> None:
-        """Hand the events to the readers of the log, between steps. Raises what a reader raises, such as AuditError."""
-        self._tell_rest()
-        self.log.emit()
+        """Hand what happened to the readers of the log, between steps. Raises what they raise, such as AuditError."""
+        if not (self._is_at_rest or self.has_work):
+            self._tell_rest()
+        log = self.log
+        if len(log.waiting) >= log.num_waiting:
+            log.flush()
         if self._audit:
             self.scheduler.check()
 
     def _tell_rest(self) -> None:
-        """Add AtRest if the engine has run out of work since the last step."""
-        if self._is_at_rest or self.has_work:
-            return
+        """Tell that the engine has run out of work."""
         self._is_at_rest = True
         step = self.scheduler.wheel.step
         if self.log.tell is not None and step:

@@ -31,18 +31,19 @@ class EventReader(Protocol):
 class EventLog:
     """Owner of the events of one engine that were not yet handed to its readers.
 
-    `num_waiting`: how many events may wait before `emit` hands them out; 1 hands them out after every step.
+    `num_waiting`: so many events wait before an engine hands them out; 1: they are handed out after every step.
     """
 
-    __slots__ = ("_events", "_num_waiting", "_readers", "num_events", "tell", "tell_details")
+    __slots__ = ("_readers", "num_events", "num_waiting", "tell", "tell_details", "waiting")
 
     def __init__(self, readers: Sequence[EventReader] = (), *, num_waiting: int = 1) -> None:
         self._readers = tuple(readers)
-        self._num_waiting = num_waiting
-        self._events: list[Event] = []
+        self.num_waiting = num_waiting
+        self.waiting: list[Event] = []
+        """Events that the readers have not been given yet."""
         self.num_events = 0
         """The number of events handed out so far, which is also the number of the first that waits."""
-        self.tell: Tell | None = self._events.append if self._readers else None
+        self.tell: Tell | None = self.waiting.append if self._readers else None
         """Adds an event; None if there is no reader."""
         has_details = any(getattr(reader, "wants_details", True) for reader in self._readers)
         self.tell_details: Tell | None = self.tell if has_details else None
@@ -51,22 +52,17 @@ class EventLog:
     @property
     def mark(self) -> int:
         """The place of the next event among those that wait."""
-        return len(self._events)
+        return len(self.waiting)
 
     def take_from(self, mark: int) -> list[Event]:
         """Remove and return the events added since `mark`, to be added again in another order."""
-        events = self._events[mark:]
-        del self._events[mark:]
+        events = self.waiting[mark:]
+        del self.waiting[mark:]
         return events
-
-    def emit(self) -> None:
-        """Hand the waiting events to the readers if there are at least `num_waiting`."""
-        if len(self._events) >= self._num_waiting:
-            self.flush()
 
     def flush(self) -> None:
         """Hand all waiting events to the readers. Raises what a reader raises, such as AuditError."""
-        events = self._events
+        events = self.waiting
         if not events:
             return
         for reader in self._readers:

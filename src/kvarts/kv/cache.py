@@ -78,7 +78,7 @@ class PageCache:
         self.num_free -= count
         pool = self.pool
         num_empty = pool.num_empty
-        if count > num_empty:
+        if count > num_empty and pool.can_make_room:
             num_empty = pool.make_room(count)
         if count <= num_empty:
             return pool.take(count)

@@ -40,6 +40,10 @@ class Pool(Protocol):
     def has_empty(self, count: int) -> bool:
         """Return whether `count` pages are empty, and stay so until they are taken."""
 
+    @property
+    def can_make_room(self) -> bool:
+        """Whether `make_room` may have more pages empty than before."""
+
     def make_room(self, count: int) -> int:
         """Return how many pages are empty, after making more of them so where the pool can.
 
@@ -59,6 +63,8 @@ class Pool(Protocol):
 
 class CountPool:
     """Pages without names."""
+
+    can_make_room = False
 
     __slots__ = ("num_empty", "num_taken", "total")
 
@@ -99,6 +105,7 @@ class CountPool:
 class IdPool:
     """Pages by id, the most recently emptied first: its memory is the likeliest to be warm."""
 
+    can_make_room = False
     __slots__ = ("_empty_ids", "num_empty", "num_taken", "total")
 
     has_ids = True

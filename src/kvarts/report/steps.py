@@ -6,7 +6,7 @@ Every step has only its duration and the pages taken for it; the rest is worked 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -58,73 +58,59 @@ class StepLog:
         self._rests = Rows(len(self._rest_fields))
         self._durations_ns = array("q")
         self._pages_taken = array("i")
-        self._keep: dict[type, Callable[[Any], None]] = {
-            StepDone: self.record_step,
-            LeapDone: self.record_leap,
-            AtRest: self.record_rest,
-        }
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Keep what `events` say of steps."""
-        keep_of = self._keep.get
+        """Keep what `events` say of steps. Spelled out in one loop: in virtual time these are all the events."""
+        spans: list[int] = []
+        durations_ns, pages_taken = self._durations_ns, self._pages_taken
         for event in events:
-            keep = keep_of(type(event))
-            if keep is not None:
-                keep(event)
-
-    def record_step(self, done: StepDone) -> None:
-        """Keep a scheduled step."""
-        preemptions = done.preemptions
-        if preemptions:
-            self.preemptions += [(done.step, preemption) for preemption in preemptions]
-        self._spans.add(
-            (
-                1,
-                done.start_ns,
-                done.num_used,
-                done.num_cached,
-                done.num_released,
-                done.num_running,
-                done.num_waiting,
-                done.blocked,
-                done.num_decodes,
-                done.num_tokens,
-                len(preemptions),
-                done.num_admitted,
-                0,
-                *done.tiers,
-            )
-        )
-        self._durations_ns.append(done.duration_ns)
-        self._pages_taken.append(0)
-
-    def record_leap(self, done: LeapDone) -> None:
-        """Keep steps that were alike."""
-        num_decodes = done.num_running
-        self._spans.add(
-            (
-                len(done.durations_ns),
-                done.start_ns,
-                done.num_used,
-                done.num_cached,
-                done.num_released,
-                num_decodes,
-                done.num_waiting,
-                done.blocked,
-                num_decodes,
-                num_decodes,
-                0,
-                0,
-                1,
-                *done.tiers,
-            )
-        )
-        self._durations_ns.fromlist(done.durations_ns)
-        self._pages_taken.fromlist(done.pages_taken)
-
-    def record_rest(self, rest: AtRest) -> None:
-        """Keep a time when the engine ran out of work."""
-        self._rests.add((rest.step, rest.time_ns, rest.num_used, rest.num_cached, rest.num_released, *rest.tiers))
+            if isinstance(event, StepDone):
+                preemptions = event.preemptions
+                if preemptions:
+                    self.preemptions += [(event.step, preemption) for preemption in preemptions]
+                spans += (
+                    1,
+                    event.start_ns,
+                    event.num_used,
+                    event.num_cached,
+                    event.num_released,
+                    event.num_running,
+                    event.num_waiting,
+                    event.blocked,
+                    event.num_decodes,
+                    event.num_tokens,
+                    len(preemptions),
+                    event.num_admitted,
+                    0,
+                    *event.tiers,
+                )
+                durations_ns.append(event.duration_ns)
+                pages_taken.append(0)
+            elif isinstance(event, LeapDone):
+                num_decodes = event.num_running
+                spans += (
+                    len(event.durations_ns),
+                    event.start_ns,
+                    event.num_used,
+                    event.num_cached,
+                    event.num_released,
+                    num_decodes,
+                    event.num_waiting,
+                    event.blocked,
+                    num_decodes,
+                    num_decodes,
+                    0,
+                    0,
+                    1,
+                    *event.tiers,
+                )
+                durations_ns.fromlist(event.durations_ns)
+                pages_taken.fromlist(event.pages_taken)
+            elif isinstance(event, AtRest):
+                counts = event.num_used, event.num_cached, event.num_released
+                self._rests.add((event.step, event.time_ns, *counts, *event.tiers))
+        if spans:
+            self._spans.add(spans)
 
     @property
     def tokens_lost(self) -> int:

@@ -46,7 +46,7 @@ class Horizon:
         """
         running, loads = self._running, self._loads
         wheel = running.wheel
-        if running.chunked is not None or not wheel.num_decoding or (loads is not None and loads.loaded):
+        if not wheel.num_decoding or (loads is not None and loads.loaded):
             return 0
         if self._waiting.num_waiting and not self._pages.is_draining:
             # Decodes only take more pages and end no request, so a head that lacked pages or a place still lacks them.

@@ -23,10 +23,6 @@ class PageMark:
         self._cache = cache
         self.used = self.cached = self.released = 0
 
-    def begin(self) -> None:
-        """Begin a step: the next `look` sets the mark."""
-        self.used = -1
-
     def look(self) -> None:
         """Set the mark here if more pages are in use than at the mark so far."""
         cache = self._cache

@@ -144,7 +144,7 @@ class Scheduler:
         gave_way = preemptor.gave_way
         if gave_way:
             preemptor.gave_way = []
-        self.mark.begin()
+        self.mark.used = -1  # the next look sets the mark
         self.num_pages_wanted = 0
         if loads is not None:
             loads.take_ended()
@@ -205,6 +205,8 @@ class Scheduler:
         0 if the next step has to be scheduled. Certain as long as no request is added that becomes the head of the
         waiting queue, and until the time that the queue's `holds_until_ns` names.
         """
+        if self.running.chunked is not None:
+            return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head)
 
     def advance(self, num_steps: int, *, is_taken: bool = False) -> list[int]:

@@ -17,6 +17,7 @@ class SharedPool:
     a pool of `total` pages, says which of its numbers a model uses.
     """
 
+    can_make_room = True
     __slots__ = ("_memory", "_numbers", "page_bytes", "total")
 
     def __init__(self, memory: DeviceMemory, page_bytes: int, numbers: CountPool | IdPool) -> None:

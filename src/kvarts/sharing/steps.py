@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvarts.columns import Column
-from kvarts.events import LeapDone, StepDone
+from kvarts.events import Event, LeapDone, StepDone
 from kvarts.report.steps import StepLog
 
 __all__ = ["TurnLog"]
@@ -22,21 +23,20 @@ class TurnLog(StepLog):
         self._cached = array("i")
         self._withheld = array("i")
 
-    def record_step(self, done: StepDone) -> None:
-        """Record a scheduled step."""
-        super().record_step(done)
-        self._starts_ns.append(done.start_ns)
-        self._cached.append(done.num_cached)
-        self._withheld.append(done.num_withheld)
-
-    def record_leap(self, done: LeapDone) -> None:
-        """Record steps that were alike."""
-        super().record_leap(done)
-        turns = done.turns
-        assert turns is not None
-        self._starts_ns.fromlist(turns.starts_ns)
-        self._cached.fromlist(turns.cached)
-        self._withheld.fromlist(turns.withheld)
+    def observe(self, events: Sequence[Event]) -> None:
+        """Keep what `events` say of steps."""
+        super().observe(events)
+        for event in events:
+            if isinstance(event, StepDone):
+                self._starts_ns.append(event.start_ns)
+                self._cached.append(event.num_cached)
+                self._withheld.append(event.num_withheld)
+            elif isinstance(event, LeapDone):
+                turns = event.turns
+                assert turns is not None
+                self._starts_ns.fromlist(turns.starts_ns)
+                self._cached.fromlist(turns.cached)
+                self._withheld.fromlist(turns.withheld)
 
     @property
     def starts_ns(self) -> Column:

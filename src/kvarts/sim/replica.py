@@ -172,7 +172,7 @@ class Replica:
         cache, log = scheduler.cache, self.engine.log
         num_used, num_cached = cache.num_used, cache.num_cached
         num_empty = cache.pool.num_empty
-        mark = log.mark
+        mark = 0 if log.tell_details is None else log.mark
         pages_taken = scheduler.advance(num_steps)
         if log.tell_details is not None:
             for event in tell_by_step(log.take_from(mark), wheel.step, now_ns, durations_ns, pages_taken, num_empty):
