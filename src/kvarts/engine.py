@@ -128,7 +128,7 @@ class Engine:
         return finished
 
     def emit(self) -> None:
-        """Hand the events to the readers of the log, between steps. Raises what a reader raises, such as AuditError."""
+        """Hand the events to the readers of the log, between steps. Raise what a reader raises, such as AuditError."""
         self._tell_rest()
         self.log.emit()
         if self._audit:

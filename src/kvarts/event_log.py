@@ -65,7 +65,7 @@ class EventLog:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all waiting events to the readers. Raises what a reader raises, such as AuditError."""
+        """Hand all waiting events to the readers. Raise what a reader raises, such as AuditError."""
         events = self._events
         if not events:
             return
