@@ -78,5 +78,5 @@ class EngineConfig(
         return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens occupy, the last one perhaps in part."""
+        """Return the pages that `num_tokens` tokens occupy, the last one perhaps in part."""
         return -(-num_tokens // self.page_size)

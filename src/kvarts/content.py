@@ -48,10 +48,7 @@ class Content:
         owner: int,
         salt: str | None = None,
     ) -> None:
-        """`units`: 8 bytes each, in native byte order. `salt`: the tenant.
-
-        Raises ConfigError if the units do not cover `num_tokens` tokens.
-        """
+        """Make the content of `units`, 8 bytes each, in native byte order. `salt`: the tenant."""
         if len(units) // UNIT_BYTES * unit_tokens < num_tokens:
             raise ConfigError(
                 f"{len(units) // UNIT_BYTES} units of {unit_tokens} tokens do not cover {num_tokens} tokens",

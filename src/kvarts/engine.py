@@ -127,7 +127,7 @@ class Engine:
         return finished
 
     def emit(self) -> None:
-        """Hand what happened to the readers of the log, between steps. Raises what they raise, such as AuditError."""
+        """Hand the events to the readers of the log, between steps. Raise what a reader raises, such as AuditError."""
         if not (self._is_at_rest or self.has_work):
             self._tell_rest()
         log = self.log

@@ -61,7 +61,7 @@ class EventLog:
         return events
 
     def flush(self) -> None:
-        """Hand all waiting events to the readers. Raises what a reader raises, such as AuditError."""
+        """Hand all waiting events to the readers. Raise what a reader raises, such as AuditError."""
         events = self.waiting
         if not events:
             return

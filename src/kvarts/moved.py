@@ -131,7 +131,7 @@ MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "kvarts.record.journal": ("JournalWriter",),
     },
 }
-"""Modules and packages whose names have moved to several modules: by new module, the names it has now."""
+"""Modules and packages with names that have moved to several modules: by new module, the names it has now."""
 
 
 def warn_moved(old: str, new: str) -> None:

@@ -245,7 +245,7 @@ class Given:
         return key in self._values
 
     def __getitem__(self, key: str) -> Any:
-        """The value, as the type of its setting. Raises ConfigError where it is none."""
+        """Return the value, as the type of its setting. Raise ConfigError where it is none."""
         given = self._values[key]
         try:
             return msgspec.convert(given.value, given.setting.kind)
@@ -260,7 +260,7 @@ class Given:
         return self._values[key].source
 
     def path_of(self, key: str) -> Path:
-        """The value as a path; what a file says is relative to the file."""
+        """Return the value as a path; what a file says is relative to the file."""
         file = self._values[key].source.path
         return Path(self[key]) if file is None else file.parent / self[key]
 
@@ -305,7 +305,7 @@ class Given:
     ) -> StructT:
         """Build a `struct` from what is given for it, and else from `facts` by field, and else from its defaults.
 
-        `values` of fields stand before anything given. Raises ConfigError that names what was given.
+        `values` of fields stand before anything given. Raise ConfigError that names what was given.
         """
         settings = settings_of(struct, table)
         known = facts or {}
@@ -327,7 +327,7 @@ class Given:
         return ConfigError(what, path=given.source.path, field=given.source.spell(given.setting), hint=hint)
 
     def named(self, error: ConfigError, settings: Iterable[Setting]) -> ConfigError:
-        """Return `error`, whose fields are those of `settings`, with the names that the user wrote."""
+        """Return `error`, which names fields of `settings`, with the names that the user wrote."""
         if error.path is not None or error.field is None:
             return error
         by_name = {setting.field: setting for setting in settings}
@@ -369,7 +369,7 @@ class Given:
 
 
 def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path | None = None) -> Given:
-    """Take in `values`, which are what a file says, or have its form. Raises ConfigError for an unknown key."""
+    """Take in `values`, which are what a file says, or have its form. Raise ConfigError for an unknown key."""
     source = Keys(path)
     given = Given()
     known = {setting.key: setting for section in sections if not section.is_named for setting in section.settings}

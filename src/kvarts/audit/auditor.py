@@ -1,7 +1,7 @@
-"""Holds an engine against a `PageLedger`: the same events, a second bookkeeping, and whatever differs.
+"""Checks an engine against a `PageLedger`: the same events, a second bookkeeping, and all differences.
 
-The auditor knows of the engine only what it says happened: who came, who was admitted with how many pages found, which
-tokens were computed, who was preempted, who ended, when a step began and ended. From that it works out, page by page,
+The auditor knows of the engine only what its events say: which request arrived, was admitted with how many pages found,
+was preempted or ended, which tokens were computed, when a step began and ended. From that it works out, page by page,
 what every request must hold and what must be stored and evicted, and compares: with the page events that the engine
 told, in order; with the pages the engine counts as used and cached; and, where these differ, page by page.
 """
@@ -94,7 +94,7 @@ class Auditor:
         self._num_admitted = 0
         self._num_partials = 0
         self._loaded: list[int] = []
-        """Whose load has ended since the last step began."""
+        """Requests with a load that has ended since the last step began."""
         self._digests = PageDigests()
         self._expected: list[tuple[int, str, bytes]] = []
         self._told: list[tuple[int, str, bytes]] = []
@@ -102,7 +102,7 @@ class Auditor:
     # Events -----------------------------------------------------------------------------------------------
 
     def observe(self, events: Sequence[Event]) -> None:
-        """See kvarts.engine.Observer."""
+        """Check `events` against the ledger. Raise AuditError for what does not add up, if page counts are compared."""
         if self._evictions is not None:
             for event in events:
                 if isinstance(event, CopiesRemoved) or (isinstance(event, PagesRemoved) and event.medium == "device"):
@@ -168,7 +168,7 @@ class Auditor:
     # Steps ------------------------------------------------------------------------------------------------
 
     def _pass_steps(self, last: int) -> None:
-        """All steps up to `last` have been planned; in those not told of, there was nothing but decoding."""
+        """Account for all steps up to `last`, which have been planned: in those not told of, requests only decoded."""
         self._settle()
         while self._step < last:
             self._begin(self._step + 1)
@@ -187,7 +187,7 @@ class Auditor:
                 del self._requests[request]
 
     def _serve(self) -> None:
-        """The decodes take their pages: after what loads brought, and what is stored from now on, before all else."""
+        """Take the pages of the decodes: after what loads brought, before all else and what is stored from now on."""
         if self._is_served:
             return
         self._is_served = True
@@ -202,7 +202,7 @@ class Auditor:
             self._take(self._requests[takers.pop(0)], 1)
 
     def _settle(self) -> None:
-        """The decodes of this step compute their token."""
+        """Count the token that each decode of this step computes."""
         if self._is_settled:
             return
         self._serve()
@@ -352,7 +352,7 @@ class Auditor:
             known.blocks.append(block)
 
     def _fill(self, known: KnownRequest, num_full: int) -> None:
-        """The pages of a request up to `num_full` are full; a page that is resident already becomes one copy more."""
+        """Count the first `num_full` pages of a request as full. A page that is resident already gets one copy more."""
         for page in range(known.num_full, min(num_full, len(known.blocks))):
             digest = self._digest(known.content, page)
             partial = known.blocks[page]
@@ -417,7 +417,7 @@ class Auditor:
             self.compare(self._page_counts())
 
     def compare(self, account: PageAccount) -> None:
-        """Compares what the engine says of its pages with the ledger. Raises AuditError for all findings so far."""
+        """Compare what the engine says of its pages with the ledger. Raise AuditError for all findings so far."""
         ledger = self.ledger
         num_used = ledger.num_used
         num_cached = ledger.num_active + ledger.num_inactive - num_used
@@ -432,7 +432,7 @@ class Auditor:
         self._digests.forget()
 
     def _compare_pages(self, account: PageAccount) -> None:
-        """Names the pages that the engine and the ledger do not hold alike."""
+        """Name the pages on which the engine and the ledger differ."""
         find_different_pages(account, self.ledger, self._copies, self._digests, self._find)
         find_different_private(account, self.ledger, self._requests, self._find)
 

@@ -22,14 +22,14 @@ class PageAccount(Protocol):
 
     @property
     def num_used(self) -> int:
-        """Pages somebody references or a transfer holds."""
+        """Pages that a request references or a transfer holds."""
 
     @property
     def num_cached(self) -> int:
         """Pages that hold a prefix and are not used."""
 
     def runs(self) -> Iterable[tuple[Content, int, int, int]]:
-        """Findable pages and their copies: content, first page, page after the last, how often referenced."""
+        """Return findable pages and their copies: content, first page, page after the last, how often referenced."""
 
 
 def find_different_event(

@@ -21,7 +21,7 @@ class PageDigests:
         self._digests: WeakKeyDictionary[Content, list[bytes]] = WeakKeyDictionary()
 
     def of(self, content: Content, page: int) -> bytes:
-        """Name a page by its tenant and every token up to its end; a page of unknown tokens by its owner."""
+        """Name a page: of its tenant and all tokens up to its end, or of its owner if some are unknown."""
         digests = self._digests.get(content)
         if digests is None:
             digests = self._digests[content] = []
@@ -39,7 +39,7 @@ class PageDigests:
         return digest
 
     def backwards(self, content: Content, start: int, end: int) -> list[bytes]:
-        """Name pages [start, end), the last page first."""
+        """Return the digests of pages [start, end), the last page first."""
         return [self.of(content, page) for page in range(end - 1, start - 1, -1)]
 
     def place(self, digest: bytes) -> tuple[int, int]:

@@ -1,18 +1,18 @@
 """A page ledger: KV blocks by hash, moved by six signals. A second bookkeeping, on purpose a block at a time.
 
-A block is *active* while somebody holds it, counted, and *inactive*, in order of use, while nobody does and it can
-still be found. Both together never exceed the capacity; an inactive block is evicted, the least recently used first,
-where a new one needs its place.
+A block is *active* while it is held, which is counted, and *inactive*, in order of use, while it is not and can still
+be found. Both together never exceed the capacity; an inactive block is evicted, the least recently used first, where a
+new one needs its place.
 
 * `use`: holds blocks, found or new; all of them or none.
-* `deref`: drops one hold of each, from the last block to the first. A full block that nobody holds becomes inactive; a
-  partial one is gone, since nobody could find it.
-* `destroy`: forgets blocks that nobody else holds.
+* `deref`: drops one hold of each, from the last block to the first. A full block that is no longer held becomes
+  inactive; a partial one is gone, since it could not be found.
+* `destroy`: forgets blocks that nothing else holds.
 * `promote`: a partial block, known by its uuid, is full now and known by its hash from now on.
-* `keep`: somebody copies full blocks elsewhere: they are not evicted, and keep their place, until `unkeep`.
+* `keep`: full blocks are being copied elsewhere: they are not evicted, and keep their place, until `unkeep`.
 
-It shares no code with the engine: `Auditor` holds one against the other, and whoever tests a router or an engine of
-their own can do the same.
+It shares no code with the engine. `Auditor` checks one against the other; a test of another router or engine can do the
+same.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FullBlock(msgspec.Struct, frozen=True):
 
 
 class PartialBlock(msgspec.Struct, frozen=True):
-    """A block that is not full, and whose tokens may still change."""
+    """A block that is not full, with tokens that may still change."""
 
     uuid: UUID
 
@@ -144,11 +144,11 @@ class LedgerError(KvartsError):
 
 
 class UnknownBlockError(LedgerError):
-    """A block that is not there, or that nobody holds."""
+    """A block that is not there, or is not held."""
 
 
 class BlockInUseError(LedgerError):
-    """A block that somebody else still holds."""
+    """A block that is held by others as well."""
 
 
 class NotUniqueError(LedgerError):
@@ -156,11 +156,11 @@ class NotUniqueError(LedgerError):
 
 
 class PageLedger:
-    """Owner of the two pools. `sink` receives events, numbered from 0 without a gap.
+    """Owner of the two pools. `sink` is a function that receives events, numbered from 0 without a gap.
 
     `choose`: which of the blocks that can be evicted goes next; it gets them with the least recently used first, which
-    is what goes if it is left out. A sink that raises is a warning, counted in `num_failed_events`: the ledger goes on.
-    Raises ConfigError for a capacity or a block size below 1.
+    is what goes if it is left out. An error that `sink` raises becomes a warning, counted in `num_failed_events`: the
+    ledger goes on. Raises ConfigError for a capacity or a block size below 1.
     """
 
     def __init__(
@@ -189,17 +189,17 @@ class PageLedger:
 
     @property
     def num_active(self) -> int:
-        """Blocks somebody holds."""
+        """Blocks that are held."""
         return len(self._active)
 
     @property
     def num_inactive(self) -> int:
-        """Blocks nobody holds, that can be found."""
+        """Blocks that are not held and can be found."""
         return len(self._inactive)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds or keeps."""
+        """Blocks that are held or kept."""
         return len(self._active) + self._num_kept_inactive
 
     @property
@@ -208,11 +208,11 @@ class PageLedger:
         return self.capacity - self.num_used
 
     def refs(self, block: Block) -> int:
-        """How often `block` is held; 0 where it is inactive or unknown."""
+        """Return how often `block` is held; 0 if it is inactive or unknown."""
         return self._active.get(block, 0)
 
     def is_resident(self, block: Block) -> bool:
-        """Whether `block` is active or inactive."""
+        """Return whether `block` is active or inactive."""
         return block in self._active or block in self._inactive
 
     @property
@@ -226,11 +226,11 @@ class PageLedger:
         return list(self._inactive)
 
     def probe_new_blocks(self, blocks: Sequence[Block]) -> int:
-        """How many different ones of `blocks` are not resident."""
+        """Return how many different ones of `blocks` are not resident."""
         return sum(not self.is_resident(block) for block in dict.fromkeys(blocks))
 
     def prefill_cost(self, blocks: Sequence[Block], num_tokens: int) -> PrefillCost:
-        """What a prompt of `num_tokens` tokens in `blocks` would cost. What is found ends at the first miss."""
+        """Return what a prompt of `num_tokens` tokens in `blocks` would cost. What is found ends at the first miss."""
         num_found = 0
         for block in blocks:
             if not self.is_resident(block):
@@ -242,7 +242,7 @@ class PageLedger:
     # Signals ----------------------------------------------------------------------------------------------
 
     def process(self, signal: Signal) -> bool:
-        """Carries out a signal. False if it was a `Use` that there is no room for; then nothing has changed."""
+        """Carry out a signal. Return False if it was a `Use` without room; then nothing has changed."""
         if isinstance(signal, Use):
             return self.use(signal.blocks, parent_hash=signal.parent_hash)
         if isinstance(signal, Promote):
@@ -258,9 +258,9 @@ class PageLedger:
         return True
 
     def use(self, blocks: Sequence[Block], *, parent_hash: int | bytes | None = None) -> bool:
-        """Holds `blocks`, in order, once for each time they are named; new ones evict what is needed.
+        """Hold `blocks`, in order, once for each time they are named; new ones evict what is needed.
 
-        False, and nothing has changed, if there is no room for all of them.
+        Return False, and change nothing, if there is no room for all of them.
         """
         active, inactive, kept = self._active, self._inactive, self._kept
         different = dict.fromkeys(blocks)
@@ -283,7 +283,7 @@ class PageLedger:
         return True
 
     def deref(self, blocks: Sequence[Block]) -> None:
-        """Drops one hold of each, the last block first. Raises UnknownBlockError for what is not held as often."""
+        """Drop one hold of each, the last block first. Raise UnknownBlockError for what is not held as often."""
         active = self._active
         counts: dict[Block, int] = {}
         for block in blocks:
@@ -303,9 +303,9 @@ class PageLedger:
                 self._num_kept_inactive += block in self._kept
 
     def destroy(self, blocks: Sequence[Block]) -> None:
-        """Forgets `blocks`, the last first: inactive ones, or held by the caller alone.
+        """Forget `blocks`, the last first: inactive ones, or held by the caller alone.
 
-        Raises UnknownBlockError for what is not there, BlockInUseError for what is held more than once, or kept.
+        Raise UnknownBlockError for what is not there, BlockInUseError for what is held more than once, or kept.
         """
         if len(dict.fromkeys(blocks)) < len(blocks):
             raise UnknownBlockError("names a block twice: it can be destroyed once", field="destroy")
@@ -325,9 +325,9 @@ class PageLedger:
         self._removed(removed)
 
     def promote(self, uuid: UUID, block: FullBlock, *, parent_hash: int | bytes | None = None) -> None:
-        """The partial block `uuid` becomes `block`. If that is resident already, both are one from now on.
+        """Turn the partial block `uuid` into `block`. If that is resident already, both are one from now on.
 
-        Raises UnknownBlockError for a uuid that nobody holds, NotUniqueError for one held more than once.
+        Raise UnknownBlockError for a uuid that is not held, NotUniqueError for one held more than once.
         """
         partial = PartialBlock(uuid)
         refs = self.refs(partial)
@@ -345,9 +345,9 @@ class PageLedger:
             self._stored([block], parent_hash)
 
     def keep(self, blocks: Sequence[FullBlock]) -> None:
-        """Keeps `blocks` from being evicted, once for each time they are named.
+        """Keep `blocks` from being evicted, once for each time they are named.
 
-        Raises UnknownBlockError for what is not there.
+        Raise UnknownBlockError for what is not there.
         """
         for block in blocks:
             if not self.is_resident(block):
@@ -358,7 +358,7 @@ class PageLedger:
             self._kept[block] = self._kept.get(block, 0) + 1
 
     def unkeep(self, blocks: Sequence[FullBlock]) -> None:
-        """Ends one `keep` of each of `blocks`. Raises UnknownBlockError for what is not kept as often."""
+        """End one `keep` of each of `blocks`. Raise UnknownBlockError for what is not kept as often."""
         kept = self._kept
         for block in dict.fromkeys(blocks):
             if kept.get(block, 0) < blocks.count(block):
@@ -377,7 +377,7 @@ class PageLedger:
     # Events -----------------------------------------------------------------------------------------------
 
     def _stored_among(self, blocks: Sequence[Block], new: set[Block], parent_hash: int | bytes | None) -> None:
-        """Tells of the full ones of `new`, a run at a time."""
+        """Return the events for the full ones of `new`, a run at a time."""
         run: list[FullBlock] = []
         run_parent = before = parent_hash
         for block in blocks:

@@ -24,25 +24,25 @@ class TierBooks:
         self._stored: dict[str, set[bytes]] = {"host": set(), "disk": set()}
 
     def add(self, medium: str, digest: bytes) -> bool:
-        """The page can be found in a tier from now on; False if it could before."""
+        """Note that a page can be found in a tier from now on. Return False if it could before."""
         stored = self._stored[medium]
         is_new = digest not in stored
         stored.add(digest)
         return is_new
 
     def remove(self, medium: str, digest: bytes) -> bool:
-        """The page can no longer be found in a tier; False if it could not before."""
+        """Note that a page can no longer be found in a tier. Return False if it could not before."""
         stored = self._stored[medium]
         is_there = digest in stored
         stored.discard(digest)
         return is_there
 
     def has(self, digest: bytes) -> bool:
-        """Whether any tier has the page."""
+        """Return whether any tier has the page."""
         return any(digest in stored for stored in self._stored.values())
 
     def found(self, digests: Sequence[bytes]) -> tuple[tuple[str, int], ...]:
-        """How many of `digests` each tier has, one after the other, the fastest first."""
+        """Return how many of `digests` each tier has, one after the other, the fastest first."""
         position = 0
         by_tier = []
         for medium, stored in self._stored.items():
@@ -89,11 +89,11 @@ class KeptPages:
 
 
 class EvictionsTold:
-    """Chooses what the engine says it evicted, and says what is wrong with it.
+    """Chooses what the engine says it evicted, and names what is wrong with it.
 
-    An engine that evicts first what a tier below has keeps two lists, whose order depends on when it looked at them.
-    What must hold whatever the order: nothing goes before what follows it, and nothing is lost while there is something
-    that would not be.
+    An engine that evicts first what a tier below has keeps two lists, and their order depends on when it looked at
+    them. What must hold whatever the order: nothing goes before what follows it, and nothing is lost while there is
+    something that would not be.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class EvictionsTold:
         self._before: dict[bytes, bytes | None] = {}
 
     def born(self, digest: bytes, before: bytes | None) -> None:
-        """The page is resident, after `before`."""
+        """Note that the page is resident, after `before`."""
         self._before[digest] = before
         if before is not None:
             self._followers.setdefault(before, set()).add(digest)
 
     def died(self, digest: bytes) -> None:
-        """The last copy of the page has gone."""
+        """Note that the last copy of the page has gone."""
         before = self._before.pop(digest)
         if before is not None:
             followers = self._followers[before]
@@ -127,10 +127,10 @@ class EvictionsTold:
                 del self._followers[before]
 
     def choose(self, candidates: Iterator[FullBlock]) -> FullBlock:
-        """See PageLedger."""
+        """Return the candidate that the engine says it evicted next, or the first where it says nothing that can be."""
         blocks = list(candidates)
         if not self.told:
-            return blocks[0]  # whoever compares the events will see it
+            return blocks[0]  # comparing the events will show it
         digest = self.told.popleft()
         block = next((block for block in blocks if self._digest_of[block] == digest), None)
         if block is None:

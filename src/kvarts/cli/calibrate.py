@@ -38,7 +38,7 @@ KEYS = (
 
 @click.command("calibrate", cls=GroupedCommand, params=[MEASURED, *options_of(SECTIONS, KEYS)])
 @click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path),
-              help="Mooncake trace of the same requests in the same order: who shares prefixes with whom.")  # fmt: skip
+              help="Mooncake trace of the same requests in the same order: which share prefixes.")  # fmt: skip
 @click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
               help="Tokens that a hash id of it stands for.")  # fmt: skip
 @click.option("--series", metavar="FILE", type=click.Path(path_type=Path),

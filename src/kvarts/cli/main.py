@@ -42,11 +42,11 @@ class Commands(click.Group):
     """Commands that are loaded when they are called: `replay` does not wait for what only `calibrate` needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """See click.Group."""
+        """Return the names of all commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """See click.Group."""
+        """Load and return a command; None for a name that is none."""
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(import_module(f"kvarts.cli.{COMMANDS[cmd_name]}"), f"{cmd_name}_command")
@@ -60,7 +60,7 @@ def cli() -> None:
 
 
 def main() -> int:
-    """Runs the command line in `sys.argv`; returns the exit code."""
+    """Run the command line in `sys.argv`; return the exit code."""
     try:
         code = cli(standalone_mode=False)
     except KvartsError as error:
@@ -73,7 +73,7 @@ def main() -> int:
         click.echo("kvarts: interrupted", err=True)
         return 130
     except BrokenPipeError:
-        return 7  # whoever read our output has gone; nothing is left to say
+        return 7  # the reader of standard output has gone; nothing is left to say
     except AssertionError as error:
         if not getattr(error, "findings", None):
             raise
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def run() -> None:
-    """Entry point of the `kvarts` script."""
+    """Run the `kvarts` script."""
     gc.disable()  # a command makes many objects that live to its end, and no cycles worth looking for
     code = main()
     with contextlib.suppress(BrokenPipeError):

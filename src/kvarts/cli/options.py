@@ -22,7 +22,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists options by their groups, in the order in which these first appear."""
+    """A command that lists options in its help by their groups, in the order in which these first appear."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the groups; what is in none comes first."""

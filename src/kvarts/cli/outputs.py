@@ -105,7 +105,7 @@ class Outputs:
 
 
 def print_bytes(text: bytes) -> None:
-    """To standard output. Raises OutputError."""
+    """Write to standard output. Raise OutputError if that fails."""
     try:
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
@@ -116,7 +116,7 @@ def print_bytes(text: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """A new directory, or one with nothing in it. Raises OutputError."""
+    """Make a directory, unless it is there and empty. Raise OutputError if that fails."""
     try:
         path.mkdir(exist_ok=True)
         is_empty = not any(path.iterdir())

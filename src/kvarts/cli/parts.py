@@ -41,7 +41,7 @@ class Run(Protocol):
     config: Any
 
     def outputs(self, places: Mapping[str, Any]) -> Outputs:
-        """Check where results go. Raises ConfigError and OutputError before anything is done."""
+        """Check where results go. Raise ConfigError and OutputError before anything is done."""
 
     def load(self) -> tuple[Any, Sequence[Trace]]:
         """Load what `kvarts.replay` replays on `config`, and return it and the traces in it."""

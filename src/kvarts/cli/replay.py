@@ -83,7 +83,7 @@ def replay_command(
 
 
 def read_settings(config_file: Path | None, sections: Sequence[Section]) -> Given:
-    """Return what a file says. Raises ConfigError for an unknown key, MissingFileError and InputError for the file."""
+    """Return what a file says. Raise ConfigError for an unknown key, MissingFileError and InputError for the file."""
     if config_file is None:
         return Given()
     from kvarts.files import read_toml

@@ -101,7 +101,7 @@ class SharingPart(Part):
             given.add(settings[field], value, source)
 
     def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
-        """Return the run where models have names. Raises ConfigError where only what is shared is said."""
+        """Return the run where models have names. Raise ConfigError where only what is shared is said."""
         loans_file = places.pop("loans_file")
         if given.names(MODELS):
             from kvarts.cli.sharing_run import SharedRun
@@ -121,7 +121,7 @@ class SharingPart(Part):
 def parse_share(text: str) -> tuple[str, dict[str, Any]]:
     """Return what `chat=llama-3.1-8b:weight=2,guarantee=20GiB` says: the name, and fields of a ModelShare.
 
-    Raises ConfigError for what is not known, or is no number where it must be.
+    Raise ConfigError for what is not known, or is no number where it must be.
     """
     name, equals, rest = text.partition("=")
     if not equals or not re.fullmatch(NAME, name):

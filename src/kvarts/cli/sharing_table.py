@@ -13,7 +13,7 @@ WIDTH = 14
 
 
 def render_shared_table(summary: dict[str, Any]) -> str:
-    """The lines of the table, with a line end."""
+    """Return the lines of the table, with a line end."""
     device, models = summary["device"], summary["models"]
     split = "split, nothing is lent" if device["static_split"] else "shared"
     rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [

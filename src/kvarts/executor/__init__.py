@@ -1,1 +1,1 @@
-"""Who carries a plan out: a cost model in virtual time, a model on a device in real time."""
+"""Executors carry out plans: a cost model in virtual time, a model on a device in real time."""

@@ -7,7 +7,7 @@ Every prompt token of every admitted request is one of these:
 * `never_seen`: no sequence before it had computed this prefix up to this token;
 * `evicted`: some had, the page could be found once, and is gone;
 * `alignment`: some had, but not a whole page of it could be found: the page was never full, or it is the last page of
-  the prompt, whose last token is always computed;
+  the prompt, of which the last token is always computed;
 * `recomputed`: it had been in this request's own pages, and was computed again after a preemption;
 * `not_computed`: the request ended before it came to it.
 
@@ -63,7 +63,7 @@ class HitLedger(msgspec.Struct, frozen=True):
         return f"gone for {p50:,.1f} s (median), {p90:,.1f} s (p90)"
 
     def to_text(self) -> str:
-        """A line a kind, with a line end."""
+        """Return a line a kind, with a line end."""
         lines = [f"{'prompt tokens':<14}{self.prompt_tokens:>16,}"]
         for kind, tokens in self.tokens.items():
             line = f"{kind.replace('_', ' '):<14}{tokens:>16,}{tokens / max(1, self.prompt_tokens):>9.1%}"
@@ -73,7 +73,7 @@ class HitLedger(msgspec.Struct, frozen=True):
         return "\n".join(lines) + "\n"
 
     def to_builtins(self) -> dict[str, Any]:
-        """JSON-able, without the requests."""
+        """Return a JSON-able value, without the requests."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "tokens": self.tokens,
@@ -82,7 +82,7 @@ class HitLedger(msgspec.Struct, frozen=True):
 
 
 class _Node:
-    """Tokens [start, end) of `content`, which somebody computed after all before them."""
+    """Tokens [start, end) of `content`, which were computed after all before them."""
 
     __slots__ = ("children", "content", "end", "start")
 
@@ -106,7 +106,7 @@ class _Seen:
         """By the owner of the run that a page's last token is in: for each of its pages; NaN for never."""
 
     def path(self, content: Content, end: int) -> tuple[list[tuple[_Node, int]], int]:
-        """The longest seen prefix of `content` up to `end`: its runs, each with where it ends there, and its length."""
+        """Return the longest seen prefix of `content` up to `end`: its runs, where each ends there, and its length."""
         found: list[tuple[_Node, int]] = []
         node = self._roots.get(content.salt)
         position = 0
@@ -123,7 +123,7 @@ class _Seen:
         return found, position
 
     def add(self, content: Content, end: int) -> None:
-        """Tokens up to `end` were computed."""
+        """Take note that the tokens up to `end` were computed."""
         end = min(end, content.num_known_tokens)
         found, position = self.path(content, end)
         if position >= end:
@@ -143,12 +143,12 @@ class _Seen:
         last.children[content.key(position)] = _Node(content, position, end)
 
     def remove(self, content: Content, start_page: int, end_page: int, time_ms: float) -> None:
-        """Pages were evicted."""
+        """Take note that pages were evicted."""
         for removed_ms, first, last in self._slices(content, start_page, end_page):
             removed_ms[first:last] = time_ms
 
     def removed_ms(self, content: Content, start_page: int, end_page: int) -> Column:
-        """When pages were last evicted; NaN for those that never were."""
+        """Return when pages were last evicted; NaN for those that never were."""
         out = np.full(end_page - start_page, np.nan)
         for removed_ms, first, last in self._slices(content, start_page, end_page):
             out[first - start_page : last - start_page] = removed_ms[first:last]
@@ -191,7 +191,7 @@ class _Request:
 
 
 def hit_ledger(journal: Journal) -> HitLedger:
-    """The hit ledger of what `journal` tells."""
+    """Return the hit ledger of what `journal` tells."""
     reading = _Reading(journal)
     for line in journal.lines:
         reading.read(line)
@@ -335,6 +335,6 @@ class _Reading:
 
 
 def _new_part(start: int, end: int, furthest: int, kind: str) -> list[tuple[int, int, str]]:
-    """Tokens [start, end), as far as the request never had them before."""
+    """Return tokens [start, end), as far as the request never had them before, with their kind."""
     start = max(start, furthest)
     return [(start, end, kind)] if start < end else []

@@ -42,7 +42,7 @@ class Journal:
                 )
 
     def request(self, name: str) -> int:
-        """The request that goes by `name`. Raises InputError."""
+        """Return the request that goes by `name`. Raise InputError if there is none."""
         for index, known in self.names.items():
             if known == name:
                 return index
@@ -50,7 +50,7 @@ class Journal:
 
 
 def load_journal(path: Path | str) -> Journal:
-    """Reads a journal, packed or not; one that breaks off, up to there. Raises MissingFileError and InputError."""
+    """Read a journal, packed or not; one that breaks off, up to there. Raise MissingFileError and InputError."""
     path = Path(path)
     decoder = msgspec.json.Decoder(AnyLine)
     head = None
@@ -90,7 +90,7 @@ def load_journal(path: Path | str) -> Journal:
 
 
 def _text_lines(path: Path) -> Iterator[bytes]:
-    """Complete lines."""
+    """Iterate over complete lines."""
     unpacker = None
     rest = b""
     with path.open("rb") as file:

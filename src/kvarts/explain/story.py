@@ -35,21 +35,21 @@ SHORTEST_PREFIX = 6
 
 
 def story_of_request(journal: Journal, name: str) -> list[str]:
-    """Lines about the request that goes by `name`. Raises InputError if there is none."""
+    """Return lines about the request that goes by `name`. Raise InputError if there is none."""
     return _RequestStory(journal, journal.request(name)).lines()
 
 
 def story_of_block(journal: Journal, name: str) -> list[str]:
-    """Lines about a block: by the beginning of its key in hex, or as REQUEST:PAGE. Raises InputError if there is none.
+    """Return lines about a block, named by the beginning of its key in hex, or as REQUEST:PAGE.
 
-    Keys are those of `kvarts.keys` (sha256), as vLLM gives them.
+    Keys are those of `kvarts.keys` (sha256), as vLLM gives them. Raise InputError if there is no such block.
     """
     request, page = block_named(journal, name)
     return _BlockStory(journal, request, page).lines()
 
 
 def longest_waits(journal: Journal, count: int) -> list[tuple[str, float]]:
-    """Who waited longest to be admitted first, and how many ms; those who never were excepted."""
+    """Return the requests that waited longest for their first admission, and how many ms each."""
     waited: dict[int, float] = {}
     for line in journal.lines:
         if isinstance(line, AdmittedLine) and line.request not in waited:
@@ -141,7 +141,7 @@ class _RequestStory:
                 pass
 
     def _tell_evicted(self) -> None:
-        """Evictions one after the other are one line: pages go one by one, and a prompt may have thousands."""
+        """Tell evictions one after the other in one line: pages go one by one, and a prompt may have thousands."""
         lines, self._evicted = self._evicted, []
         if not lines:
             return
@@ -193,7 +193,7 @@ def _why_blocked(line: BlockedLine) -> str:
 
 
 class _BlockStory:
-    """Page `page` of `request`, and of whoever's sequence is the same up to its end."""
+    """Page `page` of `request`, and of every request with the same sequence up to its end."""
 
     def __init__(self, journal: Journal, request: int, page: int) -> None:
         self._journal = journal
@@ -307,7 +307,10 @@ class _BlockStory:
 
 
 def block_named(journal: Journal, name: str) -> tuple[int, int]:
-    """A request and page that `name` stands for: the beginning of a key in hex, or REQUEST:PAGE. Raises InputError."""
+    """Return a request and page that `name` stands for: the beginning of a key in hex, or REQUEST:PAGE.
+
+    Raise InputError if there is none.
+    """
     request_name, colon, page_name = name.rpartition(":")
     if colon:
         request = journal.request(request_name)
@@ -333,7 +336,7 @@ def block_named(journal: Journal, name: str) -> tuple[int, int]:
 
 
 def _keys(journal: Journal) -> Iterator[tuple[int, int, BlockKey]]:
-    """Every different block of known tokens, once. In order of content, so that a shared prefix is hashed once."""
+    """Iterate over each block of known tokens, once. In order of content, so that a shared prefix is hashed once."""
     contents = sorted(journal.contents.values(), key=lambda content: (content.salt or "", bytes(content.units)))
     before: Content | None = None
     keys: list[BlockKey] = []
@@ -352,7 +355,7 @@ def _keys(journal: Journal) -> Iterator[tuple[int, int, BlockKey]]:
 
 
 def _sharing(journal: Journal, request: int, page: int) -> list[int]:
-    """Whose sequences are the same as `request`'s up to the end of `page`; itself first."""
+    """Return the requests with the same sequence as `request` up to the end of `page`; itself first."""
     content = journal.contents[request]
     if page >= content.num_known_pages:
         return [request]
@@ -368,7 +371,7 @@ def _sharing(journal: Journal, request: int, page: int) -> list[int]:
 
 
 def _last_holder(journal: Journal, at: Line, page: int) -> str | None:
-    """Who held `page` of the line's request last before it: is holding it, or was the last to drop it."""
+    """Return the request that held `page` of the line's request last before it, or still holds it."""
     sharing = set(_sharing(journal, at.request, page))
     end = (page + 1) * journal.page_size
     last: int | None = None

@@ -246,7 +246,7 @@ class _Config(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-# Decoders whose weights and attention differ in nothing but the fields read above, and in what follows.
+# Decoders with weights and attention that differ in nothing but the fields read above, and in what follows.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},

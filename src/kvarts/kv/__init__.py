@@ -1,1 +1,1 @@
-"""KV memory: what a page holds, who holds it, and which page goes first."""
+"""KV memory: what a page holds, which requests reference it, and which page goes first."""

@@ -1,7 +1,7 @@
 """Which run is evicted next: the question that the prefix tree asks, and the answer that is the default.
 
-The tree owns runs, references, parents and twins. An order owns who goes next, and nothing else: it lists the runs that
-nothing references. A run enters it by `released` and leaves it by `pinned` or `removed`.
+The tree owns runs, references, parents and twins. An order owns which run goes next, and nothing else: it lists the
+runs that nothing references. A run enters it by `released` and leaves it by `pinned` or `removed`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EvictionOrder(Protocol):
         """Pass the listed `node` by from now on: a transfer holds it. It keeps its place."""
 
     def unheld(self, node: Node) -> None:
-        """No longer pass `node` by."""
+        """Stop passing `node` by."""
 
     def next_run(self) -> Node:
         """Return the first run that no transfer holds. There is one."""
@@ -98,7 +98,7 @@ class BaseOrder:
 class LruOrder:
     """What was released longest ago goes first, and of what was released together the deepest.
 
-    That is exactly the order of a page-by-page list to whose end a request's pages go, deepest first.
+    That is exactly the order of a page-by-page list to which a request's pages are appended, deepest first.
     """
 
     __slots__ = ("_ring",)

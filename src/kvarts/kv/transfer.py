@@ -12,7 +12,7 @@ __all__ = ["Direction", "Loaded", "Move", "Offer", "Transfer", "TransferReport",
 
 
 class Direction(StrEnum):
-    """Which way."""
+    """The direction of a transfer."""
 
     STORE = "store"
     LOAD = "load"

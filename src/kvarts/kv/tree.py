@@ -1,4 +1,4 @@
-"""The prefix tree: which full pages are resident, who follows whom, and which page goes first.
+"""The prefix tree: which full pages are resident, which follow which, and which page goes first.
 
 A node is a run of pages with one history: wherever one page of the run was referenced, released or hit, all were.
 Everything is done to runs, so the cost does not depend on how many pages they have, and the outcome is exactly that of

@@ -18,25 +18,25 @@ class TreeWatcher(Protocol):
     """
 
     def born(self, node: Node) -> None:
-        """`node` is the first copy of its pages."""
+        """Take note of `node`, the first copy of its pages."""
 
     def may_grow(self, node: Node) -> bool:
         """Return whether `node`, a leaf with one holder, may take on the pages that follow it."""
 
     def extended(self, node: Node, start: int) -> None:
-        """A holder made pages findable, up to the end of `node`, of which those from `start` on are new.
+        """Take note that a holder made pages findable, up to the end of `node`; those from `start` on are new.
 
-        Is told when the tree is done, and may cause splits.
+        Is called when the tree is done, and may cause splits.
         """
 
     def divided(self, heads: Sequence[Node], tails: Sequence[Node]) -> None:
-        """All copies of a run were split. Heads and tails have the same notes, and the heads need their own."""
+        """Give `heads` notes of their own: all copies of a run were split, and heads and tails have the same notes."""
 
     def cut(self, node: Node, num_pages: int) -> None:
-        """The last `num_pages` of `node`, which is the only copy, were evicted."""
+        """Take note that the last `num_pages` of `node`, which is the only copy, were evicted."""
 
     def first_copy_gone(self, node: Node) -> None:
-        """`node`, the first of several copies, was evicted; the next is now the first of `twins`."""
+        """Take note that `node`, the first of several copies, was evicted; the next is now first of `twins`."""
 
     def died(self, node: Node) -> None:
-        """`node`, the last copy of its pages, was evicted."""
+        """Take note that `node`, the last copy of its pages, was evicted."""

@@ -15,8 +15,8 @@ __all__ = ["DetokenizingExecutor"]
 class DetokenizingExecutor:
     """An Executor around another that hands each sampled token to its Generation.
 
-    A request whose text has come to a stop text ends in the same step, as one whose token is an end does. Making text
-    is part of the step's duration. Owner of the generations under way.
+    A request with a text that has come to a stop text ends in the same step, as with a token that is an end. Making
+    text is part of the step's duration. Owner of the generations under way.
     """
 
     def __init__(self, executor: Executor, *, max_num_seqs: int, clock: Clock) -> None:

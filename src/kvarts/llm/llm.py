@@ -49,7 +49,7 @@ class Offload(TierSettings, Protocol):
     """The tiers below the device, as kvarts.OffloadConfig describes them."""
 
     def for_model(self, kv_bytes_per_token: int) -> Offload:
-        """Return the same for a model whose tokens weigh `kv_bytes_per_token`."""
+        """Return the same for a model with tokens of `kv_bytes_per_token`."""
 
     def tiers(self, page_size: int) -> dict[str, int]:
         """Return the pages of each tier, by its name: `host`, and `disk` below it."""
@@ -76,8 +76,8 @@ class LLM:
     an executor around that of the model, to record its steps.
 
     Every method may be called from any thread. While `generate` or a stream waits, one thread of the LLM does the
-    steps, for all of them together; `submit`, `step` and `cancel` are for those who do the steps themselves. An error
-    in a step reaches every waiting caller, and every later call raises EngineDeadError.
+    steps, for all of them together; `submit`, `step` and `cancel` are for code that does the steps itself. An error in
+    a step reaches every waiting caller, and every later call raises EngineDeadError.
 
     Raises ConfigError for a size that holds no page and for settings that exclude each other, and what `load_model`
     raises.

@@ -58,7 +58,7 @@ class Generations(Protocol):
 
 
 class LLMEngine:
-    """A core engine whose requests have sampling parameters and text. `eos_ids`: tokens with which the model ends."""
+    """A core engine of requests with sampling parameters and text. `eos_ids`: tokens with which the model ends."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Listener(Protocol):
 
 
 class Gone(Exception):  # noqa: N818  # not an error: nothing listens any more
-    """Raised by a listener whose event loop is closed."""
+    """Raised by a listener when its event loop is closed."""
 
 
 class EngineLoop:

@@ -54,7 +54,7 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile:
-    """An EventReader that runs prompts on the LLM whose events it reads, and reports on them.
+    """An EventReader of an LLM that runs prompts on it, and reports on them.
 
     `live`: another reader of the same events.
     """
@@ -74,7 +74,7 @@ class Profile:
             self.live.observe(events)
 
     def run(self, llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> None:
-        """Run all of `prompts` on an LLM that has this as its sink; then there is a report."""
+        """Run all of `prompts` on an LLM that has this among its readers; then there is a report."""
         config = llm.config
         self._log = StepLog(config.num_pages, llm.tiers)
         requests = {index: llm.request(index) for index in (llm.submit(prompt, params) for prompt in prompts)}
@@ -129,7 +129,7 @@ class Profile:
 
 
 def _trace_row(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
-    """Return a row of a Mooncake trace whose blocks are single tokens: a hash id is a token. All came at the start."""
+    """Return a row of a Mooncake trace with blocks of one token: a hash id is a token. All came at the start."""
     prompt = request.content.tokens(0, request.num_prompt_tokens)
     return {
         "request_id": str(request.index),

@@ -148,11 +148,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
 
     def num_host_pages(self, page_size: int) -> int:
-        """Pages of host memory, of `page_size` tokens each."""
+        """Return the pages of host memory, of `page_size` tokens each."""
         return self._num_pages("host_pages", "host_memory", page_size)
 
     def num_disk_pages(self, page_size: int) -> int:
-        """Pages in files, of `page_size` tokens each."""
+        """Return the pages in files, of `page_size` tokens each."""
         return self._num_pages("disk_pages", "disk_memory", page_size)
 
     def tiers(self, page_size: int) -> dict[str, int]:
@@ -189,7 +189,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return TiersToOpen(self, config, make_order, known_keys=known_keys, namespace=namespace)
 
     def bytes_per_s(self, field: str) -> int:
-        """The bandwidth that is called `field`."""
+        """Return the bandwidth that is called `field`."""
         value: Rate = getattr(self, field)
         return value if isinstance(value, int) else _parsed(parse_rate, value, field)
 
@@ -206,7 +206,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return value if isinstance(value, int) else _parsed(parse_bytes, value, field)
 
     def for_model(self, kv_bytes_per_token: int) -> OffloadConfig:
-        """Return the same for a model whose tokens weigh `kv_bytes_per_token`."""
+        """Return the same for a model with tokens of `kv_bytes_per_token`."""
         return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token)
 
     def open_files(self, directory: Path | str, page_size: int) -> PageFiles:
@@ -225,7 +225,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers whose files some other run has left: `known_keys` are theirs, in `namespace`; see FileTier."""
+    """Tiers with files that another run has left: pages `known_keys`, in `namespace`, as FileTier takes them."""
 
     config: OffloadConfig
     known_keys: tuple[bytes, ...] = ()

@@ -54,7 +54,7 @@ class FileTier(MemoryTier):
         return self.index.num_cached + len(self._unknown)
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
-        """From now on tell these of runs that become findable, and of runs that no longer are."""
+        """Call these from now on for runs that become findable, and for runs that no longer are."""
         self._tell_removed = on_removed
         super().listen(on_stored, self._on_gone)
 

@@ -7,6 +7,9 @@ Recency is that of whole prefixes: an operation that touches a page touches all 
 goes first, so what remains of a sequence is always a prefix of it. A pin is its deepest run: everything from there to
 the root is pinned. A run that leaves the tree while it is pinned is *doomed*: it cannot be found, and its pages are
 given back when the last pin ends.
+
+Longer than other files: runs, pins, placements and recency are one data structure, and all its operations keep the same
+laws, which `check` states.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """What goes on between the device and the tiers below it.
 
-The scheduler asks: how much of this prompt is below (`lookup`), fetch it (`start_load`), what should be stored now
-(`plan_stores`). Transfers end when every worker has reported them, or, in virtual time, when their lane is done.
-Whatever a transfer reads or writes is held from its beginning to its end, however its request fares meanwhile.
+The scheduler asks how much of a prompt is below (`lookup`), has it loaded (`start_load`), and has pages stored
+(`plan_stores`). Transfers end when every worker has reported them, or, in virtual time, when their channel is done.
+What a transfer reads or writes is held from its beginning to its end, even if its request is cancelled.
+
+Longer than other files: stores, loads and spills work on the same three things, the device's order, the tiers and the
+transfers under way, and their parts would hand each other all of these.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class OffloadCounts(msgspec.Struct):
     num_loads: int = 0
     num_failed: int = 0
     num_stray_reports: int = 0
-    """Late, repeated, or about a transfer that nobody knows."""
+    """Reports that were late, repeated, or about a transfer that is not known."""
     num_pages_without_room: int = 0
     """Pages that were to be stored and found no room."""
 
@@ -121,13 +124,13 @@ class Offloader:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """Of each tier in turn: towards it, and back."""
+        """The channels of each tier in turn: towards it, and back."""
         return tuple(channel for connected in self._connected for channel in (connected.write, connected.read))
 
     # The scheduler asks -----------------------------------------------------------------------------------
 
     def plan_stores(self, now_ns: int) -> None:
-        """Begins the stores of the step that starts at `now_ns`."""
+        """Begin the stores of the step that starts at `now_ns`."""
         self._now_ns = now_ns
         stores: list[tuple[Tier, TierStore]] = []
         paths: list[Path] = []
@@ -140,7 +143,7 @@ class Offloader:
                 self._begin_spills(place)
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
-        """What the tiers have of `content` from page `start` on, up to page `limit`; None if nothing.
+        """Return what the tiers have of `content` in pages [start, limit), from `start` on; None if nothing.
 
         It is pinned for `request`, in place of what was pinned for it before.
         """
@@ -155,12 +158,12 @@ class Offloader:
         return Offer(position - start, tuple(by_tier))
 
     def forget(self, request: int) -> None:
-        """`request` takes nothing of what was offered."""
+        """End the pins of what was offered to `request`."""
         for tier in self.tiers:
             tier.forget(request)
 
     def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> None:
-        """Begins to load `num_pages` of what was offered to `request`, into its pages from page `start` on."""
+        """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on."""
         loads = []
         moves = []
         ends_ns = [self._now_ns]
@@ -191,13 +194,13 @@ class Offloader:
         self._begin(under_way, max(ends_ns), moves)
 
     def take_planned(self) -> tuple[Transfer, ...]:
-        """What an executor has to begin with this step."""
+        """Return the transfers that an executor has to begin with this step."""
         planned = tuple(self._planned)
         self._planned.clear()
         return planned
 
     def take_loaded(self) -> list[Loaded]:
-        """Loads that ended since last asked, in that order."""
+        """Return the loads that ended since the last call, in that order."""
         loaded = self._loaded
         self._loaded = []
         return loaded
@@ -206,11 +209,11 @@ class Offloader:
 
     @property
     def has_work(self) -> bool:
-        """Whether a transfer is under way or about to be, or a load has ended that nobody took note of."""
+        """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
         return bool(self._under_way or self._loaded or any(self._spills) or self._policy.has_work)
 
     def num_pages(self) -> tuple[int, ...]:
-        """Pages used and cached in each tier, one pair after the other."""
+        """Return pages used and cached in each tier, one pair after the other."""
         counts: tuple[int, ...] = ()
         for tier in self.tiers:
             counts += tier.num_used, tier.num_cached
@@ -226,11 +229,11 @@ class Offloader:
 
     @property
     def next_ns(self) -> int:
-        """When the next transfer ends, in virtual time."""
+        """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
         return self._due[0][0] if self._due else NEVER_NS
 
     def pages_to_spare(self) -> int | None:
-        """How many pages may be taken in steps alike before something happens down here; None: it does in the next."""
+        """Return how many pages can be taken in steps alike before the tiers must act; None: in the next step."""
         if self._loaded or any(self._spills):
             return None
         spare = self._policy.pages_to_spare()
@@ -244,7 +247,7 @@ class Offloader:
         return spare
 
     def advance_to(self, now_ns: int) -> bool:
-        """Ends the transfers that are due by `now_ns`; whether there were any."""
+        """End the transfers that are due by `now_ns`; return whether there were any."""
         due = self._due
         if not due or due[0][0] > now_ns:
             return False
@@ -259,13 +262,13 @@ class Offloader:
         return True
 
     def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
-        """What workers say at `now_ns`, in any order, over any number of steps."""
+        """Take in what workers report at `now_ns`, in any order, over any number of steps."""
         self._now_ns = now_ns
         for report in reports:
             self._report(report)
 
     def reset(self) -> None:
-        """Forgets what the tiers hold. Transfers under way end as they would have; what they store is not kept."""
+        """Forget what the tiers hold. Transfers under way end as they would have; what they store is not kept."""
         for tier in self.tiers:
             tier.reset()
         self._unmark_removed(Below.NOT)
@@ -418,7 +421,7 @@ class Offloader:
                     if is_whole:
                         self._mark(order, path, segment.start, segment.end, Below.STORED)
                         continue
-                    # Trying again and again would hold the pages for ever, and who needs them would wait for ever.
+                    # Stored again and again, the pages would be held for ever, with a request waiting for them.
                     below = Below.NOT if is_stored else Below.FAILED
                     self._mark(order, path, segment.start, segment.end, below)
                     self._mark_held(order, store.content, segment.start, segment.end)
@@ -428,7 +431,7 @@ class Offloader:
             self._cache.unhold(path)
 
     def _end_spill(self, stores: tuple[tuple[Tier, TierStore], ...], *, is_stored: bool) -> None:
-        """The tier above may have let go of its pages before they were stored here, or failed to be."""
+        """Mark what was stored, and let go of what the tier above lost before it was, or did not get to store."""
         for tier, store in stores:
             for segment in store.segments:
                 if is_stored:
@@ -504,9 +507,10 @@ class Offloader:
             self.tiers[below].lose(content, max(start, self._num_above(below, content, end)), end)
 
     def _unmark_removed(self, below: Below = Below.FAILED) -> None:
-        """What was removed below is lost if the device evicts it.
+        """Mark pages that were removed below, as `below` says: they are lost if the device evicts them.
 
-        It is not stored again while it lies there: a tier that is too small would be filled in turns, for ever.
+        They are not stored again while the device has them: a tier that is too small would be filled in turns, for
+        ever.
         """
         order = self._order
         if not self._removed or order is None:
@@ -520,7 +524,7 @@ class Offloader:
         order.regroup()
 
     def _mark_as_held(self, content: Content, start: int, end: int) -> int:
-        """The device has pages [start, end), of which a tier may have some as well; how many."""
+        """Mark those of pages [start, end), which the device has, that a tier has as well; return how many."""
         order = self._order
         if order is None:
             return 0
@@ -553,11 +557,11 @@ class Offloader:
     # Laws -------------------------------------------------------------------------------------------------
 
     def holds(self) -> list[Path]:
-        """What transfers hold on the device."""
+        """Return the paths that transfers hold on the device."""
         return [path for under_way in self._under_way.values() for path in under_way.paths]
 
     def check(self) -> None:
-        """Asserts laws L1 to L3 in every tier below."""
+        """Assert laws L1 to L3 in every tier below."""
 
         def is_above(place: int, content: Content, num_pages: int) -> bool:
             return self._num_above(place, content, num_pages) >= num_pages

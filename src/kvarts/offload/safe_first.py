@@ -227,7 +227,7 @@ class SafeFirst:
             self._rest.held(node)
 
     def unheld(self, node: Node) -> None:
-        """No longer pass `node` by."""
+        """Stop passing `node` by."""
         if node in self._safe_stamps:
             self.num_safe += node.end - node.start
             self._safe.unheld(node)
@@ -317,7 +317,7 @@ class SafeFirst:
         self._safe.released(nodes)
 
     def _toggle(self, notes: Notes) -> None:
-        """A run that was safe is not, or the other way round; and with it, perhaps, what is before it."""
+        """Count a run as safe that was not, or the other way round; and with it, perhaps, what is before it."""
         while True:
             node = notes.first
             parent = node.parent
@@ -333,7 +333,7 @@ class SafeFirst:
 
 
 def _before(node: Node) -> Notes:
-    """Return the notes of what comes before `node`, whose `parent` may be a copy that was evicted."""
+    """Return the notes of what comes before `node`; its `parent` may be a copy that was evicted."""
     assert node.parent is not None
     notes: Notes = node.parent.notes
     return notes

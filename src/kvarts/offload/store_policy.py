@@ -1,7 +1,7 @@
 """What is stored below the device, and when.
 
-A policy names pages: [start, end) of a content, whose first `end` pages the device has, and where it saw them. Whoever
-asks stores those of them that are neither stored nor coming.
+A policy names pages: [start, end) of a content of which the device has the first `end` pages, and where it saw them.
+The caller stores those of them that are neither stored nor coming.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Where = TypeVar("Where")
 
 
 class StorePolicy(Protocol, Generic[Where]):
-    """Promises: `choose` changes nothing on the device, and does bounded work."""
+    """Chooses what is stored. Promises: `choose` changes nothing on the device, and does bounded work."""
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """The first `num_pages` pages of `content`, in `holding`, are complete: their tokens will not change."""
+        """Take note that the first `num_pages` pages of `content`, in `holding`, are complete and will not change."""
 
     def choose(self) -> list[tuple[Content, int, int, Where]]:
-        """What should be stored in this step: content, first page, page after the last, and where these are."""
+        """Return what should be stored in this step: content, first page, page after the last, and where these are."""
 
     def hold(self, content: Content, end: int, where: Where) -> Path:
         """Hold the first `end` pages of something that was just chosen."""
@@ -46,11 +46,14 @@ class StorePolicy(Protocol, Generic[Where]):
         """Whether `choose` would name something, whatever becomes of the device."""
 
     def pages_to_spare(self) -> int | None:
-        """How many pages of the device may be taken before `choose` would name something; None: it would now."""
+        """Return how many pages of the device may be taken before `choose` would name something.
+
+        None: it would now.
+        """
 
 
 class EagerPolicy:
-    """Every page is stored in the step after it became complete; and with it what is before it, if that is missing."""
+    """Every page is stored in the step after it became complete, with what is before it, if that is missing."""
 
     stores_deepest_first = False
 
@@ -59,11 +62,11 @@ class EagerPolicy:
         self._confirmed: dict[int, tuple[Content, int, int, Holding]] = {}
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """See StorePolicy."""
+        """Keep the pages for the next `choose`, in place of fewer pages of the same content."""
         self._confirmed[content.owner] = (content, 0, num_pages, holding)
 
     def choose(self) -> list[tuple[Content, int, int, Holding]]:
-        """See StorePolicy."""
+        """Return all pages confirmed since the last call, by request."""
         confirmed = self._confirmed
         if not confirmed:
             return []
@@ -71,17 +74,17 @@ class EagerPolicy:
         return [confirmed[owner] for owner in sorted(confirmed)]
 
     def hold(self, content: Content, end: int, where: Holding) -> Path:
-        """See StorePolicy."""
+        """Hold the pages where the request has them, or where they are found if it has ended."""
         path = self._cache.hold_open(where, end)  # it may have been closed since
         return self._cache.hold(self._cache.match(content, end)) if path is None else path
 
     @property
     def has_work(self) -> bool:
-        """See StorePolicy."""
+        """Whether pages were confirmed since the last `choose`."""
         return bool(self._confirmed)
 
     def pages_to_spare(self) -> int | None:
-        """See StorePolicy."""
+        """Return any number while nothing was confirmed, else None."""
         return None if self._confirmed else ANY
 
     def refuse(self) -> None:
@@ -94,9 +97,9 @@ class EagerPolicy:
 class LazyPolicy:
     """Cached pages are stored when they come near eviction, so that the next `target_free` pages taken lose nothing.
 
-    Lost is what no tier below has and somebody could look for: pages of unknown tokens are no loss. The device's tree
-    gives way first with what is safe; so the scan begins at the oldest of what is not, and ends at its target. Each run
-    it looks at is covered or chosen, so it never looks at more than `target_free` of them, and never stands still.
+    Lost is what no tier below has and a request could look for: pages of unknown tokens are no loss. The device evicts
+    first what is safe; so the scan begins at the oldest of what is not, and ends at its target. Each run it looks at is
+    covered or chosen, so it never looks at more than `target_free` of them, and never stands still.
     """
 
     stores_deepest_first = True
@@ -106,7 +109,7 @@ class LazyPolicy:
         self._order = order
         self._target_free = target_free
         self.is_stuck = False
-        """The tier had no room for what was chosen; nothing is chosen until that may have changed."""
+        """Whether the tier had no room for what was chosen; nothing is chosen until that may have changed."""
 
     def refuse(self) -> None:
         """Choose nothing until a transfer has ended."""
@@ -120,20 +123,20 @@ class LazyPolicy:
         """Do nothing: pages are chosen where they are about to be evicted."""
 
     def choose(self) -> list[tuple[Content, int, int, Node]]:
-        """See StorePolicy."""
+        """Return the unsafe pages nearest to eviction; nothing while the tier has no room."""
         return [] if self.is_stuck else self._scan()[0]
 
     def hold(self, content: Content, end: int, where: Node) -> Path:
-        """See StorePolicy."""
+        """Hold the pages on the way to the run that was chosen."""
         return self._cache.hold(Match(self._order.path_to(where, end), end, 0))
 
     @property
     def has_work(self) -> bool:
-        """See StorePolicy."""
+        """False: what is chosen depends on the device alone."""
         return False
 
     def pages_to_spare(self) -> int | None:
-        """See StorePolicy."""
+        """Return how many pages can be taken while the target stays covered; None if it is not now."""
         if self.is_stuck:
             return ANY
         chosen, num_covered = self._scan()
@@ -142,7 +145,7 @@ class LazyPolicy:
         return ANY if num_covered < self._target_free else num_covered - self._target_free
 
     def _scan(self) -> tuple[list[tuple[Content, int, int, Node]], int]:
-        """What to store, with its deepest run, and how many pages can be taken without loss once it is."""
+        """Return what to store, with its deepest run, and how many pages can be taken without loss once it is."""
         order = self._order
         num_covered = self._cache.pool.num_empty + order.num_safe
         chosen: list[tuple[Content, int, int, Node]] = []
@@ -168,5 +171,5 @@ class LazyPolicy:
 
 
 def precedes(before: Content, end: int, content: Content, start: int) -> bool:
-    """Whether page `start` of `content` comes right after the first `end` pages of `before`, in the same sequence."""
+    """Return whether page `start` of `content` comes right after the first `end` pages of `before`, in one sequence."""
     return end == start and before.salt == content.salt and content.common_pages(before, 0, end) == end

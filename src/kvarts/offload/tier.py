@@ -134,7 +134,7 @@ class Tier(Protocol):
         """Return the keys of files that have to go since last asked; none for a tier without files."""
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
-        """From now on tell these of runs that become findable, and of runs that no longer are."""
+        """Call these from now on for runs that become findable, and for runs that no longer are."""
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
         """Assert laws L1 to L3. `is_above`: whether the first so many pages of a content are in faster tiers."""
@@ -181,7 +181,7 @@ class MemoryTier:
         self._pins: dict[int, _Pin] = {}
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
-        """From now on tell these of runs that become findable, and of runs that no longer are."""
+        """Call these from now on for runs that become findable, and for runs that no longer are."""
         self.index.on_stored = None if on_stored is None else lambda run: on_stored(*_as_stored(run))
         self.index.on_removed = on_removed
 

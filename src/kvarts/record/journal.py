@@ -58,7 +58,7 @@ NS_PER_MS = 1e6
 
 
 class JournalWriter:
-    """An Observer that writes lines to `file`, which stays the caller's. `is_packed`: with gzip; then `close` it.
+    """An EventReader that writes lines to `file`, which stays the caller's. `is_packed`: with gzip; then `close` it.
 
     `is_live`: every batch of events is flushed, so that a killed run leaves what happened.
     """
@@ -96,7 +96,7 @@ class JournalWriter:
             self._write(self._encoder.encode_lines(lines))
 
     def close(self) -> None:
-        """Ends what is packed. The file stays open."""
+        """End what is packed. The file stays open."""
         if self._packer is not None:
             self._file.write(self._packer.flush(zlib.Z_FINISH))
             self._packer = None
@@ -111,7 +111,7 @@ class JournalWriter:
             self._file.flush()
 
     def _lines(self, event: Event) -> Iterator[Line]:
-        """Most events are one line; a store is one for each of its runs."""
+        """Return the lines of an event: one for most, one for each run of a store."""
         if isinstance(event, StoreStarted):
             self._storing[event.transfer] = event
             yield from self._runs(event, StoringLine)

@@ -132,7 +132,7 @@ class LiveTimeline:
         self._write([self._row(rest.step, rest.time_ns, *counts, 0, 0, rest.tiers)])
 
     def close(self) -> None:
-        """Writes what is known in the end, and closes the file."""
+        """Write what is known in the end, and close the file."""
         try:
             if not self._is_json:
                 self._append(self._encoder.encode(self._totals()) + b"\n")

@@ -74,13 +74,13 @@ class RecordedSteps(Protocol):
         """Puts all steps, and then all rests, into the order of time."""
 
     def released(self) -> Column:
-        """Pages that had gone out of use, up to each step."""
+        """Return the pages that had gone out of use, up to each step."""
 
     def withheld(self) -> Column | None:
-        """Pages that were not used and could not be taken, before each step; None where there are none."""
+        """Return the pages that were not used and could not be taken, before each step; None where there are none."""
 
     def __len__(self) -> int:
-        """The number of steps."""
+        """Return the number of steps."""
 
 
 class _Paged(Protocol):
@@ -142,7 +142,7 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> Ask:
-    """What a preemption says in a row. `name_of`: the outside name of a request's index."""
+    """Return what a preemption says in a row. `name_of`: the outside name of a request's index."""
     return Ask(
         request=str(preemption.asker) if preemption.model else name_of(preemption.asker),
         blocks=preemption.num_pages_asked,
@@ -156,7 +156,10 @@ def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> Ask:
 def head_of(
     *, block_size_tokens: int, total_blocks: int, every: int = 1, tiers: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """What is said of the whole, the totals excepted. `tiers`: blocks of each tier below the device, by its name."""
+    """Return what is said of the whole, but for the totals.
+
+    `tiers`: blocks of each tier below the device, by its name.
+    """
     head = {
         "version": TIMELINE_VERSION,
         "block_size_tokens": block_size_tokens,
@@ -168,7 +171,7 @@ def head_of(
 
 
 def columns_of(present: Collection[str]) -> tuple[str, ...]:
-    """The columns of a timeline, in order; of those that not every timeline has, the ones that are `present`."""
+    """Return the columns of a timeline, in order; of those that not every timeline has, the ones that are `present`."""
     return tuple(
         name
         for name in Row.__struct_fields__[:-1]
@@ -201,7 +204,10 @@ class Timeline:
 
     @classmethod
     def of(cls, log: RecordedSteps, *, page_size: int, request_ids: Sequence[str] | None = None) -> Timeline:
-        """The timeline of what `log` holds. `request_ids`: names of requests by index; left out, the index is."""
+        """Return the timeline of what `log` holds.
+
+        `request_ids`: names of requests by index; left out, the index is.
+        """
         total = log.num_pages
         steps, rests = log.columns, log.rests
         order = log.row_order
@@ -252,10 +258,11 @@ class Timeline:
         return int(self.columns["preempted_seqs"].sum())
 
     def thinned(self, every: int) -> Timeline:
-        """Every `every`-th row; with them the first and the last row, the first and the last step, the peak, and every
-        row that preempted. A row's `allocated` and `freed` are the sums since the row kept before it.
+        """Return every `every`-th row, and those that must not be left out.
 
-        Raises ConfigError if `every` is below 1.
+        These are the first and the last row, the first and the last step, the peak, and every row that preempted. A
+        row's `allocated` and `freed` are the sums since the row kept before it. Raise ConfigError if `every` is below
+        1.
         """
         if every < 1:
             raise ConfigError(f"must be at least 1, got {every}", field="every")
@@ -284,7 +291,7 @@ class Timeline:
         )
 
     def rows(self, start: int = 0, end: int | None = None) -> list[Row]:
-        """Rows [start, end)."""
+        """Return rows [start, end)."""
         end = len(self) if end is None else min(end, len(self))
         # Values go by place; a field that is skipped is filled with its default.
         names = columns_of(self.columns)
@@ -317,15 +324,15 @@ class Timeline:
     # Writing ----------------------------------------------------------------------------------------------
 
     def to_json(self) -> bytes:
-        """The public KV-timeline form."""
+        """Return the public KV-timeline form."""
         buffer = io.BytesIO()
         self._write_json(buffer)
         return buffer.getvalue()
 
     def write(self, path: Path | str, *, every: int = 1) -> None:
-        """Writes .json, .jsonl or .parquet, and any of them with .gz on top; thinned, if `every` is above 1.
+        """Write .json, .jsonl or .parquet, and any of them with .gz on top; thinned, if `every` is above 1.
 
-        The same timeline gives the same bytes. Raises ConfigError for another suffix, OutputError for what cannot be
+        The same timeline gives the same bytes. Raise ConfigError for another suffix, OutputError for what cannot be
         written; then `path` is as it was.
         """
         path = Path(path)
@@ -398,7 +405,10 @@ def timelines_of(report: Recorded) -> list[Timeline]:
 
 
 def form_of(path: Path) -> tuple[str, bool]:
-    """The form that the suffix of `path` names, and whether it is packed with gzip. Raises ConfigError."""
+    """Return the form that the suffix of `path` names, and whether it is packed with gzip.
+
+    Raise ConfigError for others.
+    """
     suffixes = path.suffixes
     is_packed = bool(suffixes) and suffixes[-1] == ".gz"
     if is_packed:
@@ -412,7 +422,7 @@ def form_of(path: Path) -> tuple[str, bool]:
 
 
 def import_parquet() -> tuple[Any, Any]:
-    """Pyarrow and pyarrow.parquet. Raises ConfigError where they are not installed."""
+    """Return pyarrow and pyarrow.parquet. Raise ConfigError if they are not installed."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -12,7 +12,7 @@ __all__ = ["fill_page"]
 
 
 def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
-    """`template` with `parts`, the chart library and `data`, as JSON, in place of their marks.
+    """Return `template` with `parts`, the chart library and `data`, as JSON, in place of their marks.
 
     Everything that is not ours enters as data, never as markup.
     """

@@ -96,7 +96,7 @@ class Overview(Protocol):
 
 
 def render_html(run: RunDirectory, overview: Overview | None = None) -> bytes:
-    """Return the whole page, with `overview` where there is one. Raises InputError for files that cannot be read."""
+    """Return the whole page, with `overview` where there is one. Raise InputError for files that cannot be read."""
     assets = files("kvarts.report") / "assets"
     template = (assets / "report.html").read_text(encoding="utf-8")
     script = (assets / "report.js").read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def render_html(run: RunDirectory, overview: Overview | None = None) -> bytes:
 
 
 def render_text(run: RunDirectory, *, width: int = 60) -> str:
-    """A sparkline of KV use for each replica and a short table, with a line end."""
+    """Return a sparkline of KV use for each replica and a short table, with a line end."""
     lines = [f"{run.report.get('trace', run.path.name)}"]
     timelines = run.timelines()
     for number, path in timelines:
@@ -116,7 +116,7 @@ def render_text(run: RunDirectory, *, width: int = 60) -> str:
 
 
 def sparkline(times: Column, shares: Column, width: int) -> str:
-    """The largest of `shares`, in [0, 1], in each of `width` equal stretches of time.
+    """Return the largest of `shares`, in [0, 1], in each of `width` equal stretches of time, as characters.
 
     Where nothing was recorded, it is as before.
     """
@@ -155,7 +155,7 @@ def _page_data(run: RunDirectory, overview: Overview | None) -> dict[str, Any]:
 
 
 def _columns(path: Any) -> dict[str, Any]:
-    """Columns of a timeline, and under `total_blocks` and `block_size_tokens` what it says of the whole."""
+    """Return columns of a timeline, and under `total_blocks` and `block_size_tokens` what it says of the whole."""
     recording = open_recording(path)
     chunks = list(recording.chunks())
     names = chunks[0].columns if chunks else ()
@@ -204,7 +204,7 @@ def _distributions(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _points(ms: Column, share: Column) -> dict[str, list[float]]:
-    """For a logarithmic axis, which has no 0."""
+    """Return points for a logarithmic axis, which has no 0."""
     return {"ms": np.maximum(ms, 1e-3).tolist(), "share": share.tolist()}
 
 

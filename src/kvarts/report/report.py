@@ -72,7 +72,7 @@ class RunConfig(Protocol):
         """For goodput."""
 
     def to_builtins(self) -> dict[str, Any]:
-        """JSON-able, by the names that a file and the command line use."""
+        """Return the configuration, JSON-able, by the names that a file and the command line use."""
 
 
 class Report:
@@ -247,11 +247,14 @@ class Report:
         }
 
     def to_json(self) -> bytes:
-        """The summary as indented JSON, with a line end."""
+        """Return the summary as indented JSON, with a line end."""
         return msgspec.json.format(msgspec.json.encode(self.summary), indent=2) + b"\n"
 
     def distributions_json(self) -> bytes:
-        """The gaps between tokens as a histogram: `itl_ms` with `upper_ms` of each bin, 2 % wide, and `counts`."""
+        """Return the gaps between tokens as a histogram.
+
+        It is `itl_ms`, with `upper_ms` of each bin, 2 % wide, and `counts`.
+        """
         durations_ns = _joined([log.gaps_ns for log in self.step_logs])
         weights = _joined([log.of_steps("decodes") for log in self.step_logs])
         values_ns = np.concatenate((durations_ns, np.asarray(self._stalls_ns, np.int64)))
@@ -264,7 +267,7 @@ class Report:
         return msgspec.json.encode(value) + b"\n"
 
     def requests_jsonl(self) -> bytes:
-        """The requests as JSON lines, in arrival order; null where a time never came."""
+        """Return the requests as JSON lines, in arrival order; null where a time never came."""
         columns = []
         for column in self.requests.values():
             if not isinstance(column, np.ndarray):
@@ -280,7 +283,7 @@ class Report:
         return encode_lines
 
     def _itl(self) -> Distribution:
-        """Gaps between a request's consecutive tokens: as a rule the duration of the step that made the later one."""
+        """Return the gaps between a request's tokens: as a rule the duration of the step that made the later one."""
         durations_ns = _joined([log.gaps_ns for log in self.step_logs])
         weights = _joined([log.of_steps("decodes", np.int32) for log in self.step_logs])
         return _distribution(durations_ns, weights=weights, extra=self._stalls_ns)
@@ -293,7 +296,7 @@ class Report:
         e2e_ns: Column,
         duration_s: float,
     ) -> dict[str, float | None] | None:
-        """Requests a second that keep the SLO; None without one."""
+        """Return the requests a second that keep the SLO; None without one."""
         slo = self.config.slo
         if slo.ttft_ms is None and slo.tpot_ms is None and slo.e2e_ms is None:
             return None
@@ -308,7 +311,7 @@ class Report:
         return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
 
     def _limits(self, queue_ns: Column, e2e_ns: Column) -> dict[str, Any]:
-        """What waiting requests waited for, by the time they waited."""
+        """Return what waiting requests waited for, by the time they waited."""
         waited = dict.fromkeys(LIMITS.values(), 0)
         for log in self.step_logs:
             spans = log.spans
@@ -345,7 +348,7 @@ class Report:
 
 
 def _added_up(transfers: Sequence[TransferTotals]) -> dict[str, Any]:
-    """What went to and fro between the tiers, of all replicas together."""
+    """Return what went to and fro between the tiers, of all replicas together."""
     first = transfers[0]
     return {
         **{name: sum(totals.counts[name] for totals in transfers) for name in first.counts},
@@ -367,7 +370,7 @@ def _joined(columns: list[Column]) -> Column:
 
 
 def _dot(counts: Column, times_ns: Column) -> int:
-    """The sum of products, exact: where it might not fit 64 bits, in two parts that do."""
+    """Return the sum of products, exact: where it might not fit 64 bits, in two parts that do."""
     if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
         return int(np.dot(counts, times_ns))
     high, low = np.divmod(times_ns, 1 << 20)
@@ -379,7 +382,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _distribution(values_ns: Column, weights: Column | None = None, extra: Sequence[int] = ()) -> Distribution:
-    """Mean, percentiles and maximum in ms; each value counts `weights` times, each of `extra` once."""
+    """Return mean, percentiles and maximum in ms; each value counts `weights` times, each of `extra` once."""
     if weights is None:
         ordered = np.sort(values_ns)
         count = len(ordered)

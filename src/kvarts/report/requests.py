@@ -51,7 +51,7 @@ class RequestLog:
         """For each token made after a preemption: the time since the token before it."""
 
     def end(self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED) -> None:
-        """`request` made its last token, or was rejected."""
+        """Add `request`, which made its last token."""
         self._rows.add(
             (
                 request.index,
@@ -77,7 +77,7 @@ class RequestLog:
             self._ids[request.index] = row.request_id
 
     def reject(self, request: Request, row: TraceRequest, replica: int, reason: str, status: int = REJECTED) -> None:
-        """`request` was refused on arrival, or with FAILED, ended without its last token."""
+        """Add `request`, which was refused on arrival, or with FAILED, ended without its last token."""
         self._reasons[request.index] = reason
         self.end(request, row, replica, status)
 
@@ -88,14 +88,14 @@ class RequestLog:
         return dict(zip(self._fields, columns[:, np.argsort(columns[0])], strict=True))
 
     def request_ids(self) -> list[str]:
-        """The trace's own id where it gives one, else the number of the row in its file, from 0."""
+        """Return the trace's own id of each request, or else the number of the row in its file, from 0."""
         ids = list(map(str, self.columns["row"].tolist()))
         for index, request_id in self._ids.items():
             ids[index] = request_id
         return ids
 
     def reasons(self) -> list[str | None]:
-        """Why a request was rejected; None for the others."""
+        """Return why each request was rejected; None for the others."""
         reasons: list[str | None] = [None] * len(self.columns["row"])
         for index, reason in self._reasons.items():
             reasons[index] = reason

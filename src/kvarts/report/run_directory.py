@@ -27,7 +27,7 @@ _NUMBERED = r"-r(\d+)\."
 
 
 def per_replica(path: Path, replicas: int) -> Iterator[Path]:
-    """A path for each replica: its number goes before the suffixes that name the form."""
+    """Return a path for each replica: its number goes before the suffixes that name the form."""
     if replicas == 1:
         yield path
         return
@@ -60,15 +60,15 @@ class RunDirectory:
             raise InputError("is no report", path=self.path / REPORT)
 
     def timelines(self) -> list[tuple[int, Path]]:
-        """The number of each replica, and its timeline: .json, .jsonl or .parquet, packed or not."""
+        """Return the number of each replica, and its timeline: .json, .jsonl or .parquet, packed or not."""
         return self._of_replicas("timeline")
 
     def journals(self) -> list[tuple[int, Path]]:
-        """The number of each replica, and its journal."""
+        """Return the number of each replica, and its journal."""
         return self._of_replicas("events")
 
     def requests(self) -> list[dict[str, Any]]:
-        """A row a request; none where there is no such file."""
+        """Return a row a request; none where there is no such file."""
         path = self.path / REQUESTS
         if not path.exists():
             return []
@@ -79,7 +79,7 @@ class RunDirectory:
         return rows
 
     def distributions(self) -> dict[str, Any]:
-        """Histograms by name; none where there is no such file."""
+        """Return histograms by name; none where there is no such file."""
         path = self.path / DISTRIBUTIONS
         value = self._json(path) if path.exists() else {}
         if not isinstance(value, dict):

@@ -1,6 +1,6 @@
 """What the steps of one engine leave behind, in spans: steps alike are one row, whatever their number.
 
-Every step has only its duration and the pages taken for it; the rest is worked out when somebody looks.
+Every step has only its duration and the pages taken for it; the rest is worked out when it is asked for.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ class StepLog:
         return np.frombuffer(self._durations_ns, np.int64)
 
     def of_steps(self, name: str, dtype: type[np.signedinteger[Any]] = np.int64) -> Column:
-        """A column of the spans, one row a step: for what is alike in all steps of a span."""
+        """Return a column of the spans, one row a step: for what is alike in all steps of a span."""
         return np.repeat(self.spans[name].astype(dtype), self.spans["num_steps"])
 
     def used(self) -> Column:
-        """Pages used in each step."""
+        """Return the pages used in each step."""
         taken = np.frombuffer(self._pages_taken, np.int32)
         pages = np.cumsum(taken, dtype=np.int64)
         before = self.spans["used"] - (pages - taken)[self._firsts(self.spans)] if len(self) else self.spans["used"]
@@ -169,13 +169,13 @@ class StepLog:
         return int(self.starts_ns[-1] + self.durations_ns[-1]) if len(self) else 0
 
     def cached(self) -> Column:
-        """Pages cached in each step."""
+        """Return the pages cached in each step."""
         # In a leap, a cached page is evicted only for what empty pages do not cover.
         cached = self.of_steps("cached")
         return np.where(self.of_steps("is_leap"), np.minimum(cached, self.num_pages - self.used()), cached)
 
     def withheld(self) -> Column | None:
-        """Pages that nobody here used, and that could not be taken, before each step; None where there are none."""
+        """Return the pages not used here that could not be taken, before each step; None where there are none."""
         return None
 
     @cached_property
@@ -190,21 +190,23 @@ class StepLog:
         return steps
 
     def released(self) -> Column:
-        """Pages that had gone out of use, up to each step."""
+        """Return the pages that had gone out of use, up to each step."""
         return np.repeat(self.spans["released"], self.spans["num_steps"])
 
     @cached_property
     def rests(self) -> dict[str, Column]:
-        """Integer columns by name, one row for each time when nobody was left: `step` is the step before it."""
+        """Integer columns by name, one row for each time when no request was left: `step` is the step before it."""
         return dict(zip(self._rest_fields, self._rests.take_columns(), strict=True))
 
     @cached_property
     def row_order(self) -> Column:
-        """Puts what is said of each step, and then of each time at rest, into the order of time: a rest right after its
-        step."""
+        """The order of time of what is said of each step, and then of each time at rest.
+
+        A rest comes right after its step.
+        """
         return np.argsort(np.concatenate((np.arange(len(self)) * 2, self.rests["step"] * 2 + 1)), kind="stable")
 
     @staticmethod
     def _firsts(spans: dict[str, Column]) -> Column:
-        """The number of each span's first step."""
+        """Return the number of each span's first step."""
         return np.cumsum(spans["num_steps"]) - spans["num_steps"]

@@ -108,7 +108,7 @@ class Running(RunningOrder):
                 self.num_sharing -= 1
 
     def shares(self, request: Request) -> bool:
-        """Whether other requests may hit pages that `request` generates."""
+        """Return whether other requests may hit pages that `request` generates."""
         return self.batch is not None or request.content.num_known_tokens > request.num_prompt_tokens
 
     def release(self, request: Request, num_unused: int = 0) -> None:

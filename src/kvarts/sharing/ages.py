@@ -30,10 +30,10 @@ class ReleaseClock:
 
 
 class AgedOrder:
-    """`inner`, and of each run in it the stamp of its release. An EvictionOrder.
+    """An EvictionOrder around `inner` that remembers for each run when it was released.
 
-    Which run goes next is for `inner` to say, one of its own that depends on what follows a run or on tiers below
-    included; how old that run is can be compared with the runs of others that have the same clock.
+    Which run goes next is the answer of `inner`, also where that depends on what follows a run or on tiers below. How
+    old that run is can be compared with the runs of other orders that have the same clock.
     """
 
     __slots__ = ("_clock", "_inner", "_stamps")
@@ -88,7 +88,7 @@ class AgedOrder:
         self._inner.held(node)
 
     def unheld(self, node: Node) -> None:
-        """No longer pass `node` by."""
+        """Stop passing `node` by."""
         self._inner.unheld(node)
 
     def next_run(self) -> Node:

@@ -25,7 +25,7 @@ class HealthChange(msgspec.Struct, frozen=True):
 
 
 def parse_health(text: str) -> HealthChange:
-    """Return what `code=dead@60` says: from second 60 on. Raises ConfigError for anything else."""
+    """Return what `code=dead@60` says: from second 60 on. Raise ConfigError for anything else."""
     match = re.fullmatch(r"([^=@]+)=(healthy|degraded|dead)@(\d+(?:\.\d+)?)", text.strip())
     if match is None:
         raise ConfigError(

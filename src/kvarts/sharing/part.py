@@ -29,8 +29,8 @@ class MakesWay(Protocol):
 class DevicePart:
     """A PageSource: `guaranteed_bytes` of `memory` are for `cache` whenever it needs them. Writes its `num_free`.
 
-    `device` is asked for pages that others have. `token_budget` is written by who divides the tokens of a round, and
-    `is_draining` by the device.
+    `device` is asked for pages that others have, and writes `is_draining`. `token_budget` is written by the loop that
+    divides the tokens of a round.
 
     `cache` takes its pages from `pool`, and its tree asks `order` what to evict. Raises ConfigError for a guarantee
     below 0, and as DeviceMemory does.

@@ -28,7 +28,7 @@ MANY_EVENTS = 512
 
 
 class TurnExecutor(SimExecutor):
-    """A SimExecutor whose turn takes no time if its model gave way to another and has nothing left to compute."""
+    """A SimExecutor with turns of no time where its model gave way to another and has nothing left to compute."""
 
     def __init__(self, cost: CostModel) -> None:
         super().__init__(cost)

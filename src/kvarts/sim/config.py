@@ -168,7 +168,7 @@ SECTIONS = (
 def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> ReplayConfig:
     """Build a ReplayConfig from what was given: model and device first, then tables, then the rest.
 
-    A section whose table is a field of ReplayConfig becomes its value where anything in it was given. Raises
+    A section with a table that is a field of ReplayConfig becomes its value where anything in it was given. Raises
     ConfigError that names what was given, where it was given.
     """
     return build_replay(given, sections, resolve_hardware(given))

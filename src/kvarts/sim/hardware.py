@@ -78,7 +78,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     geometry: Geometry | None = None
 
     def fit(self, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> MemoryFit | None:
-        """Return what fits beside the model. Raises ConfigError where nothing does; None where it is not known."""
+        """Return what fits beside the model. Raise ConfigError where nothing does; None where it is not known."""
         from kvarts.hardware import fit_memory, load_device
 
         if self.geometry is None or on.device is None:
@@ -99,10 +99,10 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     """Say what `model` is on a device.
 
     Its cost is a roofline, unless `cost` is given; a roofline that was given, from a calibration, keeps its
-    coefficients. Raises ConfigError for what is not known or missing.
+    coefficients. Raise ConfigError for what is not known or missing.
     """
     from kvarts.executor.roofline import RooflineCost
-    from kvarts.hardware import load_geometry  # only those who name a model pay for it
+    from kvarts.hardware import load_geometry  # only a replay that names a model pays for it
     from kvarts.hardware.fit import local_kv_bytes_per_token
 
     if model.model is None:
@@ -136,7 +136,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
 
 
 def kv_bytes_of(on: DeviceSettings) -> int | None:
-    """Return the bytes that `kv_memory` says; None for what fits. Raises ConfigError for what is no size."""
+    """Return the bytes that `kv_memory` says; None for what fits. Raise ConfigError for what is no size."""
     size = on.kv_memory
     if not isinstance(size, str):
         return size
@@ -151,7 +151,7 @@ def kv_bytes_of(on: DeviceSettings) -> int | None:
 def parsed_cost(cost: Any) -> Any:
     """Return the cost model that a text or a table describes, and a cost model, or a callable, as it is.
 
-    Raises ConfigError, and InputError for a file.
+    Raise ConfigError, and InputError for a file.
     """
     if not isinstance(cost, str | Mapping):
         return cost
@@ -167,7 +167,7 @@ def parsed_cost(cost: Any) -> Any:
 
 
 def given_cost(given: Given) -> Any:
-    """Return the cost model that was given, or None. Raises ConfigError that names what was given."""
+    """Return the cost model that was given, or None. Raise ConfigError that names what was given."""
     if "cost" not in given:
         return None
     try:
@@ -179,7 +179,7 @@ def given_cost(given: Given) -> Any:
 def resolve_hardware(given: Given) -> dict[str, Any]:
     """Return what model and device say of an engine, by field: its cost, its pages, and the bytes of KV of a token.
 
-    Nothing where none is given. Raises ConfigError for what is not known, contradicts itself, or does not fit.
+    Nothing where none is given. Raise ConfigError for what is not known, contradicts itself, or does not fit.
     """
     of_model, of_device = settings_of(ModelSettings), settings_of(DeviceSettings)
     cost = given_cost(given)
@@ -201,7 +201,7 @@ def resolve_hardware(given: Given) -> dict[str, Any]:
 
 
 def _calibrated(given: Given, cost: Any) -> Given:
-    """What a calibrated cost says of model and device; it holds where nothing else is said."""
+    """Return what a calibrated cost says of model and device; it holds where nothing else is said."""
     from kvarts.executor.roofline import RooflineCost
 
     if not isinstance(cost, RooflineCost):

@@ -21,9 +21,9 @@ UNIT_TOKENS = 512
 
 
 def load_azure(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
-    """Reads a whole file; the first arrival becomes 0, rows are sorted by time, equals in the order of the file.
+    """Read a whole file; the first arrival becomes 0, rows are sorted by time, equals in the order of the file.
 
-    Raises MissingFileError, and InputError with file, line and field for a row that cannot be read, or counts it with
+    Raise MissingFileError, and InputError with file, line and field for a row that cannot be read, or count it with
     `skip_bad_lines`.
     """
     path = Path(path)
@@ -57,7 +57,7 @@ def load_azure(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
 
 
 def _row(row: list[str]) -> tuple[int, int, int]:
-    """Nanoseconds, prompt tokens, output tokens."""
+    """Return nanoseconds, prompt tokens and output tokens."""
     if len(row) != len(COLUMNS):
         raise InputError(f"has {len(row)} columns instead of {len(COLUMNS)}")
     whole, _, fraction = row[0].strip().partition(".")

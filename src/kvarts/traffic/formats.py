@@ -48,7 +48,7 @@ def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_ba
 
 
 def _is_kv_cache_tester(path: Path) -> bool:
-    """Whether this is a directory, or a JSON file whose beginning is no row of Mooncake's."""
+    """Return whether this is a directory, or a JSON file that does not begin with a row of Mooncake's."""
     if path.name.endswith(".json.gz") or path.is_dir():
         return True
     if path.suffix != ".json":

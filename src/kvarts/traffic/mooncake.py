@@ -66,7 +66,7 @@ class MooncakeReader:
                 row_number += 1
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Blocks of whole lines, each with the number of its first line."""
+        """Iterate over blocks of whole lines, each with the number of its first line."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -105,7 +105,7 @@ class MooncakeReader:
         return self._decode_by_line(first_line, block)
 
     def _decode_by_line(self, first_line: int, block: bytes) -> Iterator[tuple[int, _Row]]:
-        """Finds the bad lines."""
+        """Return what the good lines say, and find the bad ones."""
         for line, text in enumerate(block.split(b"\n"), first_line):
             if not text.strip():
                 continue
@@ -201,10 +201,10 @@ def _packed(ids: list[int], field: str) -> bytes:
 
 
 def load_mooncake(path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> Trace:
-    """Reads a whole file: every line is checked before anything is replayed.
+    """Read a whole file: every line is checked before anything is replayed.
 
-    Rows are sorted by time, equals in the order of the file, and the first arrival becomes 0. Raises InputError,
-    also for a file without rows.
+    Rows are sorted by time, equals in the order of the file, and the first arrival becomes 0. Raise InputError, also
+    for a file without rows.
     """
     reader = MooncakeReader(path, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
     requests = list(reader)
@@ -222,7 +222,7 @@ def load_mooncake(path: Path | str, *, trace_block_size: int = 512, skip_bad_lin
 
 
 def _in_arrival_order(requests: list[TraceRequest], path: Path) -> list[TraceRequest]:
-    """Sorts by time; a turn without a time stands right behind the turn before it."""
+    """Return requests sorted by time; a turn without a time stands right behind the turn before it."""
     last_of_session: dict[str, int] = {}
     times = []
     has_delays = False

@@ -17,24 +17,29 @@ __all__ = ["ClosedLoop", "OpenLoop", "Source", "source_of"]
 
 
 class Source(Protocol):
-    """Promises: times never go back, and a request told done at t brings no arrival before t."""
+    """Requests in the order in which they arrive.
+
+    Promises: times never go back, and a request reported as done at t brings no arrival before t.
+    """
 
     is_reactive: bool
-    """Whether being told that a request is done can bring an arrival."""
+    """Whether the end of a request can bring an arrival."""
 
     def next_ns(self) -> int | None:
-        """When the next request arrives; None if none is known to come."""
+        """Return when the next request arrives; None if none is known to come."""
 
     def pop(self) -> TraceRequest:
-        """Hands out the request that arrives next."""
+        """Remove and return the request that arrives next."""
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
-        """`request` ended, or was rejected, at `now_ns`."""
+        """Take note that `request` ended, or was rejected, at `now_ns`."""
 
 
 class _Loop:
-    """What both loops share: the next request of the trace, and turns whose time is known because the turn before them
-    is done. At one time, turns go first, in the order in which their sessions appear in the trace."""
+    """What both loops share: the next request of the trace, and turns that are due since the turn before them is done.
+
+    At one time, turns go first, in the order in which their sessions appear in the trace.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._has_sessions = trace.has_sessions
@@ -48,13 +53,13 @@ class _Loop:
         self._upcoming_ns = 0
 
     def next_ns(self) -> int | None:
-        """See Source."""
+        """Return when the next turn or the next request of the trace arrives."""
         if self._is_turn_next():
             return self._later[0][0]
         return None if self._upcoming is None else self._upcoming_ns
 
     def pop(self) -> TraceRequest:
-        """See Source."""
+        """Remove and return the turn that is due, or else the next request of the trace."""
         if self._is_turn_next():
             return heappop(self._later)[2]
         request = self._upcoming
@@ -66,7 +71,7 @@ class _Loop:
         return bool(self._later) and (self._upcoming is None or self._later[0][0] <= self._upcoming_ns)
 
     def _advance(self) -> None:
-        """Reads the next request of the trace."""
+        """Read the next request of the trace."""
         before = self._upcoming
         request = self._upcoming = next(self._rows, None)
         if request is not None and not self._has_sessions:
@@ -84,7 +89,7 @@ class _Loop:
                 )
 
     def _wait_for_turn(self, request: TraceRequest) -> bool:
-        """Keeps `request` back if it is not the first turn of its session."""
+        """Keep `request` back if it is not the first turn of its session; return whether it is kept."""
         if request.session_id is None:
             return False
         turns = self._turns.get(request.session_id)
@@ -99,7 +104,7 @@ class _Loop:
         heappush(self._later, (arrival_ns, self._places[turn.session_id], turn))
 
     def _turn_after(self, request: TraceRequest) -> TraceRequest | None:
-        """The turn that waited for `request`."""
+        """Return the turn that waited for `request`; None if there is none."""
         turns = self._turns.get(request.session_id) if request.session_id is not None else None
         return turns.popleft() if turns else None
 
@@ -114,7 +119,7 @@ class OpenLoop(_Loop):
         self._advance()
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
-        """See Source."""
+        """Let the session's next turn arrive at its time, or after its delay."""
         turn = self._turn_after(request)
         if turn is not None:
             if turn.delay_ns is not None:
@@ -147,13 +152,13 @@ class ClosedLoop(_Loop):
         self._advance()
 
     def next_ns(self) -> int | None:
-        """See Source."""
+        """Return when the next request arrives: a turn's time, or at once while a session may begin."""
         if not self._num_free:
             return self._later[0][0] if self._later else None
         return super().next_ns()
 
     def pop(self) -> TraceRequest:
-        """See Source."""
+        """Remove and return the next request; one that begins a session takes a place."""
         is_turn = self._is_turn_next()
         request = super().pop()
         if not is_turn:
@@ -161,7 +166,7 @@ class ClosedLoop(_Loop):
         return request
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
-        """See Source."""
+        """Let the session's next turn arrive after its delay, or give back the place of its session."""
         turn = self._turn_after(request)
         if turn is None:
             self._num_free += 1
@@ -174,7 +179,7 @@ class ClosedLoop(_Loop):
 
 
 def source_of(trace: Trace, *, concurrency: int | None, speedup: float) -> Source:
-    """A closed loop, where a `concurrency` is given."""
+    """Return a closed loop if a `concurrency` is given, else an open one."""
     if concurrency is not None:
         return ClosedLoop(trace, concurrency=concurrency)
     return OpenLoop(trace, speedup=speedup)

@@ -76,7 +76,10 @@ class Trace:
         return self._requests if isinstance(self._requests, list) else None
 
     def content(self, request: TraceRequest, *, page_size: int, owner: int, know_output: bool = True) -> Content:
-        """What the pages of `request` will hold. `know_output`: its generated tokens too, where the trace has them."""
+        """Return what the pages of `request` will hold.
+
+        `know_output`: its generated tokens too, if the trace has them.
+        """
         num_tokens = request.num_prompt_tokens
         units, unit_tokens = request.units, self.unit_tokens
         units = spell(units)
@@ -100,7 +103,7 @@ class Trace:
 
 
 def spell(units: Units) -> bytes:
-    """The ids of `units`, 8 bytes each."""
+    """Return the ids of `units`, 8 bytes each."""
     if isinstance(units, bytes):
         return units
     return b"".join(np.arange(ids.start, ids.stop, dtype=np.uint64).tobytes() for ids in units)

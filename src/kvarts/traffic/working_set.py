@@ -15,7 +15,7 @@ SLAB = 20_000
 
 
 def working_set_pages(trace: Trace, page_size: int) -> int | None:
-    """Distinct full pages of all prompts, plus the pages that outputs add; None for a trace read as a stream.
+    """Return the distinct full pages of all prompts, plus the pages that outputs add; None for a stream.
 
     Sorted by content, a prompt shares with all prompts before it just what it shares with the one right before it.
     """
@@ -39,7 +39,7 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
 
 
 def _by_tenant(requests: list[TraceRequest]) -> list[list[int]]:
-    """The places of each tenant's requests."""
+    """Return the places of each tenant's requests."""
     members: dict[str | None, list[int]] = {}
     for index, request in enumerate(requests):
         members.setdefault(request.tenant, []).append(index)
@@ -47,7 +47,7 @@ def _by_tenant(requests: list[TraceRequest]) -> list[list[int]]:
 
 
 def _shared_pages(prompts: list[bytes], num_pages: Column, unit_tokens: int, page_size: int) -> int:
-    """Pages that each prompt has in common with the one before it, summed up."""
+    """Return how many pages each prompt has in common with the one before it, summed up."""
     units = np.frombuffer(b"".join(prompts), np.uint64)
     num_units = np.fromiter(map(len, prompts), np.int64, len(prompts)) // UNIT_BYTES
     # Lay each prompt, as far as it can agree, beside the one before it, and find where they first differ.

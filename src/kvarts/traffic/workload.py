@@ -1,7 +1,7 @@
-"""Traffic that nobody recorded: described by numbers, made from a seed.
+"""Traffic that was not recorded: described by numbers, made from a seed.
 
-Every prompt is token by token: a group's shared prefix, then the session so far (prompts and answers), then new
-tokens. Token ids only say what is the same as what; they are no text.
+Every prompt is token by token: a group's shared prefix, then the session so far (prompts and answers), then new tokens.
+Token ids only say what is the same as what; they are no text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FixedLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         _at_least_one("tokens", self.tokens)
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` lengths in tokens."""
+        """Return `count` lengths in tokens."""
         return [self.tokens] * count
 
 
@@ -42,7 +42,7 @@ class UniformLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
             raise ConfigError(f"must be at least low, {self.low}, got {self.high}", field="high")
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` lengths in tokens."""
+        """Return `count` lengths in tokens."""
         lengths: list[int] = rng.integers(self.low, self.high + 1, count).tolist()
         return lengths
 
@@ -61,7 +61,7 @@ class LogNormalLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
             raise ConfigError(f"must be a finite number, at least 0, got {self.sigma}", field="sigma")
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` lengths in tokens."""
+        """Return `count` lengths in tokens."""
         drawn = np.rint(rng.lognormal(np.log(self.median), self.sigma, count))
         lengths: list[int] = np.clip(drawn, 1, self.high).astype(np.int64).tolist()
         return lengths
@@ -104,7 +104,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"must be 'poisson' or 'fixed', got {self.arrivals!r}", field="workload.arrivals")
 
     def trace(self) -> Trace:
-        """The workload as a trace. The same seed gives the same trace."""
+        """Return the workload as a trace. The same seed gives the same trace."""
         rng = np.random.Generator(np.random.PCG64(self.seed))
         num_turns = self.turns_per_session
         num_requests = self.num_sessions * num_turns

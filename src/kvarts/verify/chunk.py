@@ -1,4 +1,4 @@
-"""Rows of a timeline as somebody wrote them, and as columns: what is well-formed, and what is wrong with the rest."""
+"""Rows of a timeline as they were written, and as columns: what is well-formed, and what is wrong with the rest."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Chunk(msgspec.Struct):
 
 
 def chunk_of(rows: list[Any], first_row: int) -> Chunk:
-    """`rows`: Step, or whatever came in place of one."""
+    """Return the well-formed ones of `rows`, each a Step or whatever came in place of one, in columns."""
     numbers = list(range(first_row, first_row + len(rows)))
     complaints: list[Complaint] = []
     if set(map(type, rows)) - {Step}:
@@ -117,7 +117,7 @@ def _as_step(row: Mapping[str, Any]) -> Step:
 
 
 def _wrong_with(row: Any) -> list[str]:
-    """Everything that is wrong with the form of `row`; empty if `_as_step` will take it."""
+    """Return everything that is wrong with the form of `row`; empty if `_as_step` will take it."""
     if not isinstance(row, Mapping):
         return [f"must be an object, is {brief(row)}"]
     wrong = [f"{name} is missing" for name in REQUIRED if name not in row]
@@ -147,7 +147,7 @@ def _wrong_number(value: Any, *, is_real: bool) -> str | None:
 
 
 def brief(value: Any) -> str:
-    """As few words as will do, for a message."""
+    """Return a value in as few words as will do, for a message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1 << 200:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
@@ -155,10 +155,10 @@ def brief(value: Any) -> str:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it is a whole number from 0 up."""
+    """Return whether it is a whole number from 0 up."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def is_real(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number from 0 up."""
+    """Return whether it is a finite number from 0 up."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")

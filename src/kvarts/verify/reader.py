@@ -29,8 +29,11 @@ _anything = msgspec.json.Decoder()
 
 
 class Recording:
-    """A timeline that can be read more than once. After `chunks` is through, `top` holds every other key of the body,
-    and `notes` what is worth saying about how it was read."""
+    """A timeline that can be read more than once.
+
+    After `chunks` is through, `top` holds every other key of the body, and `notes` what is worth saying about how it
+    was read.
+    """
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.path = path
@@ -41,7 +44,7 @@ class Recording:
         """Whether it ended before its totals."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """The rows, in order."""
+        """Iterate over the rows, in order."""
         self.top, self.notes, self.is_cut = {}, [], False
         self.has_timeline = False
         num_rows = 0
@@ -58,8 +61,11 @@ class Recording:
 
 
 def open_recording(path: Path | str) -> Recording:
-    """The recording in a file: Parquet by its first bytes, JSON lines by the suffix .jsonl, else JSON; all with gzip or
-    without. Raises MissingFileError, and InputError for what cannot be opened."""
+    """Return the recording in a file, packed with gzip or not.
+
+    It is Parquet by its first bytes, JSON lines by the suffix .jsonl, else JSON. Raise MissingFileError, and InputError
+    for what cannot be opened.
+    """
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -103,7 +109,7 @@ class _FileRecording(Recording):
         self._is_torn = False
 
     def _blocks(self) -> Iterator[bytes]:
-        """The text, unpacked, in blocks. A packed file that breaks off yields what there is."""
+        """Iterate over the text, unpacked, in blocks. A packed file that breaks off yields what there is."""
         self._is_torn = False
         try:
             with self._path.open("rb") as file:
@@ -258,7 +264,7 @@ class _JsonRecording(_FileRecording):
     def _piece(
         self, text: bytes, blocks: Iterator[bytes], *, is_first: bool, is_last: bool
     ) -> tuple[list[Any], bytes, bool]:
-        """Some rows from the beginning of `text`, what follows them, and whether the array ended there."""
+        """Return some rows from the beginning of `text`, what follows them, and whether the array ended there."""
         body = text.lstrip()
         if not is_first and body[:1] == b",":
             body = body[1:]
@@ -292,7 +298,7 @@ class _JsonRecording(_FileRecording):
         return rows, rest[1:] if has_ended else rest, has_ended
 
     def _skeleton(self, text: bytes) -> None:
-        """The body without its rows."""
+        """Return the body without its rows."""
         try:
             body = _anything.decode(text.removeprefix(b"\xef\xbb\xbf"))
         except (msgspec.DecodeError, RecursionError) as error:
@@ -305,7 +311,7 @@ class _JsonRecording(_FileRecording):
 
 
 def _array_start(text: bytes) -> int | None:
-    """Where the elements of the array `timeline` of the object begin; None where there is none so far."""
+    """Return where the elements of the array `timeline` of the object begin; None where there is none so far."""
     depth = 0
     last_string = b""
     is_key = False
@@ -328,7 +334,7 @@ def _array_start(text: bytes) -> int | None:
 
 
 def _last_boundary(text: bytes) -> tuple[int, bool]:
-    """Where the last element that is surely complete ends, and whether the array ends there."""
+    """Return where the last element that is surely complete ends, and whether the array ends there."""
     depth = 0
     boundary = 0
     for token in _TOKEN.finditer(text):
@@ -345,7 +351,7 @@ def _last_boundary(text: bytes) -> tuple[int, bool]:
 
 
 def _decode(piece: bytes) -> list[Any] | None:
-    """The elements of a piece of an array; None if it is no JSON."""
+    """Return the elements of a piece of an array; None if it is no JSON."""
     text = b"[" + piece + b"]"
     try:
         return _steps.decode(text)

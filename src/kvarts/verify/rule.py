@@ -51,10 +51,10 @@ class Rule:
         """Why what it saw does not settle it."""
 
     def feed(self, chunk: Chunk) -> None:
-        """The next rows."""
+        """Judge the next rows."""
 
     def finish(self, top: dict[str, Any]) -> None:
-        """No more rows; `top` is what the body says of the whole."""
+        """Judge the whole after its last row; `top` is what the body says of it."""
 
     @property
     def result(self) -> RuleResult:
@@ -68,7 +68,7 @@ class Rule:
         return RuleResult(self.name, "ok")
 
     def add(self, what: str, *, step: int | None = None, row: int | None = None, **numbers: int | float) -> None:
-        """One more violation."""
+        """Add one violation."""
         self.num_violations += 1
         if len(self.violations) < MAX_LISTED:
             self.violations.append(Violation(self.name, step, row, what, numbers))
@@ -76,7 +76,7 @@ class Rule:
     def add_where(
         self, bad: Column, chunk: Chunk, names: tuple[str, ...], say: Callable[..., str], **more: Column
     ) -> None:
-        """A violation for every row where `bad` holds; `say` gets the numbers by name."""
+        """Add a violation for every row where `bad` holds; `say` gets the numbers by name."""
         places = np.flatnonzero(bad)
         if not len(places):
             return

@@ -41,7 +41,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return EXIT_CODES[self.verdict]
 
     def to_text(self) -> str:
-        """For people, with a line end."""
+        """Return the verdict for people, with a line end."""
         lines = [self.verdict + (f": {self.why}" if self.why else f", {self.num_rows:,} rows")]
         by_rule: dict[str, list[Violation]] = {}
         for violation in self.violations:
@@ -69,10 +69,10 @@ def verify(
     max_bytes: int | None = None,
     block_bytes: int | None = None,
 ) -> Verdict:
-    """Judges a body in memory: the object itself, or its JSON text.
+    """Judge a body in memory: the object itself, or its JSON text.
 
     `preempt_threshold`: preemption below this share of used blocks is a violation, where the step does not say what was
-    asked for. `max_bytes` asks for `boundedness`, with `block_bytes` a block where the body does not say. Raises
+    asked for. `max_bytes` asks for `boundedness`, with `block_bytes` a block where the body does not say. Raise
     ConfigError for a threshold outside [0, 1] and the like, InputError for text that is no JSON.
     """
     limits = _limits(preempt_threshold, max_bytes, block_bytes)
@@ -91,7 +91,7 @@ def verify_file(
     max_bytes: int | None = None,
     block_bytes: int | None = None,
 ) -> Verdict:
-    """Judges a file, in bounded memory; see `verify`. Raises MissingFileError and InputError."""
+    """Judge a file, in bounded memory, as `verify` does a body. Raise MissingFileError and InputError."""
     limits = _limits(preempt_threshold, max_bytes, block_bytes)
     return _judge(open_recording(path), limits)
 
@@ -142,14 +142,14 @@ class _Reading:
                 rule.feed(chunk)
 
     def _guess(self, chunk: Chunk, top: dict[str, Any]) -> list[Rule]:
-        """Rules for what the body most likely says: what stands before the rows, else what the first row says."""
+        """Make rules for what the body most likely says: what stands before the rows, else what the first row says."""
         guess = dict(top)
         guess.setdefault("total_blocks", int(chunk.columns["used_blocks"][0] + chunk.columns["free_blocks"][0]))
         self._assumed = _relied_on(guess)
         return make_rules(_total(guess), guess, self._limits)
 
     def needs_another(self, top: dict[str, Any]) -> bool:
-        """Whether the rules were made from what turned out otherwise."""
+        """Return whether the rules were made from what turned out otherwise."""
         return self._rules is None or self._assumed != _relied_on(top)
 
     def verdict(self, recording: Recording) -> Verdict:
@@ -201,7 +201,7 @@ def _total(top: dict[str, Any]) -> int | None:
 
 
 def _relied_on(top: dict[str, Any]) -> tuple[Any, ...]:
-    """What rules need to know of the body before they see a row."""
+    """Return what rules need to know of the body before they see a row."""
     return _total(top), *(top.get(name) if is_count(top.get(name)) else None for name in _EARLY)
 
 

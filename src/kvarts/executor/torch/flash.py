@@ -13,7 +13,7 @@ from kvarts.executor.torch.pools import KVPools
 __all__ = ["FlashBackend", "flash_fits"]
 
 PAGE_STEP = 256
-"""FlashAttention 2 reads pages whose size is a multiple of this."""
+"""FlashAttention 2 reads pages of a multiple of this many tokens."""
 MOST_HEAD_DIM = 256
 
 

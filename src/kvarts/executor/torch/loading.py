@@ -23,7 +23,7 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
 
     `dtype`: `auto` for that of the weights, or float32, bfloat16, float16. `device`: `auto`, or what torch calls it.
     Raise MissingFileError for what is not there, InputError for weights that cannot be read or do not fit the config,
-    ConfigError for an architecture whose layers are not all attention over what came before.
+    ConfigError for an architecture with layers that are not all attention over what came before.
     """
     directory = Path(path)
     if not directory.is_dir() and (directory.suffix or directory.is_absolute() or str(path).startswith(".")):

@@ -36,7 +36,7 @@ class AttentionParams(msgspec.Struct, frozen=True):
 
 
 class ChunkMetadata(msgspec.Struct):
-    """Tokens [first, last) of the batch: positions from `start` on of one sequence, whose pages are `page_ids`."""
+    """Tokens [first, last) of the batch: positions from `start` on of one sequence, with pages `page_ids`."""
 
     first: int
     last: int

@@ -30,7 +30,7 @@ real = np.float32
 
 @intrinsic
 def widen(typing_context: Any, number: Any) -> Any:
-    """In 32 bits: a float32 as it is, and of a bfloat16, which comes as its bits, the number whose upper half it is."""
+    """Return a number in 32 bits: a float32 as it is, a bfloat16, which comes as its 16 bits, as the upper half."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         from llvmlite import ir
@@ -45,7 +45,7 @@ def widen(typing_context: Any, number: Any) -> Any:
 
 @njit(fastmath=True, inline="always", error_model="numpy")
 def softmax(scores: Any, first: Any, count: Any, softcap: Any, sink: Any) -> None:
-    """Of `count` scores from `first` on, in place; the sink takes its share, and has no place."""
+    """Apply softmax to `count` scores from `first` on, in place; the sink takes its share, and has no place."""
     if softcap > real(0):
         for place in range(first, first + count):
             scores[place] = softcap * np.tanh(scores[place] / softcap)
@@ -62,12 +62,13 @@ def softmax(scores: Any, first: Any, count: Any, softcap: Any, sink: Any) -> Non
 
 @cache
 def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..., None]:
-    """For heads of `head_dim` numbers, `heads_each` to a KV head: sizes that are known make loops of a known length.
+    """Return a kernel for heads of `head_dim` numbers, `heads_each` to a KV head.
 
-    Arguments: `queries` and `out`, flat float32 of [sequences, kv_heads, heads_each, head_dim]; `keys` and `values`,
-    flat pools of [pages, page_size, kv_heads, head_dim], a bfloat16 as its bits in uint16; the number of `kv_heads`,
-    and in how many `parts` they are worked on; `tables` [sequences, pages]; the places [begin, end) that each sequence
-    sees; `scaling`; `softcap`, 0 for none; `sinks` [heads], NO_SINK for none.
+    Sizes that are known make loops of a known length. Arguments of the kernel: `queries` and `out`, flat float32 of
+    [sequences, kv_heads, heads_each, head_dim]; `keys` and `values`, flat pools of [pages, page_size, kv_heads,
+    head_dim], a bfloat16 as its bits in uint16; the number of `kv_heads`, and in how many `parts` they are worked on;
+    `tables` [sequences, pages]; the places [begin, end) that each sequence sees; `scaling`; `softcap`, 0 for none;
+    `sinks` [heads], NO_SINK for none.
     """
     # Nothing but numbers: what is compiled is kept on disk, by their values.
     dim, each, size = index(head_dim), index(heads_each), index(page_size)

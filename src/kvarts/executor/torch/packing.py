@@ -20,14 +20,14 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not 
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """`inputs` [..., in_features]; returns [..., out_features]."""
+        """Return outputs [..., out_features] for `inputs` [..., in_features]."""
         flat = inputs.reshape(-1, self.in_features)
         outputs = torch.ops.mkldnn._linear_pointwise(flat, self._weight, self.bias, "none", [], "")
         return outputs.view(*inputs.shape[:-1], self.out_features)
 
 
 def pack_linears(model: Any) -> int:
-    """Replaces the linear layers of a model on a CPU in bfloat16, where that can be done; how many."""
+    """Replace the linear layers of a model on a CPU in bfloat16, where that can be done; return how many."""
     if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return 0
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -15,7 +15,7 @@ __all__ = ["KVPools", "LayerShape", "page_bytes_of"]
 class LayerShape(msgspec.Struct, frozen=True):
     """What a layer keeps of a token: `num_kv_heads` keys and as many values, of `head_dim` numbers each.
 
-    `num_heads` read them. `owner`: the layer whose keys and values it reads, which may be itself; if it is another, it
+    `num_heads` read them. `owner`: the layer that keeps the keys and values it reads; a layer that is not its own owner
     keeps nothing.
     """
 
@@ -26,7 +26,10 @@ class LayerShape(msgspec.Struct, frozen=True):
 
 
 def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a page over all layers that keep something: page_size x 2 x kv_heads x head_dim x bytes of a number."""
+    """Return the bytes of a page over all layers that keep something.
+
+    For each of them: page_size x 2 x kv_heads x head_dim x bytes of a number.
+    """
     kept = (layer for place, layer in enumerate(layers) if layer.owner == place)
     numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in kept)
     return page_size * numbers * int(dtype.itemsize)
@@ -71,7 +74,7 @@ class KVPools:
         return [tensors[owner] for tensors in (self.keys, self.values) for owner in owners]
 
     def as_arrays(self) -> list[npt.NDArray[np.uint8]]:
-        """The same memory as bytes of shape [num_pages, ...], for who copies pages. Tensors are on the CPU."""
+        """Return the same memory as bytes of shape [num_pages, ...], for copying pages. Tensors are on the CPU."""
         return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in self.tensors]
 
     @property

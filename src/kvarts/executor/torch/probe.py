@@ -18,7 +18,7 @@ __all__ = ["layer_shapes"]
 def layer_shapes(model: Any) -> list[LayerShape]:
     """Return the shape of each layer. A model is run once, on two tokens, with its attention watched.
 
-    Raise ConfigError for a model whose layers are not all attention over everything that came before.
+    Raise ConfigError for a model with layers that are not all attention over everything that came before.
     """
     if model in _known:
         return _known[model]

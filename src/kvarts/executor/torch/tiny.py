@@ -34,9 +34,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_tiny(family: str, directory: Path | str, *, seed: int = 0, dtype: str = "float32") -> None:
-    """Writes a model of four layers, its config, weights and a tokenizer of bytes, to `directory`.
+    """Write a model of four layers, its config, weights and a tokenizer of bytes, to `directory`.
 
-    The same family and seed give the same weights. Raises ConfigError for a family that is not known, OutputError for a
+    The same family and seed give the same weights. Raise ConfigError for a family that is not known, OutputError for a
     directory that cannot be written.
     """
     if family not in FAMILIES:
@@ -65,7 +65,7 @@ def write_tiny(family: str, directory: Path | str, *, seed: int = 0, dtype: str 
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and one for the end."""
+    """Return a tokenizer with a token for each byte, and one for the end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,0 +1,67 @@
+"""Text in the source and in the docs is plain technical English: laws that a program can check."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = sorted((ROOT / "src" / "kvarts").rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+FOR_PEOPLE = re.compile(r"\b(who|whom|whose|whoever|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
+"""Words for people. Pages, requests, models and code are things: "pages that nothing references"."""
+
+MAX_WIDTH = 120
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The docstrings, those of attributes included, and the comments of a file, each with its line."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def long_lines(page: str) -> Iterator[int]:
+    """The lines that are too long, code, tables and lines with a link excepted."""
+    is_code = False
+    for number, line in enumerate(page.splitlines(), 1):
+        if line.startswith("```"):
+            is_code = not is_code
+        elif len(line) > MAX_WIDTH and not is_code and not line.startswith("|") and "](" not in line:
+            yield number
+
+
+def test_what_the_laws_forbid_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text('x = 1  # who reads it\n"""Pages nobody has."""\n"""See Rule."""\ny = "nobody"\n')
+    assert [line for line, text in texts(path) if FOR_PEOPLE.search(text)] == [2, 1]
+    assert [line for line, text in texts(path) if only_refers(text)] == [3]
+    long = "word " * 30
+    assert list(long_lines(f"{long}\n| {long}|\n```sh\n{long}\n```\n[{long}](link)\n- {long}\n")) == [1, 7]
+
+
+def only_refers(text: str) -> bool:
+    """Whether a docstring names another place and says nothing else."""
+    return re.fullmatch(r"\s*See [\w.`]+\s*", text) is not None
+
+
+@pytest.mark.parametrize("path", SOURCE, ids=lambda path: str(path.relative_to(ROOT / "src" / "kvarts")))
+def test_docstrings_and_comments(path: Path) -> None:
+    found = [(line, text) for line, text in texts(path) if FOR_PEOPLE.search(text) or only_refers(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_lines_of_pages(path: Path) -> None:
+    assert list(long_lines(path.read_text())) == []
