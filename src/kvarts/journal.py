@@ -39,7 +39,7 @@ REASONS = {Blocked.BUDGET: "token_budget", Blocked.PAGES: "pages", Blocked.SEQS:
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event", omit_defaults=True):
-    """Every line: its number, the step it belongs to (-1 before the first), when it happened, and whom it is about."""
+    """Every line: its number, the step it belongs to (-1 before the first), when it happened, and its request."""
 
     n: int
     step: int

@@ -1,9 +1,9 @@
 """Holds an engine against a `PageLedger`: the same events, a second bookkeeping, and whatever differs.
 
-The auditor knows of the engine only what it says happened: who came, who was admitted with how many pages found, which
-tokens were computed, who was preempted, who ended, when a step began and ended. From that it works out, page by page,
-what every request must hold and what must be stored and evicted, and compares: with the page events that the engine
-told, in order; with the pages the engine counts as used and cached; and, where these differ, page by page.
+The auditor knows of the engine only what it says happened: which request arrived, was admitted with how many pages
+found, was preempted, or ended, which tokens were computed, when a step began and ended. From that it works out, page
+by page, what every request must hold and what must be stored and evicted, and compares: with the page events that the
+engine told, in order; with the pages the engine counts as used and cached; and, where these differ, page by page.
 """
 
 from __future__ import annotations

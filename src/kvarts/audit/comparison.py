@@ -22,7 +22,7 @@ class PageAccount(Protocol):
 
     @property
     def num_used(self) -> int:
-        """Pages somebody references or a transfer holds."""
+        """Pages that a request references or a transfer holds."""
 
     @property
     def num_cached(self) -> int:

@@ -1,18 +1,18 @@
 """A page ledger: KV blocks by hash, moved by six signals. A second bookkeeping, on purpose a block at a time.
 
-A block is *active* while somebody holds it, counted, and *inactive*, in order of use, while nobody does and it can
-still be found. Both together never exceed the capacity; an inactive block is evicted, the least recently used first,
+A block is *active* while it is held, counted, and *inactive*, in order of use, while it is not held and can still
+be found. Both together never exceed the capacity; an inactive block is evicted, the least recently used first,
 where a new one needs its place.
 
 * `use`: holds blocks, found or new; all of them or none.
-* `deref`: drops one hold of each, from the last block to the first. A full block that nobody holds becomes inactive; a
-  partial one is gone, since nobody could find it.
-* `destroy`: forgets blocks that nobody else holds.
+* `deref`: drops one hold of each, from the last block to the first. A full block that is no longer held becomes
+  inactive; a partial one is gone, since it could not be found.
+* `destroy`: forgets blocks that are not held otherwise.
 * `promote`: a partial block, known by its uuid, is full now and known by its hash from now on.
-* `keep`: somebody copies full blocks elsewhere: they are not evicted, and keep their place, until `unkeep`.
+* `keep`: full blocks are being copied elsewhere: they are not evicted, and keep their place, until `unkeep`.
 
-It shares no code with the engine: `Auditor` holds one against the other, and whoever tests a router or an engine of
-their own can do the same.
+It shares no code with the engine: `Auditor` holds one against the other. Tests of other routers and
+engines can do the same.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FullBlock(msgspec.Struct, frozen=True):
 
 
 class PartialBlock(msgspec.Struct, frozen=True):
-    """A block that is not full, and whose tokens may still change."""
+    """A block that is not full: its tokens may still change."""
 
     uuid: UUID
 
@@ -144,11 +144,11 @@ class LedgerError(KvartsError):
 
 
 class UnknownBlockError(LedgerError):
-    """A block that is not there, or that nobody holds."""
+    """A block that is not there, or not held."""
 
 
 class BlockInUseError(LedgerError):
-    """A block that somebody else still holds."""
+    """A block that is still held otherwise."""
 
 
 class NotUniqueError(LedgerError):
@@ -189,17 +189,17 @@ class PageLedger:
 
     @property
     def num_active(self) -> int:
-        """Blocks somebody holds."""
+        """Blocks that are held."""
         return len(self._active)
 
     @property
     def num_inactive(self) -> int:
-        """Blocks nobody holds, that can be found."""
+        """Blocks that are not held and can be found."""
         return len(self._inactive)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds or keeps."""
+        """Blocks that are held or kept."""
         return len(self._active) + self._num_kept_inactive
 
     @property
@@ -327,7 +327,7 @@ class PageLedger:
     def promote(self, uuid: UUID, block: FullBlock, *, parent_hash: int | bytes | None = None) -> None:
         """The partial block `uuid` becomes `block`. If that is resident already, both are one from now on.
 
-        Raises UnknownBlockError for a uuid that nobody holds, NotUniqueError for one held more than once.
+        Raises UnknownBlockError for a uuid that is not held, NotUniqueError for one held more than once.
         """
         partial = PartialBlock(uuid)
         refs = self.refs(partial)

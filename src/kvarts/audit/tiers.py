@@ -16,7 +16,7 @@ __all__ = ["EvictionsTold", "KeptPages", "TierBooks"]
 class TierBooks:
     """Which pages can be found in each tier below. Pages go by their digests.
 
-    `full_prompt_hits`: see OffloadConfig.
+    `full_prompt_hits`: a load may bring a whole prompt.
     """
 
     def __init__(self, *, full_prompt_hits: bool) -> None:
@@ -127,10 +127,10 @@ class EvictionsTold:
                 del self._followers[before]
 
     def choose(self, candidates: Iterator[FullBlock]) -> FullBlock:
-        """See PageLedger."""
+        """Return which of `candidates`, in order of use, is evicted: what the engine says."""
         blocks = list(candidates)
         if not self.told:
-            return blocks[0]  # whoever compares the events will see it
+            return blocks[0]  # the comparison of the events will show it
         digest = self.told.popleft()
         block = next((block for block in blocks if self._digest_of[block] == digest), None)
         if block is None:

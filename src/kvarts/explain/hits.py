@@ -82,7 +82,7 @@ class HitLedger(msgspec.Struct, frozen=True):
 
 
 class _Node:
-    """Tokens [start, end) of `content`, which somebody computed after all before them."""
+    """Tokens [start, end) of `content`, which were computed after all before them."""
 
     __slots__ = ("children", "content", "end", "start")
 

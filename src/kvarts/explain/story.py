@@ -49,7 +49,7 @@ def story_of_block(journal: Journal, name: str) -> list[str]:
 
 
 def longest_waits(journal: Journal, count: int) -> list[tuple[str, float]]:
-    """Who waited longest to be admitted first, and how many ms; those who never were excepted."""
+    """Return the requests that waited longest to be admitted first, and how many ms; of those that were admitted."""
     waited: dict[int, float] = {}
     for line in journal.lines:
         if isinstance(line, AdmittedLine) and line.request not in waited:
@@ -193,7 +193,7 @@ def _why_blocked(line: BlockedLine) -> str:
 
 
 class _BlockStory:
-    """Page `page` of `request`, and of whoever's sequence is the same up to its end."""
+    """Page `page` of `request`, and of all requests with the same sequence up to its end."""
 
     def __init__(self, journal: Journal, request: int, page: int) -> None:
         self._journal = journal

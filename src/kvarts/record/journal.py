@@ -58,7 +58,7 @@ NS_PER_MS = 1e6
 
 
 class JournalWriter:
-    """An Observer that writes lines to `file`, which stays the caller's. `is_packed`: with gzip; then `close` it.
+    """Writes the events that it observes to `file`, which stays the caller's. `is_packed`: with gzip; then `close` it.
 
     `is_live`: every batch of events is flushed, so that a killed run leaves what happened.
     """

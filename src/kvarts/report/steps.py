@@ -1,6 +1,6 @@
 """What the steps of one engine leave behind, in spans: steps alike are one row, whatever their number.
 
-Every step has only its duration and the pages taken for it; the rest is worked out when somebody looks.
+Every step has only its duration and the pages taken for it; the rest is worked out when it is asked for.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class StepLog:
         return np.where(self.of_steps("is_leap"), np.minimum(cached, self.num_pages - self.used()), cached)
 
     def withheld(self) -> Column | None:
-        """Pages that nobody here used, and that could not be taken, before each step; None where there are none."""
+        """Pages that were not used here, and that could not be taken, before each step; None where there are none."""
         return None
 
     @cached_property
@@ -209,7 +209,7 @@ class StepLog:
 
     @cached_property
     def rests(self) -> dict[str, Column]:
-        """Integer columns by name, one row for each time when nobody was left: `step` is the step before it."""
+        """Integer columns by name, one row for each time when no request was left: `step` is the step before it."""
         return dict(zip(self._rest_fields, self._rests.take_columns(), strict=True))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Rows of a timeline as somebody wrote them, and as columns: what is well-formed, and what is wrong with the rest."""
+"""Rows of a timeline as they were written, and as columns: what is well-formed, and what is wrong with the rest."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Schema(Rule):
     POSITIVE = ("block_size_tokens", "total_blocks")
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         for complaint in chunk.complaints:
             self.add(complaint.what, step=complaint.step, row=complaint.row)
 
@@ -66,7 +66,7 @@ class BlockConservation(Rule):
         self._total = total
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         used, free = chunk.columns["used_blocks"], chunk.columns["free_blocks"]
         total = self._total
         self.add_where(
@@ -96,7 +96,7 @@ class UsedPctArithmetic(Rule):
         self._total = total
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         total = self._total
         used, used_pct = chunk.columns["used_blocks"], chunk.columns["used_pct"]
         self.add_where(
@@ -120,12 +120,12 @@ class PeakConsistency(Rule):
         self._num_preempted = 0
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         self._peak = max(self._peak, float(chunk.columns["used_pct"].max(initial=0.0)))
         self._num_preempted += sum(chunk.columns["preempted_seqs"][chunk.columns["preempted_seqs"] > 0].tolist())
 
     def finish(self, top: dict[str, Any]) -> None:
-        """See Rule."""
+        """Judge what only the whole tells."""
         peak, count = top.get("peak_used_pct"), top.get("preemption_count")
         if not is_real(peak) or not is_count(count):
             self.why_not = "the totals are missing"
@@ -157,7 +157,7 @@ class PreemptionTrigger(Rule):
         self._threshold = threshold
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         columns, threshold = chunk.columns, self._threshold
         bad = (columns["preempted_seqs"] > 0) & ~(columns["used_pct"] >= threshold)
         if chunk.asked:
@@ -182,7 +182,7 @@ class PreemptionNeeded(Rule):
         self.why_not = "no step says what was asked for"
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         for place, asks in chunk.asked.items():
             self.why_not = None
             step, row = int(chunk.columns["step"][place]), int(chunk.rows[place])
@@ -222,7 +222,7 @@ class StepOrder(Rule):
         self._last: tuple[int, float] | None = None
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         if not len(chunk.rows):
             return
         step, t_ms = chunk.columns["step"], chunk.columns["t_ms"]
@@ -258,7 +258,7 @@ class Flux(Rule):
         self.why_not = "no two rows say what was allocated and freed"
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         if not len(chunk.rows):
             return
         used, rows = chunk.columns["used_blocks"], chunk.rows
@@ -282,7 +282,7 @@ class Flux(Rule):
 
 
 class Leak(Rule):
-    """At rest, with nobody active, nothing is used. What is left and keeps growing is named."""
+    """At rest, with no request active, nothing is used. What is left and keeps growing is named."""
 
     name = "leak"
 
@@ -294,7 +294,7 @@ class Leak(Rule):
         self._num_idle = self._num_rises = self._num_falls = 0
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         columns = chunk.columns
         idle = (columns["active_seqs"] == 0) & (columns["preempted_seqs"] == 0) & (columns["waiting"] <= 0)
         used = columns["used_blocks"][idle]
@@ -316,7 +316,7 @@ class Leak(Rule):
         )
 
     def finish(self, top: dict[str, Any]) -> None:
-        """See Rule."""
+        """Judge what only the whole tells."""
         if self._num_rises > 1 and not self._num_falls and self._first is not None:
             self.add(
                 f"the floor keeps rising: from {self._first} to {self._last} blocks "
@@ -350,7 +350,7 @@ class Boundedness(Rule):
         self._num_rows = 0
 
     def feed(self, chunk: Chunk) -> None:
-        """See Rule."""
+        """Judge the next rows."""
         used = chunk.columns["used_blocks"]
         self._num_rows += len(used)
         block_bytes, max_bytes = self._block_bytes, self._max_bytes
@@ -387,7 +387,7 @@ class Boundedness(Rule):
             self._width *= 2
 
     def finish(self, top: dict[str, Any]) -> None:
-        """See Rule."""
+        """Judge what only the whole tells."""
         if self._block_bytes is None:
             self.why_not = "nothing says how many bytes a block has: give --block-bytes"
         means = self._sums[len(self._sums) // 4 :] / self._width
