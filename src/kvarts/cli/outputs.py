@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from importlib import import_module
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from kvarts.cli.parts import Results, load_parts
 from kvarts.cli.table import render_table
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, write_whole
@@ -19,40 +19,13 @@ if TYPE_CHECKING:
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Outputs", "Part", "make_directory", "part_options", "print_bytes"]
-
-Command = Callable[..., None]
-
-PARTS = (
-    "record",
-)  # fmt: skip
-"""Modules of `kvarts.cli` with more that a replay can write.
-
-Each has `add_options(command)`, and `open_part(config, values, run_dir, model)`, which returns a Part.
-"""
-
-
-class Part(Protocol):
-    """More that a replay writes. What can go wrong with its files is found when it is made."""
-
-    def observers(self) -> AbstractContextManager[Callable[[int], list[EventReader]]]:
-        """Answer what observes the events of each replica, while the replay runs."""
-
-    def write(self, report: Report) -> None:
-        """Write what is made from the report."""
-
-
-def part_options(command: Command) -> Command:
-    """Add the options of all parts. Their values are for Outputs."""
-    for name in reversed(PARTS):
-        command = import_module(f"kvarts.cli.{name}").add_options(command)
-    return command
+__all__ = ["Outputs", "make_directory", "print_bytes"]
 
 
 class Outputs:
     """The files of one replay, checked before it begins. Raises ConfigError and OutputError.
 
-    `part_values`: what the options of `part_options` say. `model`: files of parts carry its name; None for no name.
+    `model`: files of parts carry its name; None for no name. `places`: what the options of parts say.
     """
 
     def __init__(
@@ -63,14 +36,14 @@ class Outputs:
         report_file: Path | None,
         requests_file: Path | None,
         run_dir: Path | None,
-        part_values: Mapping[str, Any],
         model: str | None = None,
+        **places: Any,
     ) -> None:
         self._as_json = as_json
         self._reports = [path for path in (report_file,) if path is not None]
         self._requests = [path for path in (requests_file,) if path is not None]
-        modules = [import_module(f"kvarts.cli.{name}") for name in PARTS]
-        self._parts: list[Part] = [module.open_part(config, part_values, run_dir, model) for module in modules]
+        of_parts = [part.results(config, places, run_dir, model) for part in load_parts()]
+        self._more: list[Results] = [results for results in of_parts if results is not None]
         for path in (*self._reports, *self._requests):
             check_writable(path)
         self._run_dir = run_dir
@@ -83,7 +56,7 @@ class Outputs:
     def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
         """Answer what observes the events of each replica, while the replay runs."""
         with ExitStack() as stack:
-            of_parts = [stack.enter_context(part.observers()) for part in self._parts]
+            of_parts = [stack.enter_context(results.observers()) for results in self._more]
             yield lambda replica: [observer for observers_of in of_parts for observer in observers_of(replica)]
 
     def write(self, report: Report) -> None:
@@ -96,8 +69,8 @@ class Outputs:
         requests = report.requests_jsonl() if self._requests else b""
         for path in self._requests:
             write_whole(path, requests)
-        for part in self._parts:
-            part.write(report)
+        for results in self._more:
+            results.write(report)
         if self._run_dir is not None:
             write_whole(self._run_dir / DISTRIBUTIONS, report.distributions_json())
         for path in self._reports:

@@ -14,12 +14,16 @@ import click
 from kvarts.settings import Given, Section
 
 if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
+    from kvarts.report.report import Report
+    from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["Outputs", "Part", "Run", "load_parts"]
+__all__ = ["Outputs", "Part", "Results", "Run", "load_parts"]
 
 PARTS: tuple[str, ...] = (
     "offload",
+    "record",
     "sharing",
 )
 """Modules of this package; each has a `PART`."""
@@ -33,6 +37,16 @@ class Outputs(Protocol):
 
     def write(self, report: Any) -> None:
         """Write the report, and everything that is made from it."""
+
+
+class Results(Protocol):
+    """More results of a replay of one model. What is wrong with its files is found when it is made."""
+
+    def observers(self) -> AbstractContextManager[Callable[[int], Sequence[EventReader]]]:
+        """Answer, while the replay runs, what observes each replica."""
+
+    def write(self, report: Report) -> None:
+        """Write what is made from the report."""
 
 
 class Run(Protocol):
@@ -66,6 +80,15 @@ class Part:
 
     def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
         """Return the run where it is for this part, or None. What of `places` is its own it takes out."""
+        return None
+
+    def results(
+        self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
+    ) -> Results | None:
+        """Return what its own options, in `places`, and `run_dir` ask for; files of a `model` carry its name.
+
+        Raises ConfigError and OutputError. `run_dir` is not made yet.
+        """
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import grouped
+from kvarts.cli.options import GroupedOption
+from kvarts.cli.parts import Part
 from kvarts.files import check_writable, whole_file
 from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica
 
@@ -21,23 +22,9 @@ if TYPE_CHECKING:
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Recordings", "add_options", "kv_timeline_option", "open_live", "open_part"]
+__all__ = ["PART", "Recordings", "kv_timeline_option", "open_live"]
 
-Command = Callable[..., None]
-
-result = grouped("Results")
-
-OPTIONS = (
-    result("--timeline", "timeline_file", metavar="FILE", type=click.Path(path_type=Path),
-           help="Write how KV pages were used, a row a step, to FILE: .json, .jsonl or .parquet, and .gz on top. "
-           "With replicas, a file each: FILE.json becomes FILE-r0.json and so on."),
-    result("--timeline-every", metavar="K", type=click.IntRange(min=1), default=1,
-           help="Write every K-th row of the timeline, and besides the peak, every preemption, the first and "
-           "the last step. [1]"),
-    result("--events", "events_file", metavar="FILE", type=click.Path(path_type=Path),
-           help="Write a journal of every event to FILE, JSON lines, for `kvarts story`; .gz packs it. With "
-           "replicas, a file each."),
-)  # fmt: skip
+TITLE = "Results"
 
 kv_timeline_option = click.option(
     "--kv-timeline",
@@ -49,22 +36,40 @@ kv_timeline_option = click.option(
 """Of `kvarts profile`; see open_live."""
 
 
-def add_options(command: Command) -> Command:
-    """Add the options of `kvarts replay` that `open_part` reads."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+class RecordPart(Part):
+    """Timelines and journals."""
 
+    def options(self) -> Sequence[click.Option]:
+        """Return `--timeline`, `--timeline-every` and `--events`."""
+        return (
+            GroupedOption(
+                ["--timeline", "timeline_file"], group=TITLE, metavar="FILE", type=click.Path(path_type=Path),
+                help="Write how KV pages were used, a row a step, to FILE: .json, .jsonl or .parquet, and .gz on top. "
+                "With replicas, a file each: FILE.json becomes FILE-r0.json and so on.",
+            ),
+            GroupedOption(
+                ["--timeline-every"], group=TITLE, metavar="K", type=click.IntRange(min=1), default=1,
+                help="Write every K-th row of the timeline, and besides the peak, every preemption, the first and the "
+                "last step. [1]",
+            ),
+            GroupedOption(
+                ["--events", "events_file"], group=TITLE, metavar="FILE", type=click.Path(path_type=Path),
+                help="Write a journal of every event to FILE, JSON lines, for `kvarts story`; .gz packs it. With "
+                "replicas, a file each.",
+            ),
+        )  # fmt: skip
 
-def open_part(config: ReplayConfig, values: Mapping[str, Any], run_dir: Path | None, model: str | None) -> Recordings:
-    """Return the recordings that the options in `values` and `run_dir` ask for; those of a `model` carry its name."""
-    return Recordings(
-        config,
-        timeline_file=named(values["timeline_file"], model),
-        timeline_every=values["timeline_every"],
-        events_file=named(values["events_file"], model),
-        run_dir=run_dir,
-    )
+    def results(
+        self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
+    ) -> Recordings:
+        """Return the recordings that the options and `run_dir` ask for."""
+        return Recordings(
+            config,
+            timeline_file=named(places["timeline_file"], model),
+            timeline_every=places["timeline_every"],
+            events_file=named(places["events_file"], model),
+            run_dir=run_dir,
+        )
 
 
 class Recordings:
@@ -146,3 +151,6 @@ def open_live(
         return None
     live = LiveTimeline(path, total_blocks=config.num_pages, block_size_tokens=config.page_size, tiers=tiers)
     return stack.enter_context(live)
+
+
+PART = RecordPart()

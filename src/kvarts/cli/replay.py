@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
-from kvarts.cli.outputs import part_options
 from kvarts.cli.parts import Outputs, Run, load_parts
 from kvarts.cli.sample import SECTION as TRAFFIC
 from kvarts.cli.sample import load_traffic, over_sample_settings
@@ -48,7 +47,6 @@ def _options() -> list[click.Parameter]:
         help="Write the report as JSON to FILE.")  # fmt: skip
 @result("--requests", "requests_file", metavar="FILE", type=click.Path(path_type=Path),
         help="Write one JSON line a request to FILE, in arrival order.")  # fmt: skip
-@part_options
 @result("--run-dir", metavar="DIR", type=click.Path(path_type=Path),
         help="Write everything about the run to DIR, a new directory, for `kvarts report`: report, requests, "
         "timeline, events. With several models, a directory each in it.")  # fmt: skip
@@ -72,8 +70,7 @@ def replay_command(
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
     run: Run = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
-    places = {name: params.pop(name) for name in ("as_json", "report_file", "requests_file", "run_dir")}
-    outputs = run.outputs({**places, "part_values": params})
+    outputs = run.outputs(params)
     from kvarts.sim.replay import replay
 
     traffic, traces = run.load()

@@ -72,8 +72,8 @@ class SharedOutputs:
         report_file: Path | None,
         requests_file: Path | None,
         run_dir: Path | None,
-        part_values: Mapping[str, Any],
         loans_file: Path | None,
+        **places: Any,
     ) -> None:
         self._as_json = as_json
         self._reports = [path for path in (report_file,) if path is not None]
@@ -91,8 +91,8 @@ class SharedOutputs:
                 report_file=None,
                 requests_file=named(requests_file, name),
                 run_dir=None if run_dir is None else run_dir / name,
-                part_values=part_values,
                 model=name,
+                **places,
             )
             for name, of_model in config.configs.items()
         }

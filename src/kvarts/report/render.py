@@ -150,7 +150,7 @@ def _page_data(run: RunDirectory, overview: Overview | None) -> dict[str, Any]:
         "hits": None if overview is None else _hits(overview),
         "working_set": {"pages": working_set, "pool": pool} if working_set and pool else None,
         "waits": None if overview is None else _waits(overview),
-        "no_journal": NOT_READ if run.journals() else NO_JOURNAL,
+        "no_journal": NOT_READ if overview is None and run.journals() else NO_JOURNAL,
     }
 
 
