@@ -75,6 +75,7 @@ def build_engine(
             config.num_pages,
             config.page_size,
             safe_first=below is not None and below.evicts_safe_first,
+            is_lru=make_order is LruOrder,
             full_prompt_hits=below is not None and below.full_prompt_hits,
             page_counts=lambda: cache,
         )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace, TraceRequest
 
-from oracles.naive import NaiveEngine, NaiveRequest, polynomial_ns, run_naive
+from oracles.naive import HeadFn, NaiveEngine, NaiveRequest, first, polynomial_ns, run_naive
 
 NS_PER_MS = 1_000_000
 
@@ -84,7 +84,7 @@ class Case:
             for index, row in enumerate(self.rows)
         ]
 
-    def naive(self) -> tuple[list[NaiveRequest], list[NaiveEngine]]:
+    def naive(self, choose_head: HeadFn = first) -> tuple[list[NaiveRequest], list[NaiveEngine]]:
         requests = self.naive_requests()
         engines = [
             NaiveEngine(
@@ -94,6 +94,7 @@ class Case:
                 max_num_seqs=self.max_num_seqs,
                 profile=self.profile,
                 cost=polynomial_ns,
+                choose_head=choose_head,
             )
             for _ in range(self.replicas)
         ]

@@ -1,12 +1,14 @@
 """Every example in the README and in docs/ runs, and prints what the page says it prints.
 
-`pycon` blocks are sessions; a `python` block prints what the `output` block after it says, where there is one; in a
-`console` block each `$ kvarts` command prints what follows it, `...` standing for anything; `toml` blocks are
-configurations, `json` blocks rows of a trace.
+`pycon` blocks are sessions; a `python` block prints what the `output` block after it says, where there is one, and
+knows what earlier blocks of its page define that do nothing but import and define; in a `console` block each
+`$ kvarts` command prints what follows it, `...` standing for anything; `toml` blocks are configurations, `json` blocks
+rows of a trace.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import io
@@ -32,17 +34,26 @@ CHECKER = doctest.OutputChecker()
 NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]")
 
 
+def defines_only(code: str) -> bool:
+    """Whether `code` does nothing but import and define classes and functions."""
+    kinds = ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef
+    return all(isinstance(statement, kinds) for statement in ast.parse(code).body)
+
+
 def blocks(kind: str) -> list[Any]:
     """Every block of one kind, with what the block after it says if that is its output."""
     found = []
     for page in PAGES:
         all_blocks = BLOCK.findall(page.read_text())
+        defined = ""
         for index, (name, text) in enumerate(all_blocks):
             after = all_blocks[index + 1] if index + 1 < len(all_blocks) else ("", "")
             if name == kind:
                 output = after[1] if after[0] == "output" else None
                 marks = [NEEDS_TORCH] if page.name == "guide-models.md" else []
-                found.append(pytest.param(text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
+                found.append(pytest.param(defined + text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
+                if kind == "python" and defines_only(text):
+                    defined += text
     return found
 
 

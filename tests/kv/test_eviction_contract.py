@@ -9,6 +9,7 @@ from kvarts.kv.node import NOTHING, Node
 from kvarts.kv.tree import PrefixTree
 
 from builders.eviction_contract import EvictionOrderContract
+from builders.guide_policies import LeastHits
 from builders.orders import FewestHits
 
 pytestmark = pytest.mark.laws
@@ -22,6 +23,11 @@ class TestLru(EvictionOrderContract):
 class TestAnOrderOfOnesOwn(EvictionOrderContract):
     def make_tree(self) -> PrefixTree:
         return PrefixTree(FewestHits())
+
+
+class TestTheOrderOfTheGuide(EvictionOrderContract):
+    def make_tree(self) -> PrefixTree:
+        return PrefixTree(LeastHits())
 
 
 def test_what_is_put_back_goes_first_in_the_same_order() -> None:

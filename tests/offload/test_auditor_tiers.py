@@ -120,17 +120,19 @@ def test_a_tier_that_says_something_twice_is_found(kind: type[Any], what: str) -
     assert what in findings[0].what
 
 
-def told(**below: bool) -> tuple[EvictionsTold, dict[str, FullBlock], list[tuple[str, bytes]]]:
-    """Pages a, then b and c after it, all cached; some of them are below."""
+def told(used: str | None = None, **below: bool) -> tuple[EvictionsTold, dict[str, FullBlock], list[tuple[str, bytes]]]:
+    """Pages a, then b and c after it, all cached but the one in use; some of them are below."""
     books = TierBooks(full_prompt_hits=False)
     blocks = {name: FullBlock(name.encode()) for name in "abc"}
     copies = {name.encode(): [block] for name, block in blocks.items()}
+    in_use = None if used is None else blocks[used]
     findings: list[tuple[str, bytes]] = []
     evictions = EvictionsTold(
         books,
         copies,
         {block: name.encode() for name, block in blocks.items()},
         lambda what, digest: findings.append((what, digest)),
+        is_evictable=lambda block: block is not in_use,
     )
     evictions.born(b"a", None)
     evictions.born(b"b", b"a")
@@ -159,7 +161,7 @@ def test_an_eviction_is_judged(says: str, below: dict[str, bool], what: str | No
 
 
 def test_an_eviction_of_what_is_in_use_is_found() -> None:
-    evictions, blocks, findings = told()
+    evictions, blocks, findings = told(used="b")
     evictions.told.append(b"b")
     assert evictions.choose(iter([blocks["c"]])) is blocks["c"]
     assert findings == [("was evicted while it was in use", b"b")]

@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.offload.config import OffloadConfig
 from kvarts.sim.replay import replay
 
-from builders.case import Case, cases
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
 from builders.rooms import timelines_json
+from builders.tiered import BYTES_PER_TOKEN, Tiered, tiered
 from builders.tiers import offloader_of
 from oracles.naive import NaiveRequest, polynomial_ns, run_naive
 from oracles.naive_offload import NaiveOffloadEngine
 
 pytestmark = pytest.mark.laws
-
-BYTES_PER_TOKEN = 1000
-
-
-@dataclass
-class Tiered:
-    case: Case
-    offload: OffloadConfig
-
-
-@st.composite
-def tiered(draw: st.DrawFn, *, max_requests: int = 24) -> Tiered:
-    case = draw(cases(max_requests=max_requests))
-    num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
-    # A page takes from microseconds, less than a step, to many steps.
-    rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
-    return Tiered(
-        case,
-        OffloadConfig(
-            host_pages=num_host,
-            policy=draw(st.sampled_from(["eager", "lazy"])),
-            target_free=draw(st.sampled_from([0, 1, 4, 20, None])),
-            h2d=draw(rates),
-            d2h=draw(rates),
-            latency_us=draw(st.sampled_from([0.0, 10.0, 5000.0])),
-            kv_bytes_per_token=BYTES_PER_TOKEN,
-            full_prompt_hits=draw(st.booleans()),
-            disk_pages=draw(st.sampled_from([None, None, 2, 10, 100])),
-            disk_read=draw(rates),
-            disk_write=draw(rates),
-            fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
-        ),
-    )
 
 
 def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffloadEngine]]:

@@ -82,6 +82,24 @@ class NaiveStep:
 
 
 CostFn = Callable[[Batch, "NaiveEngine"], int]
+HeadFn = Callable[[list[NaiveRequest], int], NaiveRequest]
+"""Which of those that wait, in the order of the default, is next at a time."""
+
+
+def first(waiting: list[NaiveRequest], now_ns: int) -> NaiveRequest:
+    return waiting[0]
+
+
+def shortest_first(patience_ns: int) -> HeadFn:
+    """The shortest prompt; the oldest request, if it has waited for so long."""
+
+    def head(waiting: list[NaiveRequest], now_ns: int) -> NaiveRequest:
+        oldest = min(waiting, key=lambda r: (r.arrival_ns, r.seq))
+        if now_ns - oldest.arrival_ns >= patience_ns:
+            return oldest
+        return min(waiting, key=lambda r: (len(r.tokens), r.seq))
+
+    return head
 
 
 class NaiveEngine:
@@ -94,7 +112,9 @@ class NaiveEngine:
         max_num_seqs: int = 256,
         profile: str = "default",
         cost: CostFn,
+        choose_head: HeadFn = first,
     ) -> None:
+        self.choose_head = choose_head
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -314,12 +334,12 @@ class NaiveEngine:
         if not num_preempted:
             budget = self.admit_loaded(now_ns, budget, before)
         while not num_preempted and self.waiting and self.num_seated() < self.max_num_seqs and budget:
-            head = self.waiting[0]
+            head = self.choose_head(self.waiting, now_ns)
             hits = self.lookup(head)
             shared = sum(1 for page in hits if self.is_used(page))
             if not self.fits(head, self.pages_for(head.known) - shared):
                 break
-            self.waiting.pop(0)
+            self.waiting.remove(head)
             self.pin(hits)
             head.pages = list(hits)
             if self.starts_load(head, hits, now_ns):

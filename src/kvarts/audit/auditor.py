@@ -51,9 +51,10 @@ __all__ = ["AuditError", "Auditor", "Finding", "PageAccount"]
 class Auditor:
     """A reader of the events of one engine with `num_pages` pages, from its beginning. `findings` grows.
 
-    `safe_first`: the engine evicts first what a tier below has as well. `full_prompt_hits`: a load may bring a whole
-    prompt. `page_counts`: answers what the engine says of its pages; where it is given, `observe` compares with it, and
-    nothing else has to. Nothing is repaired.
+    `safe_first`: the engine evicts first what a tier below has as well. `is_lru`: which page goes is known; under any
+    other order it is taken from what the engine says, and checked. `full_prompt_hits`: a load may bring a whole prompt.
+    `page_counts`: answers what the engine says of its pages; where it is given, `observe` compares with it, and nothing
+    else has to. Nothing is repaired.
     """
 
     wants_details = True
@@ -64,6 +65,7 @@ class Auditor:
         page_size: int,
         *,
         safe_first: bool = False,
+        is_lru: bool = True,
         full_prompt_hits: bool = False,
         page_counts: Callable[[], PageAccount] | None = None,
     ) -> None:
@@ -74,8 +76,9 @@ class Auditor:
         """The resident copies of each page, the one that is found first."""
         self._digest_of: dict[FullBlock, bytes] = {}
         self._evictions: EvictionsTold | None = None
-        if safe_first:
-            self._evictions = EvictionsTold(self._books, self._copies, self._digest_of, self._find_digest)
+        if safe_first or not is_lru:
+            books, is_evictable = self._books if safe_first else None, self._is_evictable
+            self._evictions = EvictionsTold(books, self._copies, self._digest_of, self._find_digest, is_evictable)
         choose = next if self._evictions is None else self._evictions.choose
         self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event, choose=choose)
         self._kept = KeptPages(self.ledger, self._copies)
@@ -208,9 +211,8 @@ class Auditor:
         self._serve()
         self._is_settled = True
         for request in self._takers:
-            self._find(
-                "needs a page, none is free, and nobody was preempted", request, len(self._requests[request].blocks)
-            )
+            place = request, len(self._requests[request].blocks)
+            self._find("needs a page, none is free, and no request was preempted", *place)
         self._takers = []
         filled = []
         for request in self._decoding:
@@ -426,21 +428,21 @@ class Auditor:
                 f"the engine counts {account.num_used} pages used and {account.num_cached} cached, "
                 f"the ledger {num_used} and {num_cached}"
             )
-            self._compare_pages(account)
+            # Name the pages that the engine and the ledger do not hold alike.
+            find_different_pages(account, ledger, self._copies, self._digests, self._find)
+            find_different_private(account, ledger, self._requests, self._find)
         if self.findings:
             raise AuditError(self.findings)
         self._digests.forget()
-
-    def _compare_pages(self, account: PageAccount) -> None:
-        """Name the pages on which the engine and the ledger differ."""
-        find_different_pages(account, self.ledger, self._copies, self._digests, self._find)
-        find_different_private(account, self.ledger, self._requests, self._find)
 
     def _digest(self, content: Content, page: int) -> bytes:
         return self._digests.of(content, page)
 
     def _digests_of(self, event: PagesRemoved | CopiesRemoved) -> list[bytes]:
         return self._digests.backwards(event.content, event.start_page, event.end_page)
+
+    def _is_evictable(self, block: FullBlock) -> bool:
+        return self.ledger.is_evictable(block)
 
     def _find_digest(self, what: str, digest: bytes) -> None:
         self._find(what, *self._digests.place(digest))

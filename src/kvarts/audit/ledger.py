@@ -215,6 +215,10 @@ class PageLedger:
         """Return whether `block` is active or inactive."""
         return block in self._active or block in self._inactive
 
+    def is_evictable(self, block: FullBlock) -> bool:
+        """Whether `block` is inactive and not kept."""
+        return block in self._inactive and block not in self._kept
+
     @property
     def active(self) -> dict[Block, int]:
         """Every active block and how often it is held: a copy."""

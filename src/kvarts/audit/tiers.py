@@ -91,23 +91,25 @@ class KeptPages:
 class EvictionsTold:
     """Chooses what the engine says it evicted, and names what is wrong with it.
 
-    An engine that evicts first what a tier below has keeps two lists, and their order depends on when it looked at
-    them. What must hold whatever the order: nothing goes before what follows it, and nothing is lost while there is
-    something that would not be.
+    An engine that evicts first what a tier below has keeps two lists, whose order depends on when it looked at them;
+    and an EvictionOrder may be any. What must hold whatever the order: no page goes while it is in use, none before
+    what follows it, and, given the `books` of the tiers below, none is lost while there is one that would not be.
     """
 
     def __init__(
         self,
-        books: TierBooks,
+        books: TierBooks | None,
         copies: Mapping[bytes, list[FullBlock]],
         digest_of: Mapping[FullBlock, bytes],
         find: Callable[[str, bytes], object],
+        is_evictable: Callable[[FullBlock], bool],
     ) -> None:
         self.told: deque[bytes] = deque()
         self._books = books
         self._copies = copies
         self._digest_of = digest_of
         self._find = find
+        self._is_evictable = is_evictable
         self._followers: dict[bytes, set[bytes]] = {}
         self._before: dict[bytes, bytes | None] = {}
 
@@ -128,28 +130,28 @@ class EvictionsTold:
 
     def choose(self, candidates: Iterator[FullBlock]) -> FullBlock:
         """Return the candidate that the engine says it evicted next, or the first where it says nothing that can be."""
-        blocks = list(candidates)
         if not self.told:
-            return blocks[0]  # comparing the events will show it
+            return next(candidates)  # comparing the events will show it
         digest = self.told.popleft()
-        block = next((block for block in blocks if self._digest_of[block] == digest), None)
+        block = next(filter(self._is_evictable, self._copies.get(digest, ())), None)
         if block is None:
             self._find("was evicted while it was in use", digest)
-            return blocks[0]
+            return next(candidates)
         if len(self._copies[digest]) == 1 and digest in self._followers:
             self._find("was evicted before what follows it", digest)
-        if not self._is_safe(digest):
-            for other in map(self._digest_of.__getitem__, blocks):
-                if other not in self._followers and self._books.has(other):
+        books = self._books
+        if books is not None and not self._is_safe(books, digest):
+            for other in map(self._digest_of.__getitem__, candidates):
+                if other not in self._followers and books.has(other):
                     self._find("was lost, and there was a page to evict that a tier below has", digest)
                     break
         return block
 
-    def _is_safe(self, digest: bytes) -> bool:
+    def _is_safe(self, books: TierBooks, digest: bytes) -> bool:
         pages = [digest]
         while pages:
             page = pages.pop()
-            if not self._books.has(page):
+            if not books.has(page):
                 return False
             pages += self._followers.get(page, ())
         return True

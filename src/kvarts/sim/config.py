@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.report.report import Report
+    from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.replay import Traffic
 
 __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_config", "resolve_replay"]
@@ -57,6 +58,18 @@ def _default_cost() -> CostModel:
     return PolynomialCost()
 
 
+def _default_eviction() -> Callable[[], EvictionOrder]:
+    from kvarts.kv.eviction import LruOrder
+
+    return LruOrder
+
+
+def _default_admission() -> Callable[[], AdmissionPolicy]:
+    from kvarts.sched.policy import PriorityPolicy
+
+    return PriorityPolicy
+
+
 class ReplayConfig(
     EngineConfig,
     frozen=True,
@@ -69,6 +82,9 @@ class ReplayConfig(
     configuration stand behind `router`. Requests arrive at their times divided by `speedup`, or `concurrency` of them
     (or sessions) are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of
     page accounting after every step. `offload`: tiers below the device of each replica.
+
+    Only Python can give `eviction`, which makes the EvictionOrder of a replica (LruOrder unless given), and
+    `admission`, which makes its AdmissionPolicy (PriorityPolicy): a class, or a function without arguments.
     """
 
     cost: Annotated[
@@ -103,6 +119,9 @@ class ReplayConfig(
     ] = False
     audit: Annotated[bool, setting("After every step, check that each page is accounted for.")] = False
     offload: TiersBelow | None = None
+    # Any, because msgspec checks types of fields and knows no callables.
+    eviction: Any = msgspec.field(default_factory=_default_eviction)
+    admission: Any = msgspec.field(default_factory=_default_admission)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +141,13 @@ class ReplayConfig(
             )
         if not callable(self.cost) and not hasattr(self.cost, "decode_ns"):
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
+        for field in ("eviction", "admission"):
+            if not callable(getattr(self, field)):
+                raise SettingError(
+                    f"{getattr(self, field)!r} is not callable",
+                    field,
+                    hint="Give a class, or a function that makes one: each replica gets its own.",
+                )
 
     @property
     def cost_model(self) -> CostModel:
@@ -153,6 +179,10 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         # How a replay is carried out is no part of what it says.
         del values["step_by_step"], values["audit"]
+        for field, default in (("eviction", _default_eviction()), ("admission", _default_admission())):
+            make = values.pop(field)
+            if make is not default:
+                values[field] = type(make()).__name__
         return values
 
 

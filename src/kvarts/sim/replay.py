@@ -128,6 +128,13 @@ def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replic
     """Build an engine in virtual time. `readers`: of what it tells."""
     executor = SimExecutor(config.cost_model)
     engine = build_engine(
-        config, executor, readers=readers, num_waiting=MANY_EVENTS, offload=config.offload, audit=config.audit
+        config,
+        executor,
+        readers=readers,
+        num_waiting=MANY_EVENTS,
+        policy=config.admission(),
+        make_order=config.eviction,
+        offload=config.offload,
+        audit=config.audit,
     )
     return Replica(engine, executor, step_by_step=config.step_by_step)

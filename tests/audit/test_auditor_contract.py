@@ -1,0 +1,29 @@
+"""The auditor reads events as every reader promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvarts.audit.auditor import Auditor
+from kvarts.event_log import EventReader
+
+from builders.reader_contract import NUM_PAGES, PAGE_SIZE, EventReaderContract
+
+pytestmark = pytest.mark.laws
+
+
+class TestAuditor(EventReaderContract):
+    def make(self, path: Path) -> EventReader:
+        return Auditor(NUM_PAGES, PAGE_SIZE)
+
+    def outcome(self, reader: EventReader, path: Path) -> object:
+        assert isinstance(reader, Auditor)
+        assert reader.findings == []
+        return reader.ledger.num_events, reader.ledger.inactive, reader.ledger.active
+
+
+class TestAuditorOfAnOrderThatIsTold(TestAuditor):
+    def make(self, path: Path) -> EventReader:
+        return Auditor(NUM_PAGES, PAGE_SIZE, is_lru=False)

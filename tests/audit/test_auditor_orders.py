@@ -1,0 +1,166 @@
+"""The auditor under an eviction order of a researcher: it follows the evictions it is told of, and judges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvarts.audit.auditor import AuditError, Finding
+from kvarts.config import EngineConfig
+from kvarts.events import Admitted, CopiesRemoved, Event, PagesRemoved, PagesStored
+from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.sim.replica import Replica
+
+from builders.engines import make_replica
+from builders.guide_policies import LeastHits
+from builders.orders import FewestHits
+from builders.tampering import PAGE_SIZE, SHARED, hear, request, tamper, wrap
+
+Plant = Callable[[Replica], None]
+ORDERS: list[Callable[[], EvictionOrder]] = [LeastHits, FewestHits, partial(LruOrder)]
+
+
+def run(plant: Plant | None, make_order: Callable[[], EvictionOrder] = LeastHits) -> tuple[list[Finding], Replica]:
+    """Pairs of requests that share a prefix and pairs that do not, by turns, on a device for little more than one."""
+    engine = make_replica(EngineConfig(num_pages=13, page_size=PAGE_SIZE), audit=True, make_order=make_order)
+    if plant is not None:
+        plant(engine)
+    now_ns = 0
+    try:
+        for index in range(12):
+            tokens = [*SHARED, 100 + index, 7, 7, 7, 7] if index % 4 < 2 else [1000 + index, *range(20)]
+            engine.submit(request(index, tokens, 6), now_ns)
+            while engine.has_work:
+                engine.start(now_ns, now_ns + 1)
+                now_ns = engine.now_ns
+                engine.finish()
+    except AuditError as error:
+        return list(error.findings), engine
+    return [], engine
+
+
+@pytest.mark.parametrize("make_order", ORDERS, ids=["LeastHits", "FewestHits", "lru"])
+def test_an_engine_in_order_passes(make_order: Callable[[], EvictionOrder]) -> None:
+    findings, engine = run(None, make_order)
+    assert findings == []
+    assert engine.scheduler.cache.num_evicted > 10
+
+
+def test_the_order_is_not_lru() -> None:
+    """Else the tests here show nothing."""
+    told: list[list[tuple[int, int]]] = []
+    for make_order in (LeastHits, LruOrder):
+        evicted: list[tuple[int, int]] = []
+
+        def keep(event: Event, evicted: list[tuple[int, int]] = evicted) -> Event:
+            if isinstance(event, PagesRemoved):
+                evicted.append((event.content.owner, event.start_page))
+            return event
+
+        findings, _ = run(lambda engine, keep=keep: tamper(engine, keep), make_order)  # type: ignore[misc]
+        assert findings == []
+        told.append(evicted)
+    assert told[0] != told[1]
+
+
+def test_a_double_free_is_found() -> None:
+    def plant(engine: Replica) -> None:
+        tree = engine.scheduler.cache.tree
+        hits: list[Any] = []
+
+        def pin(original: Callable[..., Any], match: Any) -> Any:
+            path = original(match)
+            if path and not hits:
+                hits.append(path)
+                for node in path:  # as if the references of the hit were never taken
+                    node.refs -= 1
+                tree.order.released(path)
+                tree.num_cached += sum(node.end - node.start for node in path)
+            return path
+
+        wrap(tree, "pin", pin)
+        wrap(engine.scheduler, "check", lambda original: None)  # which would find it first
+
+    findings, _ = run(plant)
+    assert "the engine counts" in findings[0].what
+    assert any("the engine holds it 0 times, the ledger 1 times" in finding.what for finding in findings)
+
+
+def test_a_lost_eviction_is_found() -> None:
+    lost: list[Event] = []
+
+    def change(event: Event) -> Event | None:
+        if isinstance(event, PagesRemoved) and not lost:
+            lost.append(event)
+            return None
+        return event
+
+    findings, _ = run(lambda engine: tamper(engine, change))
+    assert lost
+    assert "was removed and no event says so" in findings[0].what
+
+
+def test_an_eviction_of_what_is_in_use_is_found() -> None:
+    """The engine says that it evicted a page that the running request holds."""
+    admitted: list[Admitted] = []
+    changed: list[Event] = []
+
+    def change(event: Event) -> Event | None:
+        if isinstance(event, Admitted):
+            admitted.append(event)
+        if isinstance(event, PagesRemoved) and not changed and admitted[-1].num_hit_pages:
+            changed.append(PagesRemoved(admitted[-1].content, 0, 1))
+            return changed[0]
+        return event
+
+    findings, _ = run(lambda engine: tamper(engine, change))
+    assert changed
+    assert "was evicted while it was in use" in findings[0].what
+
+
+def test_an_eviction_before_what_follows_it_is_found() -> None:
+    """The engine says that it evicted the head of a run, and evicted its tail."""
+    changed: list[Event] = []
+
+    def change(event: Event) -> Event | None:
+        if isinstance(event, PagesRemoved) and not changed and event.start_page > 1:
+            changed.append(event)
+            return msgspec.structs.replace(event, start_page=0, end_page=event.end_page - event.start_page)
+        return event
+
+    findings, _ = run(lambda engine: tamper(engine, change))
+    assert changed
+    assert any("was evicted before what follows it" in finding.what for finding in findings)
+
+
+def test_a_hit_of_what_is_gone_is_found() -> None:
+    def change(event: Event) -> Event | None:
+        if isinstance(event, Admitted) and event.request == 3:
+            return msgspec.structs.replace(event, num_hit_pages=event.num_hit_pages + 1)
+        return event
+
+    findings, _ = run(lambda engine: tamper(engine, change))
+    assert any("was hit and is not resident" in finding.what for finding in findings)
+
+
+@pytest.mark.parametrize("kind", [PagesStored, PagesRemoved, CopiesRemoved])
+def test_an_invented_event_is_found(kind: type[Any]) -> None:
+    invented: list[Event] = []
+
+    def say_more(events: Any) -> list[Event]:
+        events = list(events)
+        stored = [event for event in events if isinstance(event, PagesStored)]
+        if stored and not invented:
+            one = stored[0]
+            parent = {"parent": one.parent} if kind is PagesStored else {}
+            invented.append(kind(one.content, one.start_page, one.start_page + 1, **parent))
+            events.append(invented[0])
+        return events
+
+    findings, _ = run(lambda engine: hear(engine, say_more))
+    assert invented
+    assert "says an event, and should not have been" in findings[0].what

@@ -1,0 +1,63 @@
+"""What every executor promises: cost models, pages of a toy model, and recorders around both."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from kvarts.executor.base import Executor, VirtualExecutor
+from kvarts.executor.cost import CallableCost, CostModel, LinearCost, PolynomialCost
+from kvarts.executor.recorder import RecordingExecutor
+from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.simulated import SimExecutor
+
+from builders.executor_contract import CONFIG, ExecutorContract, VirtualExecutorContract
+from builders.toy_model import ToyExecutor
+
+pytestmark = pytest.mark.laws
+
+
+class OfCost(VirtualExecutorContract):
+    cost: CostModel
+
+    def make(self) -> VirtualExecutor:
+        return SimExecutor(self.cost)
+
+
+class TestPolynomial(OfCost):
+    cost = PolynomialCost()
+
+
+class TestLinear(OfCost):
+    cost = LinearCost(step_ms=4.0, chunk_token_ms=0.02, decode_ms=0.1, context_token_ms=1e-5)
+
+
+class TestRoofline(OfCost):
+    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb")
+
+
+class TestCallable(OfCost):
+    cost = CallableCost(lambda batch: 3.0 + 0.01 * batch.num_tokens + 1e-6 * batch.decode_known_tokens)
+
+
+class TestToyModel(ExecutorContract):
+    def make(self) -> Executor:
+        return ToyExecutor(CONFIG.num_pages, CONFIG.page_size, CONFIG.max_num_seqs)
+
+
+class TestRecorderOfACostModel(ExecutorContract):
+    def make(self) -> Executor:
+        return RecordingExecutor(SimExecutor(PolynomialCost()), io.BytesIO())
+
+
+class TestRecorderOfAToyModel(ExecutorContract):
+    def make(self) -> Executor:
+        return RecordingExecutor(
+            ToyExecutor(CONFIG.num_pages, CONFIG.page_size, CONFIG.max_num_seqs, stop_token=99), io.BytesIO()
+        )
+
+
+class TestRecorderOfARecorder(ExecutorContract):
+    def make(self) -> Executor:
+        return RecordingExecutor(RecordingExecutor(SimExecutor(LinearCost(step_ms=2.0)), io.BytesIO()), io.BytesIO())

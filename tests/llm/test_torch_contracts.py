@@ -1,0 +1,74 @@
+"""Real models keep the contracts of their seams: their executor, and the reader that reports on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+
+import torch
+
+from kvarts.event_log import EventReader
+from kvarts.executor.base import Executor
+from kvarts.executor.torch.executor import TorchExecutor
+from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.tiny import write_tiny
+from kvarts.llm.profile import Profile
+
+from builders.executor_contract import CONFIG, ExecutorContract
+from builders.reader_contract import EventReaderContract
+
+pytestmark = pytest.mark.laws
+
+
+class Greedy:
+    """A TokenSampler that takes the largest logit and never stops."""
+
+    def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Any, Any]:
+        tokens = logits.argmax(-1).cpu().numpy()
+        return tokens, np.zeros(len(tokens), np.bool_)
+
+
+@cache
+def model(family: str) -> Any:
+    with TemporaryDirectory() as path:
+        write_tiny(family, Path(path))
+        return load_model(path)
+
+
+class TestTorchExecutor(ExecutorContract):
+    def make(self) -> Executor:
+        return TorchExecutor(model("llama"), CONFIG, Greedy())
+
+
+class TestProfile(EventReaderContract):
+    takes_leaps = False
+
+    def make(self, path: Path) -> EventReader:
+        profile = Profile()
+        profile.live = Passed()
+        return profile
+
+    def outcome(self, reader: EventReader, path: Path) -> object:
+        assert isinstance(reader, Profile)
+        assert isinstance(reader.live, Passed)
+        log = reader._log
+        columns = {name: column.tolist() for name, column in log.columns.items()} if len(log) else {}
+        return columns, log.preemptions, reader.live.num_steps
+
+
+class Passed:
+    """Counts steps."""
+
+    num_steps = 0
+
+    def observe(self, events: Sequence[Any]) -> None:
+        self.num_steps += sum(type(event).__name__ == "StepDone" for event in events)

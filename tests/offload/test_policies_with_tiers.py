@@ -1,0 +1,47 @@
+"""Replays with tiers below the device, under a researcher's own eviction order and admission policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from kvarts.kv.tree import PrefixTree
+from kvarts.offload.safe_first import SafeFirst
+
+from builders.eviction_contract import EvictionOrderContract
+from builders.guide_policies import LeastHits
+from builders.laws import assert_fast_as_slow, assert_tokens_counted_once
+from builders.outcome import run_kvarts
+from builders.policies import assert_closed_loop_fast_as_slow, closed_loops, policies
+from builders.tiered import Tiered, tiered
+
+pytestmark = pytest.mark.laws
+
+
+class TestSafeFirstOfTheOrderOfTheGuide(EvictionOrderContract):
+    def make_tree(self) -> PrefixTree:
+        order = SafeFirst(LeastHits)
+        return PrefixTree(order, watcher=order)
+
+
+@given(tiered(max_requests=20), policies())
+def test_fast_forward_equals_step_by_step(tiers: Tiered, chosen: dict[str, Any]) -> None:
+    """L5, with tiers, and the audit agrees page by page."""
+    assert_fast_as_slow(tiers.case, offload=tiers.offload, **chosen)
+
+
+@given(tiered(max_requests=20), policies(), closed_loops)
+def test_a_closed_loop_over_replicas_is_the_same_step_by_step(
+    tiers: Tiered, chosen: dict[str, Any], loop: dict[str, Any]
+) -> None:
+    """L5, L8: where engines wait for each other, and some of them for transfers."""
+    assert_closed_loop_fast_as_slow(tiers.case, offload=tiers.offload, **chosen, **loop)
+
+
+@given(tiered(), policies())
+def test_every_token_is_counted_once(tiers: Tiered, chosen: dict[str, Any]) -> None:
+    """L7: whatever is evicted and admitted when."""
+    tiers.case.profile = "default"
+    assert_tokens_counted_once(run_kvarts(tiers.case, offload=tiers.offload, **chosen))
