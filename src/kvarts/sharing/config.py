@@ -104,6 +104,14 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.models:
             raise SettingError("names no model", "models", hint="Give --model NAME=MODEL for each.")
         check_combination(self.each)
+        if self.each.profile == "mocker":
+            for name, share in self.models.items():
+                if share.priority:
+                    raise SettingError(
+                        f"is {share.priority}, and the mocker knows no priorities",
+                        f"models.{name}.priority",
+                        hint="Leave out {profile}, or the priority.",
+                    )
         for change in self.changes:
             if change.model not in self.models:
                 raise SettingError(
@@ -258,7 +266,6 @@ def check_combination(each: ReplayConfig) -> None:
     refused = {
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",
         "cost": "is for a replay of one model: each of several has its own",
-        "profile": "is for a replay of one model: the mocker knows no shared device",
         "replicas": "is for a replay of one model: one device is shared",
         "router": "is for a replay of one model: one device is shared",
     }

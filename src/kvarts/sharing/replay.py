@@ -101,7 +101,7 @@ def replay_several(
         engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part, below=below)
         device.attach(name, engine.scheduler, engine.cancel)
         source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
-        requests = RequestLog(largest_hit_counts=False, tiers=tiers)
+        requests = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=tiers)
         tenants.append(
             Tenant(
                 name,

@@ -139,7 +139,9 @@ class TurnLoop:
         tenant.num_arrived += 1
         request = Request(
             index,
-            tenant.trace.content(row, page_size=tenant.engine.config.page_size, owner=index),
+            tenant.trace.content(
+                row, page_size=tenant.engine.config.page_size, owner=index, know_output=tenant.knows_output
+            ),
             num_prompt_tokens=row.num_prompt_tokens,
             max_tokens=row.num_output_tokens,
             arrival_ns=now_ns,
