@@ -58,6 +58,7 @@ def build_engine(
     policy: AdmissionPolicy | None = None,
     make_order: Callable[[], EvictionOrder] = LruOrder,
     offload: TierSettings | None = None,
+    below: PreparedTiers | None = None,
     audit: bool = False,
 ) -> Engine:
     """Return an engine around `executor`.
@@ -65,11 +66,13 @@ def build_engine(
     `readers`: readers of its events; `num_waiting`: how many events may wait, as in EventLog. `log`, `cache` and
     `pages`: those of an engine that shares its device, instead of a new log with these readers and a pool of its own.
     `policy`: which waiting request is next; by default by priority, then arrival. `make_order`: makes the order in
-    which runs are evicted. `offload`: tiers below the device. `audit`: assert the laws of page accounting after every
-    step, and, unless the device is shared, check every event against a second bookkeeping. Raise ConfigError for an
-    audit if the room `audit` is not installed.
+    which runs are evicted. `offload`: tiers below the device; `below`: instead, tiers that were prepared for the tree
+    of `cache`. `audit`: assert the laws of page accounting after every step, and, unless the device is shared, check
+    every event against a second bookkeeping. Raise ConfigError for an audit if the room `audit` is not installed.
     """
-    below = None if offload is None else offload.prepare(config, make_order)
+    if offload is not None:
+        assert below is None and cache is None, "the tree of a given cache was made without these tiers"
+        below = offload.prepare(config, make_order)
     if audit and cache is None:
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages,

@@ -160,12 +160,12 @@ def everything(report: SharedReport) -> list[bytes]:
     ]
 
 
-@given(sharings(max_requests=30), st.booleans())
-def test_fast_forward_equals_turn_by_turn(case: Sharing, is_static: bool) -> None:
+@given(sharings(max_requests=30), st.booleans(), st.sampled_from(["default", "default", "mocker"]))
+def test_fast_forward_equals_turn_by_turn(case: Sharing, is_static: bool, profile: str) -> None:
     """L5: the same bytes, whatever is looked at."""
     if is_static and min(case.guarantees) < max(case.page_bytes):
         is_static = False  # somebody could not hold a page
-    fast, slow = (case.run(step_by_step=slowly, static_split=is_static) for slowly in (False, True))
+    fast, slow = (case.run(step_by_step=slowly, static_split=is_static, profile=profile) for slowly in (False, True))
     assert everything(fast) == everything(slow)
 
 
@@ -223,13 +223,13 @@ def test_models_without_traffic_change_nothing(case: Sharing, place: int) -> Non
         assert timelines_json(of_model) == timelines_json(beside.reports[name])
 
 
-@given(sharings(max_models=2))
-def test_a_model_alone_runs_as_it_would_without_a_device_to_share(case: Sharing) -> None:
+@given(sharings(max_models=2), st.sampled_from(["default", "default", "mocker"]))
+def test_a_model_alone_runs_as_it_would_without_a_device_to_share(case: Sharing, profile: str) -> None:
     """One model with all of the memory and all of the tokens is a replay of one."""
     of_model = case.cases[0]
     case = Sharing([of_model], case.page_size, case.page_bytes[:1], [0], [1], [0], [1000], case.num_bytes,
                    case.total_tokens, case.max_num_seqs)  # fmt: skip
-    shared = case.run()
+    shared = case.run(profile=profile)
     report = shared.reports["m0"]
     alone = replay(of_model.trace(), shared.config.configs["m0"])
     assert report.requests_jsonl() == alone.requests_jsonl()

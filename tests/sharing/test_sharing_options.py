@@ -60,6 +60,10 @@ def test_python_says_the_same_with_values() -> None:
         ({"each": ReplayConfig(replicas=2)}, "replicas: is for a replay of one model"),
         ({"memory_fraction": 2.0}, "memory_fraction: must be above 0"),
         ({"kv_memory": "auto"}, "kv_memory: is not known"),
+        (
+            {"models": {"a": ModelShare(priority=2, **NUMBERS)}, "each": ReplayConfig(profile="mocker")},
+            "models.a.priority: is 2, and the mocker knows no priorities",
+        ),
         ({"kv_memory": 63}, "kv_memory: 63 bytes hold no page of 1,024 bytes"),
         ({"models": {"a": ModelShare(model="qwen3-8b")}}, "models.a.model: says nothing without a device"),
         ({"models": {"a": ModelShare(guarantee="2MiB", **NUMBERS)}}, "models.a.guarantee: all guarantees are"),
@@ -75,7 +79,6 @@ def test_from_python_an_error_names_the_field(values: dict[str, Any], says: str)
     [
         ({"num_pages": 3}, "num_pages"),
         ({"cost": print}, "cost"),
-        ({"profile": "mocker"}, "profile"),
         ({"replicas": 2}, "replicas"),
         ({"router": "prefix"}, "router"),
     ],
@@ -97,8 +100,18 @@ def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, An
         ("model = 'qwen3-8b'\n[models.a]", "", "c.toml: model: is for a replay of one model."),
         ("trace = 'x'\n[models.a]", "", "c.toml: trace: is for a replay of one model."),
         ("replicas = 2\n[models.a]", "", "c.toml: replicas: is for a replay of one model: one device is shared"),
+        (
+            "[offload]\nhost_pages = 9\nkv_bytes_per_token = 2\n[models.a]",
+            "",
+            "c.toml: offload.kv_bytes_per_token: is for a replay of one model: a token of each of several weighs what",
+        ),
         ("pages = 2\n[models.a]", "", "c.toml: pages: is for a replay of one model: pages of several differ in bytes"),
         ("health = ['a=dead@3']", "", "c.toml: health: is for several models on one device."),
+        (
+            "profile = 'mocker'\nkv_memory = 9\n[models.a]\ncost = 'polynomial'\nkv_bytes_per_token = 2\npriority = 2",
+            "",
+            "c.toml: models.a.priority: is 2, and the mocker knows no priorities. Leave out profile, or the priority.",
+        ),
         ("", "--loans x", "--loans: is for several models on one device."),
         ("", "--trace a=x", "--trace a: is for several models on one device."),
         (

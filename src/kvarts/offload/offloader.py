@@ -210,7 +210,17 @@ class Offloader:
     @property
     def has_work(self) -> bool:
         """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
-        return bool(self._under_way or self._loaded or any(self._spills) or self._policy.has_work)
+        return bool(self._under_way or self._loaded or self.is_due)
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a load has ended and was not taken."""
+        return bool(self._loaded)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is to be stored, or passed on to the next tier, whatever becomes of the device."""
+        return any(self._spills) or self._policy.has_work
 
     def num_pages(self) -> tuple[int, ...]:
         """Return pages used and cached in each tier, one pair after the other."""

@@ -7,7 +7,7 @@ given away before the transfer ends. Then it is LOADED, and admitted before the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvarts.content import Content
@@ -38,6 +38,14 @@ class LowerTiers(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a load has ended and was not taken."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is to be stored, or passed on to the next tier, whatever becomes of the device."""
 
     @property
     def next_ns(self) -> int:
@@ -106,6 +114,11 @@ class Loads:
     def num_requests(self) -> int:
         """Requests that wait for a load, or have waited for one that ended since the last step."""
         return len(self._loading) - self._num_abandoned + len(self.loaded)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Return the requests here that were not cancelled: those that wait for a load, then those whose load ended."""
+        yield from (request for request in self._loading.values() if request.state is RequestState.LOADING)
+        yield from (request for request, _ in self.loaded)
 
     def try_start(self, request: Request, match: Match, num_known: int) -> bool:
         """Begin to load the pages that the tiers have for `request` after `match`; return False if they have none."""

@@ -162,7 +162,7 @@ class Scheduler:
         admitted: tuple[int, ...] = ()
         if preemptions:
             self.blocked = Blocked.NOT
-        elif (self.waiting.num_waiting or (loads is not None and loads.loaded)) and not self.pages.is_draining:
+        elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
             admitted = self._admit(now_ns, budget, chunks)
         self.mark.look()
         plan_batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
@@ -268,6 +268,8 @@ class Scheduler:
                 tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
             budget -= self._enter(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
+        if pages.is_draining:
+            return tuple(admitted)  # what was loaded has its pages and its place already
         while waiting.num_waiting:
             request = waiting.head(now_ns)
             if running.num_running + (0 if loads is None else loads.num_requests) >= max_num_seqs:

@@ -104,6 +104,14 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.models:
             raise SettingError("names no model", "models", hint="Give --model NAME=MODEL for each.")
         check_combination(self.each)
+        if self.each.profile == "mocker":
+            for name, share in self.models.items():
+                if share.priority:
+                    raise SettingError(
+                        f"is {share.priority}, and the mocker knows no priorities",
+                        f"models.{name}.priority",
+                        hint="Leave out {profile}, or the priority.",
+                    )
         for change in self.changes:
             if change.model not in self.models:
                 raise SettingError(
@@ -200,7 +208,12 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                     "kv_memory",
                 )
             placed = self._placed[name]
-            configs[name] = msgspec.structs.replace(self.each, num_pages=most // page_bytes, cost=placed.cost)
+            offload = self.each.offload
+            if offload is not None:
+                offload = offload.for_model(placed.kv_bytes_per_token)
+            configs[name] = msgspec.structs.replace(
+                self.each, num_pages=most // page_bytes, cost=placed.cost, offload=offload
+            )
         return configs
 
     def check_traces(self, names: Iterable[str]) -> None:
@@ -253,10 +266,8 @@ def check_combination(each: ReplayConfig) -> None:
     refused = {
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",
         "cost": "is for a replay of one model: each of several has its own",
-        "profile": "is for a replay of one model: the mocker knows no shared device",
         "replicas": "is for a replay of one model: one device is shared",
         "router": "is for a replay of one model: one device is shared",
-        "offload": "is for a replay of one model: a shared device has no tiers below it",
     }
     for field, why in refused.items():
         if getattr(each, field) != getattr(default, field):
@@ -270,6 +281,9 @@ SECTIONS = (
 """What can be said of several models beside what can be said of one."""
 
 
+TOKEN_BYTES = "offload.kv_bytes_per_token"
+
+
 def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
     """Build a SharingConfig from what was given. Raises ConfigError that names what was given, where it was given."""
     models = {name: given.build(ModelShare, f"models.{name}") for name in given.names("models")}
@@ -278,6 +292,12 @@ def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
             raise given.error(
                 of_one.key, "is for a replay of one model", hint="Say it of each: --model NAME=MODEL:weight_dtype=fp8."
             )
+    if TOKEN_BYTES in given:
+        raise given.error(
+            TOKEN_BYTES,
+            "is for a replay of one model: a token of each of several weighs what its model says",
+            hint="Say it of each: --model NAME=MODEL:kv_bytes_per_token=131072.",
+        )
     each = build_replay(given, sections, {})
     try:
         return given.build(SharingConfig, models=models, each=each)

@@ -23,6 +23,8 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Blocked
+from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.budget import TokenBudgets
@@ -85,13 +87,16 @@ class SharedDevice:
         guaranteed_bytes: int = 0,
         floor: int = 0,
         ceiling: int | None = None,
+        with_page_ids: bool = False,
+        order: EvictionOrder | None = None,
+        watcher: TreeWatcher | None = None,
         tell: Tell | None = None,
     ) -> DevicePart:
         """Add `model` and return its part of the device, for the scheduler that `attach` is to be given.
 
         A registered model gets the new weight and keeps everything else. `weight`, `floor` and `ceiling`: as
-        TokenBudgets takes them. `guaranteed_bytes`: memory that the model can always have back. `tell` receives the
-        events of its pages.
+        TokenBudgets takes them. `guaranteed_bytes`: memory that the model can always have back. `with_page_ids`,
+        `order` and `watcher`: as `open_part` takes them. `tell` receives the events of its pages.
         """
         self.budgets.register(model, weight, floor=floor, ceiling=ceiling)
         member = self._members.get(model)
@@ -99,7 +104,15 @@ class SharedDevice:
             try:
                 memory = DeviceMemory(guaranteed_bytes) if self.is_static else self.memory
                 part = open_part(
-                    model, memory, self, page_bytes=page_bytes, guaranteed_bytes=guaranteed_bytes, tell=tell
+                    model,
+                    memory,
+                    self,
+                    page_bytes=page_bytes,
+                    guaranteed_bytes=guaranteed_bytes,
+                    with_page_ids=with_page_ids,
+                    order=order,
+                    watcher=watcher,
+                    tell=tell,
                 )
             except ConfigError:
                 self.budgets.deregister(model)
@@ -118,12 +131,19 @@ class SharedDevice:
         member.cancel = cancel or scheduler.cancel
 
     def deregister(self, model: str) -> list[Request]:
-        """Remove `model` with all its pages; cancel and return its requests."""
-        requests = self._cancel_all(self._member(model))
+        """Remove `model` with all its pages; cancel and return its requests.
+
+        Raise ConfigError while transfers to or from a tier below it are under way, since these hold pages.
+        """
+        member = self._member(model)
+        tiers = None if member.scheduler is None else member.scheduler.tiers
+        if tiers is not None and tiers.has_work:
+            raise ConfigError("has transfers under way", field=model, hint="End them first.")
+        requests = self._cancel_all(member)
         part = self._members.pop(model).part
         part.memory.remove(part)
         self.budgets.deregister(model)
-        self._retry_blocked()
+        self.retry_blocked()
         return requests
 
     # Turns ------------------------------------------------------------------------------------------------
@@ -135,7 +155,7 @@ class SharedDevice:
         """
         self._claim(self._members[model])
         if has_released:
-            self._retry_blocked(but=model)
+            self.retry_blocked(but=model)
 
     def _claim(self, member: _Member) -> None:
         """Claim the pages that the head of the queue of `member` waits for."""
@@ -146,9 +166,10 @@ class SharedDevice:
             num_pages, head = scheduler.num_pages_wanted, scheduler.blocked_head.index
         is_new, member.claimant = head != member.claimant, head
         if member.part.make_claim(num_pages, is_new=is_new):
-            self._retry_blocked(but=member.part.name)
+            self.retry_blocked(but=member.part.name)
 
-    def _retry_blocked(self, but: str = "") -> None:
+    def retry_blocked(self, but: str = "") -> None:
+        """Let the models that wait for pages try again, since pages went out of use."""
         for model, member in self._members.items():
             scheduler = member.scheduler
             if model != but and scheduler is not None and scheduler.blocked is Blocked.PAGES:
@@ -204,7 +225,7 @@ class SharedDevice:
                 member.num_reclaimed += count
         part.refresh()
         assert num_pages <= part.cache.num_free, f"{num_pages} pages were asked for, {part.cache.num_free} came"
-        self._retry_blocked(but=model)
+        self.retry_blocked(but=model)
         return Donation(True, 0, tuple(gone), lost_tokens)
 
     def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
@@ -265,7 +286,8 @@ class SharedDevice:
     def set_health(self, model: str, health: Health) -> list[Request]:
         """Set the health of `model`; return the requests that end by it, running ones first.
 
-        A *degraded* model goes on with running requests and admits none; a *dead* one loses its requests and pages. A
+        A *degraded* model goes on with running requests, and with those that wait for a load, and admits none; a *dead*
+        one loses its requests and pages, those in tiers below included. Transfers under way end as they would have. A
         model may become healthy again.
         """
         if health not in ("healthy", "degraded", "dead"):
@@ -280,14 +302,16 @@ class SharedDevice:
         if health == "dead":
             requests = self._cancel_all(member)
             member.part.cache.shed(member.part.cache.num_cached)
-        self._retry_blocked()
+            if member.scheduler is not None and member.scheduler.tiers is not None:
+                member.scheduler.tiers.reset()
+        self.retry_blocked()
         return requests
 
     def _cancel_all(self, member: _Member) -> list[Request]:
         scheduler = member.scheduler
         if scheduler is None or member.cancel is None:
             return []
-        requests = [*scheduler.running, *scheduler.waiting]
+        requests = [*scheduler.running, *(scheduler.loads or ()), *scheduler.waiting]
         for request in requests:
             member.cancel(request)
         return requests

@@ -25,7 +25,7 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
     """Return an entry for each number of victims of `scheduler`, up to the number that frees `enough_bytes`.
 
     Victims come in the scheduler's own order and have a priority strictly `below_priority`. Pages that they share with
-    others stay in use until those are preempted as well.
+    others stay in use until those are preempted as well, and pages that a transfer holds until it has ended.
     """
     found: list[Victims] = []
     num_pages = lost = 0
@@ -37,7 +37,7 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
         num_pages += num_private
         for node in scheduler.cache.tree.walk(holding.path):
             held[id(node)] += 1
-            if held[id(node)] == node.refs:
+            if held[id(node)] == node.refs and not node.holds:
                 num_pages += node.end - node.start
         lost += scheduler.running.num_computed(request)
         found.append(Victims(count, num_pages * page_bytes, lost))

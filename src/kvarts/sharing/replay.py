@@ -9,6 +9,7 @@ from kvarts.build import build_engine
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.cost import CostModel
 from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.eviction import LruOrder
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.sched.plan import StepPlan, StepResult
@@ -16,7 +17,8 @@ from kvarts.sharing.config import SharingConfig
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
 from kvarts.sharing.steps import TurnLog
-from kvarts.sharing.turns import Tenant, TurnLoop
+from kvarts.sharing.tenant import Tenant
+from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.replay import Traffic, trace_of
 from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
@@ -78,7 +80,9 @@ def replay_several(
     is_observed = False
     for name, share in config.models.items():
         of_model = config.configs[name]
-        steps = logs[name] = TurnLog(of_model.num_pages)
+        tiers = {} if of_model.offload is None else of_model.offload.tiers(of_model.page_size)
+        below = None if of_model.offload is None else of_model.offload.prepare(of_model, LruOrder)
+        steps = logs[name] = TurnLog(of_model.num_pages, tiers)
         observers = () if observers_of is None else observers_of(name)
         is_observed = is_observed or bool(observers)
         log = EventLog([steps, *observers], num_waiting=1 if observers else MANY_EVENTS)
@@ -89,13 +93,15 @@ def replay_several(
             guaranteed_bytes=config.guaranteed_bytes[name],
             floor=share.floor,
             ceiling=share.ceiling,
+            order=None if below is None else below.order,
+            watcher=None if below is None else below.watcher,
             tell=log.tell_details,
         )
         executor = TurnExecutor(of_model.cost_model)
-        engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part)
+        engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part, below=below)
         device.attach(name, engine.scheduler, engine.cancel)
         source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
-        requests = RequestLog(largest_hit_counts=False)
+        requests = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=tiers)
         tenants.append(
             Tenant(
                 name,
@@ -125,6 +131,7 @@ def replay_several(
             tenant.log,
             [logs[tenant.name]],
             num_evicted_pages=tenant.cache.num_evicted,
+            transfers=[] if tenant.tiers is None else [tenant.tiers.totals()],
         )
         for tenant in tenants
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,8 +17,8 @@ __all__ = ["TurnLog"]
 class TurnLog(StepLog):
     """A StepLog with gaps between steps, in which other models may take or evict pages."""
 
-    def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages)
+    def __init__(self, num_pages: int, tiers: Mapping[str, int] | None = None) -> None:
+        super().__init__(num_pages, tiers)
         self._starts_ns = array("q")
         self._cached = array("i")
         self._withheld = array("i")

@@ -6,121 +6,30 @@ models that have work: a model that only decodes counts with the tokens of its d
 that it may have. If all models only decode, each has what it needs. A budget that is too small for all decodes of its
 model is saved until it is not: a step decodes all or none.
 
-At any time, in this order: a step that ends now is finished, requests that arrive now are queued, and the next model in
-turn starts a step. If all running requests only decode, `_leap` does many turns at once; its records are the same as
-if the turns had been done one by one.
+At any time, in this order: a step that ends now is finished, requests that arrive now are queued, transfers that are
+due are ended, and the next model in turn starts a step. What a step completed is stored below its model at its end,
+since others may evict it before the model's next turn. If no model can step, time goes on to the next arrival or the
+end of the next transfer. If all running requests only decode, and no model has tiers, `_leap` does many turns at once;
+its records are the same as if the turns had been done one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvarts.engine import Engine
-from kvarts.events import Blocked, LeapDone, Turns
-from kvarts.executor.base import VirtualExecutor
-from kvarts.report.requests import FAILED, RequestLog
+from kvarts.events import Blocked, Turns
+from kvarts.report.requests import FAILED
 from kvarts.request import Request
+from kvarts.sched.loads import LowerTiers
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.health import HealthChange
-from kvarts.sharing.part import DevicePart
-from kvarts.traffic.source import Source
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sharing.tenant import Stride, Tenant
+from kvarts.traffic.trace import TraceRequest
 
-__all__ = ["HealthChange", "Tenant", "TurnLoop"]
+__all__ = ["HealthChange", "TurnLoop"]
 
 NS_PER_S = 1e9
-
-
-class Tenant:
-    """One model of the device: the source of its requests, its engine, and the log of its requests.
-
-    `weight`: as TokenBudgets takes it. `priority` is added to that of each request.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        executor: VirtualExecutor,
-        part: DevicePart,
-        trace: Trace,
-        source: Source,
-        log: RequestLog,
-        *,
-        weight: float = 1.0,
-        priority: int = 0,
-    ) -> None:
-        self.name = name
-        self.engine = engine
-        self.scheduler = engine.scheduler
-        self._decode_ns = executor.decode_ns
-        self.part = part
-        self.cache = part.cache
-        self.trace = trace
-        self.source = source
-        self.log = log
-        self.weight = weight
-        self.priority = priority
-        self.rows: dict[int, TraceRequest] = {}
-        """Requests that are in the engine, by index."""
-        self.num_arrived = 0
-        self.saved = 0
-        """Tokens saved from budgets that were too small for a step."""
-        self.contested_tokens = 0
-        """Tokens computed in rounds in which at least two models could have computed more than their budget."""
-        self.contested_share = 0.0
-        """The part of all tokens computed by contending models in these rounds that its weight entitled it to."""
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether a step could do nothing until other models give back pages, or admission is resumed."""
-        scheduler = self.scheduler
-        can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
-        return not (scheduler.running.num_running or (can_admit and scheduler.blocked is not Blocked.PAGES))
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether it could compute more than a token for each decode."""
-        scheduler = self.scheduler
-        if scheduler.running.chunked is not None:
-            return True
-        can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
-        return bool(can_admit) and scheduler.blocked in (Blocked.NOT, Blocked.BUDGET)
-
-    def decode_ns(self, num_steps: int) -> list[int]:
-        """Return how long the next `num_steps` steps take, if they are alike."""
-        wheel, pool_tokens = self.scheduler.wheel, self.engine.config.pool_tokens
-        return self._decode_ns(wheel.num_decoding, wheel.known_tokens, pool_tokens, num_steps)
-
-    def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> None:
-        """Start steps that are alike, each in its own turn; their pages were taken already. `end_leap` must follow."""
-        engine, scheduler = self.engine, self.scheduler
-        assert engine.log.tell_details is None, "what happens in many turns at once is not told in detail"
-        scheduler.advance(len(durations_ns), is_taken=True)
-        if engine.log.tell is not None:
-            engine.log.tell(
-                LeapDone(
-                    scheduler.wheel.step,
-                    turns.starts_ns[0],
-                    durations_ns,
-                    pages_taken,
-                    scheduler.cache.num_used - sum(pages_taken),
-                    turns.cached[0],
-                    scheduler.cache.num_released,
-                    scheduler.running.num_running,
-                    scheduler.num_waiting,
-                    scheduler.blocked,
-                    turns=turns,
-                )
-            )
-        engine.now_ns = turns.starts_ns[-1] + durations_ns[-1]
-
-    def end_leap(self, num_steps: int) -> list[Request]:
-        """End the `num_steps` steps that `leap` started; return the requests that finished."""
-        finished = self.scheduler.commit_many(num_steps, self.engine.now_ns)
-        self.engine.emit()
-        return finished
 
 
 class TurnLoop:
@@ -141,7 +50,9 @@ class TurnLoop:
     ) -> None:
         self._device = device
         self._tenants = list(tenants)
-        self._leaps = not step_by_step
+        self._with_tiers = [(tenant, tenant.tiers) for tenant in tenants if tenant.tiers is not None]
+        # With tiers, what one model takes may have to be stored by another first: exactness comes before speed.
+        self._leaps = not step_by_step and not self._with_tiers
         self._audit = audit
         self._changes = sorted(changes, key=lambda change: change.time_ns)
         for change in self._changes:
@@ -170,6 +81,8 @@ class TurnLoop:
                 self._change(self._changes.pop(0))
             if self._arrival_ns <= self._now_ns:
                 self._arrivals(self._now_ns)
+            for below in self._with_tiers:
+                self._look_below(*below)
             tenant = self._next()
             if tenant is None:
                 next_ns = self._next_ns()
@@ -195,10 +108,14 @@ class TurnLoop:
     # Arrivals and health ----------------------------------------------------------------------------------
 
     def _next_ns(self) -> int:
-        """Return when the next request arrives, or the health of a model changes."""
-        if self._changes and self._changes[0].time_ns < self._arrival_ns:
-            return self._changes[0].time_ns
-        return self._arrival_ns
+        """Return when the next request arrives, the next transfer ends, or the health of a model changes."""
+        next_ns = self._arrival_ns
+        if self._changes and self._changes[0].time_ns < next_ns:
+            next_ns = self._changes[0].time_ns
+        for _, tiers in self._with_tiers:
+            if tiers.next_ns < next_ns:
+                next_ns = tiers.next_ns
+        return next_ns
 
     def _look_ahead(self) -> None:
         """Find the tenant with the next arrival, after sources have changed."""
@@ -222,7 +139,9 @@ class TurnLoop:
         tenant.num_arrived += 1
         request = Request(
             index,
-            tenant.trace.content(row, page_size=tenant.engine.config.page_size, owner=index),
+            tenant.trace.content(
+                row, page_size=tenant.engine.config.page_size, owner=index, know_output=tenant.knows_output
+            ),
             num_prompt_tokens=row.num_prompt_tokens,
             max_tokens=row.num_output_tokens,
             arrival_ns=now_ns,
@@ -236,6 +155,7 @@ class TurnLoop:
             reason = tenant.engine.submit(request, now_ns)
         if reason is None:
             tenant.rows[index] = row
+            tenant.is_fresh = True
         else:
             tenant.log.reject(request, row, 0, reason)
             self._done(tenant, row, now_ns)
@@ -244,6 +164,7 @@ class TurnLoop:
     def _change(self, change: HealthChange) -> None:
         tenant = next(tenant for tenant in self._tenants if tenant.name == change.model)
         ended = self._device.set_health(change.model, change.health)
+        tenant.is_fresh = True
         for request in ended:
             self._fail(tenant, request, f"its model died at {change.time_ns / NS_PER_S:g} s")
 
@@ -323,6 +244,11 @@ class TurnLoop:
             self._num_spent += num_tokens
             if tenant in self._contestants:
                 self._account(tenant, num_tokens)
+        if tenant.tiers is not None:
+            tenant.is_fresh = is_step
+            self._end_transfers(tenant, tenant.tiers)
+            if tenant.tiers.is_due:
+                tenant.store(end_ns)
         if self._audit:
             self._device.check()
 
@@ -332,6 +258,28 @@ class TurnLoop:
         total = sum(other.weight for other in self._contestants)
         for other in self._contestants:
             other.contested_share += num_tokens * other.weight / total
+
+    # Tiers ------------------------------------------------------------------------------------------------
+
+    def _look_below(self, tenant: Tenant, tiers: LowerTiers) -> None:
+        """End what is due below `tenant`; if it cannot step, begin what is to be stored, in place of its next step."""
+        engine = tenant.engine
+        self._end_transfers(tenant, tiers)
+        if tenant.is_fresh and tenant.is_stalled:
+            tenant.is_fresh = False
+            if engine.has_work:
+                tenant.store(self._now_ns)
+            engine.now_ns = self._now_ns
+            engine.emit()
+
+    def _end_transfers(self, tenant: Tenant, tiers: LowerTiers) -> None:
+        num_released = tenant.cache.num_released
+        if not tiers.advance_to(self._now_ns):
+            return
+        tenant.is_fresh = True
+        tenant.scheduler.blocked = Blocked.NOT
+        if tenant.cache.num_released != num_released:
+            self._device.retry_blocked(but=tenant.name)
 
     # Budgets ----------------------------------------------------------------------------------------------
 
@@ -421,13 +369,13 @@ class TurnLoop:
         # Ask for no more durations than reach `until_ns`, estimated by the last round.
         num_wanted = (until_ns - self._now_ns) // self._last_round_ns + 2
         num_turns = min(num_turns, num_wanted * num_active)
-        strides = [_Stride(tenant, -(-(num_turns - position) // num_active)) for position, tenant in enumerate(active)]
+        strides = [Stride(tenant, -(-(num_turns - position) // num_active)) for position, tenant in enumerate(active)]
         num_done = self._walk(strides[:num_turns], num_turns, until_ns)
         if num_done:
             self._commit(strides, (num_done - 1) % num_active)
         return num_done > 0
 
-    def _walk(self, strides: Sequence[_Stride], num_turns: int, until_ns: int) -> int:
+    def _walk(self, strides: Sequence[Stride], num_turns: int, until_ns: int) -> int:
         """Take the pages of up to `num_turns` turns that begin before `until_ns`; return how many turns had theirs.
 
         Pages are taken turn by turn, because the pages that one model takes may be evicted from another.
@@ -465,7 +413,7 @@ class TurnLoop:
         self._now_ns = now_ns
         return turn
 
-    def _commit(self, strides: Sequence[_Stride], last: int) -> None:
+    def _commit(self, strides: Sequence[Stride], last: int) -> None:
         # The last turn may finish requests, which the other models must not see before it ends.
         for stride in (*strides[last + 1 :], *strides[: last + 1]):
             num_steps = len(stride.starts_ns)
@@ -483,29 +431,3 @@ class TurnLoop:
         self._place = self._tenants.index(strides[last].tenant) + 1
         if self._audit:
             self._device.check()
-
-
-class _Stride:
-    """The steps of one model in many turns done at once: pages and duration of each, and the state before it."""
-
-    __slots__ = (
-        "cache",
-        "cached",
-        "due",
-        "durations_ns",
-        "num_unused",
-        "starts_ns",
-        "tenant",
-        "withheld",
-    )
-
-    def __init__(self, tenant: Tenant, num_steps: int) -> None:
-        self.tenant = tenant
-        self.cache = cache = tenant.cache
-        self.durations_ns = tenant.decode_ns(num_steps) if num_steps > 0 else []
-        self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps > 0 else []
-        self.num_unused = cache.pool.total - cache.num_used
-        """Pages of the device, in pages of this model, that the model does not use."""
-        self.starts_ns: list[int] = []
-        self.cached: list[int] = []
-        self.withheld: list[int] = []

@@ -51,6 +51,9 @@ class TiersBelow(Protocol):
     def tiers(self, page_size: int) -> dict[str, int]:
         """Return the pages of each tier, the fastest first, by its name."""
 
+    def for_model(self, kv_bytes_per_token: int) -> TiersBelow:
+        """Return the same for a model whose tokens weigh `kv_bytes_per_token`."""
+
 
 def _default_cost() -> CostModel:
     from kvarts.executor.cost import PolynomialCost  # a help text is printed without

@@ -1,0 +1,152 @@
+"""One model in the loop of turns: its engine, its traffic, and what it could do in its next turn."""
+
+from __future__ import annotations
+
+from kvarts.engine import Engine
+from kvarts.events import Blocked, LeapDone, Turns
+from kvarts.executor.base import VirtualExecutor
+from kvarts.report.requests import RequestLog
+from kvarts.request import Request
+from kvarts.sharing.part import DevicePart
+from kvarts.traffic.source import Source
+from kvarts.traffic.trace import Trace, TraceRequest
+
+__all__ = ["Stride", "Tenant"]
+
+
+class Tenant:
+    """One model of the device: the source of its requests, its engine, and the log of its requests.
+
+    `weight`: as TokenBudgets takes it. `priority` is added to that of each request.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        executor: VirtualExecutor,
+        part: DevicePart,
+        trace: Trace,
+        source: Source,
+        log: RequestLog,
+        *,
+        weight: float = 1.0,
+        priority: int = 0,
+    ) -> None:
+        self.name = name
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.tiers = engine.tiers
+        self.is_fresh = False
+        """Whether something happened since its tiers were last looked at: a step, an arrival, a transfer's end."""
+        self._decode_ns = executor.decode_ns
+        self.part = part
+        self.cache = part.cache
+        self.trace = trace
+        self.source = source
+        self.log = log
+        self.weight = weight
+        self.priority = priority
+        # In the profile of the mocker, every generated token differs from all others.
+        self.knows_output = engine.config.profile != "mocker"
+        self.rows: dict[int, TraceRequest] = {}
+        """Requests that are in the engine, by index."""
+        self.num_arrived = 0
+        self.saved = 0
+        """Tokens saved from budgets that were too small for a step."""
+        self.contested_tokens = 0
+        """Tokens computed in rounds in which at least two models could have computed more than their budget."""
+        self.contested_share = 0.0
+        """The part of all tokens computed by contending models in these rounds that its weight entitled it to."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a step could compute nothing until pages come back, a load ends, or admission is resumed."""
+        scheduler = self.scheduler
+        if scheduler.running.num_running or (self.tiers is not None and self._has_loaded):
+            return False
+        can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
+        # Where no request runs, all places are taken by requests that wait for loads.
+        return not (can_admit and scheduler.blocked is not Blocked.PAGES and scheduler.blocked is not Blocked.SEQS)
+
+    @property
+    def _has_loaded(self) -> bool:
+        """Whether a load has ended whose request does not run yet."""
+        loads = self.scheduler.loads
+        return loads is not None and bool(loads.loaded or loads.tiers.has_loaded)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether it could compute more than a token for each decode."""
+        scheduler = self.scheduler
+        if scheduler.running.chunked is not None or (self.tiers is not None and self._has_loaded):
+            return True
+        can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
+        return bool(can_admit) and scheduler.blocked in (Blocked.NOT, Blocked.BUDGET)
+
+    def store(self, now_ns: int) -> None:
+        """Begin to store, between turns, what is to be stored at `now_ns`; there are tiers."""
+        loads = self.scheduler.loads
+        assert loads is not None
+        loads.take_ended()
+        loads.tiers.plan_stores(now_ns)
+
+    def decode_ns(self, num_steps: int) -> list[int]:
+        """Return how long the next `num_steps` steps take, if they are alike."""
+        wheel, pool_tokens = self.scheduler.wheel, self.engine.config.pool_tokens
+        return self._decode_ns(wheel.num_decoding, wheel.known_tokens, pool_tokens, num_steps)
+
+    def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> None:
+        """Start steps that are alike, each in its own turn; their pages were taken already. `end_leap` must follow."""
+        engine, scheduler = self.engine, self.scheduler
+        assert engine.log.tell_details is None, "what happens in many turns at once is not told in detail"
+        scheduler.advance(len(durations_ns), is_taken=True)
+        if engine.log.tell is not None:
+            engine.log.tell(
+                LeapDone(
+                    scheduler.wheel.step,
+                    turns.starts_ns[0],
+                    durations_ns,
+                    pages_taken,
+                    scheduler.cache.num_used - sum(pages_taken),
+                    turns.cached[0],
+                    scheduler.cache.num_released,
+                    scheduler.running.num_running,
+                    scheduler.num_waiting,
+                    scheduler.blocked,
+                    turns=turns,
+                )
+            )
+        engine.now_ns = turns.starts_ns[-1] + durations_ns[-1]
+
+    def end_leap(self, num_steps: int) -> list[Request]:
+        """End the `num_steps` steps that `leap` started; return the requests that finished."""
+        finished = self.scheduler.commit_many(num_steps, self.engine.now_ns)
+        self.engine.emit()
+        return finished
+
+
+class Stride:
+    """The steps of one model in many turns done at once: pages and duration of each, and the state before it."""
+
+    __slots__ = (
+        "cache",
+        "cached",
+        "due",
+        "durations_ns",
+        "num_unused",
+        "starts_ns",
+        "tenant",
+        "withheld",
+    )
+
+    def __init__(self, tenant: Tenant, num_steps: int) -> None:
+        self.tenant = tenant
+        self.cache = cache = tenant.cache
+        self.durations_ns = tenant.decode_ns(num_steps) if num_steps > 0 else []
+        self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps > 0 else []
+        self.num_unused = cache.pool.total - cache.num_used
+        """Pages of the device, in pages of this model, that the model does not use."""
+        self.starts_ns: list[int] = []
+        self.cached: list[int] = []
+        self.withheld: list[int] = []

@@ -1,0 +1,136 @@
+"""Several models on one device, each with host memory, and perhaps files, below its part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_sharing_laws import Sharing, everything, sharings
+
+from kvarts import ConfigError, replay
+from kvarts.build import build_engine
+from kvarts.config import EngineConfig
+from kvarts.content import Content
+from kvarts.executor.cost import LinearCost
+from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.eviction import LruOrder
+from kvarts.offload.config import OffloadConfig
+from kvarts.request import Request
+from kvarts.sharing.device import SharedDevice
+from kvarts.sharing.report import SharedReport
+
+from builders.kept import Kept
+
+pytestmark = pytest.mark.laws
+
+
+@st.composite
+def offloads(draw: st.DrawFn) -> OffloadConfig:
+    """Small tiers and slow channels: everything that makes transfers meet evictions."""
+    rate = draw(st.sampled_from(["100B/s", "1kB/s", "100kB/s", "1GB/s"]))
+    return OffloadConfig(
+        host_pages=draw(st.sampled_from([1, 3, 8, 40])),
+        disk_pages=draw(st.sampled_from([None, None, 2, 30])),
+        policy=draw(st.sampled_from(["eager", "lazy"])),
+        target_free=draw(st.sampled_from([None, 1, 4, 20])),
+        full_prompt_hits=draw(st.booleans()),
+        h2d=rate,
+        d2h=draw(st.sampled_from(["100B/s", "1kB/s", "1GB/s"])),
+        disk_read=rate,
+        disk_write=rate,
+        fail_every=draw(st.sampled_from([0, 0, 0, 3])),
+    )
+
+
+def without_settings(summary: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in summary.items() if name != "config"}
+
+
+@given(sharings(max_models=1), offloads())
+def test_a_model_alone_with_tiers_is_a_replay_of_one(case: Sharing, tiers: OffloadConfig) -> None:
+    """One model with all of the memory and all of the tokens is a replay of one with the same tiers."""
+    of_model = case.cases[0]
+    case = Sharing([of_model], case.page_size, case.page_bytes[:1], [0], [1], [0], [1000], case.num_bytes,
+                   case.total_tokens, case.max_num_seqs)  # fmt: skip
+    shared = case.run(offload=tiers, audit=True)
+    report = shared.reports["m0"]
+    config = shared.config.configs["m0"]
+    assert config.offload == tiers.for_model(case.page_bytes[0] // case.page_size)
+    alone = replay(of_model.trace(), config)
+    assert report.requests_jsonl() == alone.requests_jsonl()
+    assert report.summary == alone.summary
+    for name, column in alone.steps.items():
+        assert report.steps[name].tolist() == column.tolist(), name
+    (log,) = alone.step_logs
+    for name, column in log.rests.items():
+        assert shared._logs["m0"].rests[name].tolist() == column.tolist(), name
+
+
+@given(sharings(max_models=2, max_requests=20), offloads(), st.booleans())
+def test_with_tiers_too_it_is_the_same_observed_and_step_by_step(
+    case: Sharing, tiers: OffloadConfig, is_static: bool
+) -> None:
+    """L1, L2, L3 after every turn; L5; L8."""
+    if is_static and min(case.guarantees) < max(case.page_bytes):
+        is_static = False
+    fast = case.run(offload=tiers, static_split=is_static)
+    kept = [Kept() for _ in case.cases]
+    slow = case.run(kept, offload=tiers, static_split=is_static, audit=True, step_by_step=True)
+    assert everything(fast) == everything(slow)
+    for name, report in fast.reports.items():
+        summary = report.summary
+        assert summary["num_failed"] == 0
+        rests = fast._logs[name].rests
+        assert not len(fast._logs[name]) or rests["used"].max() == 0
+        for tier in tiers.tiers(case.page_size):
+            assert not len(fast._logs[name]) or rests[f"{tier}_used"].max() == 0
+
+
+@given(sharings(), st.sampled_from(["eager", "lazy"]))
+def test_host_memory_of_no_pages_is_none(case: Sharing, policy: Any) -> None:
+    plain, empty = case.run(), case.run(offload=OffloadConfig(host_pages=0, policy=policy))
+    assert everything(plain)[1:] == everything(empty)[1:]
+    for name, report in plain.reports.items():
+        assert without_settings(report.summary) == without_settings(empty.reports[name].summary)
+
+
+@given(sharings(max_models=2, max_requests=20), offloads(), st.data())
+def test_models_that_fall_ill_leave_nothing_behind(case: Sharing, tiers: OffloadConfig, data: st.DataObject) -> None:
+    """Requests that wait for loads are cancelled while these are under way; a degraded model admits what it loads."""
+    names = st.sampled_from([f"m{place}" for place in range(len(case.cases))])
+    states = st.sampled_from(["dead", "dead", "degraded", "healthy"])
+    changes = data.draw(st.lists(st.tuples(names, states, st.integers(0, 400)), min_size=1, max_size=4))
+    health = tuple(f"{name}={state}@{ms / 1000:.3f}" for name, state, ms in changes)
+    config = msgspec.structs.replace(case.config(offload=tiers, audit=True), health=health)
+    traces = {f"m{place}": of_model.trace() for place, of_model in enumerate(case.cases)}
+    report: SharedReport = replay(traces, config)
+    for name, of_model in report.reports.items():
+        summary = of_model.summary
+        ended = summary["num_completed"] + summary["num_rejected"] + summary["num_failed"]
+        assert ended == len(traces[name].requests or ())
+        assert not len(report._logs[name]) or report._logs[name].rests["used"].max() == 0
+
+
+def test_a_model_goes_when_its_transfers_have_ended() -> None:
+    device = SharedDevice(64, max_num_batched_tokens=16)
+    config = EngineConfig(num_pages=64, page_size=1, max_num_batched_tokens=16, max_num_seqs=4)
+    below = OffloadConfig(host_pages=8, kv_bytes_per_token=1).prepare(config, LruOrder)
+    assert below is not None
+    part = device.register("a", page_bytes=1, order=below.order, watcher=below.watcher)
+    part.token_budget = 16
+    engine = build_engine(config, SimExecutor(LinearCost(step_ms=1.0)), cache=part.cache, pages=part, below=below)
+    device.attach("a", engine.scheduler, engine.cancel)
+    request = Request(0, Content.from_tokens([1, 2, 3], page_size=1, owner=0), 3, 1)
+    assert engine.submit(request, 0) is None
+    assert engine.step(0) == [request]
+    assert engine.tiers is not None
+    engine.tiers.plan_stores(engine.now_ns)
+    assert part.cache.num_used == 3, "held by the store"
+    with pytest.raises(ConfigError, match="has transfers under way"):
+        device.deregister("a")
+    assert engine.tiers.advance_to(engine.tiers.next_ns)
+    assert device.deregister("a") == []
+    assert device.memory.num_empty_bytes == 64
