@@ -1,8 +1,7 @@
 """One engine: plan, execute, commit, emit.
 
 `step` does all four. Callers that have events between the beginning and the end of a step call `begin`, which plans and
-executes, and `end`, which commits and emits. Virtual time adds leaps around these two; there is no other way through a
-step.
+executes, and `end`, which commits and emits. Virtual time adds leaps around these two and no other way through a step.
 """
 
 from __future__ import annotations
@@ -128,13 +127,15 @@ class Engine:
 
     def emit(self) -> None:
         """Hand the events to the readers of the log, between steps. Raise what a reader raises, such as AuditError."""
-        if not (self._is_at_rest or self.has_work):
+        scheduler = self.scheduler
+        # The first two are most of `has_work`, and this runs after every step.
+        if not (scheduler.running.num_running or scheduler.waiting.num_waiting or self._is_at_rest or self.has_work):
             self._tell_rest()
         log = self.log
         if len(log.waiting) >= log.num_waiting:
             log.flush()
         if self._audit:
-            self.scheduler.check()
+            scheduler.check()
 
     def _tell_rest(self) -> None:
         """Tell that the engine has run out of work."""

@@ -118,15 +118,15 @@ class Replica:
 
         Add the requests that finished to `finished`.
         """
-        engine, scheduler, tiers = self.engine, self.scheduler, self._tiers
+        engine, running, waiting = self.engine, self.scheduler.running, self.scheduler.waiting
         while True:
             if self._is_under_way:
                 if engine.now_ns > until_ns:
                     return
                 finished += self.finish()
             now_ns = engine.now_ns
-            # `has_work` spelled out, because this runs before every step.
-            if now_ns >= until_ns or not (scheduler.has_work or (tiers is not None and tiers.has_work)):
+            # Most of `has_work` is spelled out, because this runs before every step.
+            if now_ns >= until_ns or not (running.num_running or waiting.num_waiting or engine.has_work):
                 return
             self.start(now_ns, until_ns)
 
