@@ -257,6 +257,7 @@ def check_combination(each: ReplayConfig) -> None:
         "replicas": "is for a replay of one model: one device is shared",
         "router": "is for a replay of one model: one device is shared",
         "offload": "is for a replay of one model: a shared device has no tiers below it",
+        "eviction": "is for a replay of one model: pages of several models are evicted by age",
     }
     for field, why in refused.items():
         if getattr(each, field) != getattr(default, field):

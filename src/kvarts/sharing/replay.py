@@ -92,7 +92,7 @@ def replay_several(
             tell=log.tell_details,
         )
         executor = TurnExecutor(of_model.cost_model)
-        engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part)
+        engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part, policy=of_model.admission())
         device.attach(name, engine.scheduler, engine.cancel)
         source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
         requests = RequestLog(largest_hit_counts=False)
