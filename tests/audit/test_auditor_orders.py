@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -151,8 +151,8 @@ def test_a_hit_of_what_is_gone_is_found() -> None:
 def test_an_invented_event_is_found(kind: type[Any]) -> None:
     invented: list[Event] = []
 
-    def say_more(events: Any) -> list[Event]:
-        events = list(events)
+    def say_more(heard: Sequence[Event]) -> list[Event]:
+        events = list(heard)
         stored = [event for event in events if isinstance(event, PagesStored)]
         if stored and not invented:
             one = stored[0]

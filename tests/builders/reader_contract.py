@@ -99,22 +99,27 @@ class EventReaderContract:
         path = tmp_path / "one"
         path.mkdir()
         after = Batches()
-        log = EventLog([self.make(path), after])
+        reader = self.make(path)
+        log = EventLog([reader, after])
         for events in batches:
             assert log.tell is not None
             for event in events:
                 log.tell(event)
-            log.emit()
+            log.flush()
+        self.outcome(reader, path)
         assert after.batches == batches
 
     def test_it_says_whether_it_wants_details(self, tmp_path: Path) -> None:
         reader = self.make(tmp_path)
         wants_details = getattr(reader, "wants_details", True)
         assert (EventLog([reader]).tell_details is not None) is wants_details
+        self.outcome(reader, tmp_path)
 
     def test_without_details_it_reads_the_same(self, tmp_path: Path, batches: list[list[Event]]) -> None:
         """Where it says that it needs none."""
-        if getattr(self.make(tmp_path), "wants_details", True):
+        reader = self.make(tmp_path)
+        self.outcome(reader, tmp_path)
+        if getattr(reader, "wants_details", True):
             return
         plain = [[event for event in events if type(event).__name__ in STEP_EVENTS] for events in batches]
         assert self.read(tmp_path, "plain", plain) == self.read(tmp_path, "details", batches)

@@ -153,7 +153,7 @@ def told(used: str | None = None, **below: bool) -> tuple[EvictionsTold, dict[st
     ],
 )
 def test_an_eviction_is_judged(says: str, below: dict[str, bool], what: str | None) -> None:
-    evictions, blocks, findings = told(**below)
+    evictions, blocks, findings = told(None, **below)
     evictions.told.append(says.encode())
     assert evictions.choose(iter(blocks.values())) is blocks[says]
     assert [digest for _, digest in findings] == ([] if what is None else [says.encode()])

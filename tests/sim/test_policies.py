@@ -76,8 +76,8 @@ def test_policies_are_no_settings_of_a_file_or_the_command_line() -> None:
 def test_a_report_names_what_is_not_the_default() -> None:
     given_both = ReplayConfig(eviction=LeastHits, admission=partial(ShortestFirst, 3)).to_builtins()
     assert (given_both["eviction"], given_both["admission"]) == ("LeastHits", "ShortestFirst")
-    defaults = {"eviction": LruOrder, "admission": PriorityPolicy}
-    assert ReplayConfig(**defaults).to_builtins() == ReplayConfig().to_builtins()
+    defaults = ReplayConfig(eviction=LruOrder, admission=PriorityPolicy)
+    assert defaults.to_builtins() == ReplayConfig().to_builtins()
     assert not {"eviction", "admission"} & set(ReplayConfig().to_builtins())
 
 

@@ -77,8 +77,8 @@ class Auditor:
         self._digest_of: dict[FullBlock, bytes] = {}
         self._evictions: EvictionsTold | None = None
         if safe_first or not is_lru:
-            books, is_evictable = self._books if safe_first else None, self._is_evictable
-            self._evictions = EvictionsTold(books, self._copies, self._digest_of, self._find_digest, is_evictable)
+            books, find = self._books if safe_first else None, self._find_digest
+            self._evictions = EvictionsTold(books, self._copies, self._digest_of, find, self._is_evictable)
         choose = next if self._evictions is None else self._evictions.choose
         self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event, choose=choose)
         self._kept = KeptPages(self.ledger, self._copies)
@@ -323,8 +323,7 @@ class Auditor:
         below = self._found_below(known, event.num_hit_pages)
         if below != event.by_tier:
             self._find(f"{event.by_tier} pages are loaded, and {below} are below", event.request, event.num_hit_pages)
-        start = event.num_hit_pages
-        known.load = range(start, start + sum(count for _, count in event.by_tier))
+        known.load = range(event.num_hit_pages, event.num_hit_pages + sum(count for _, count in event.by_tier))
 
     def _keep(self, event: StoreStarted) -> None:
         if event.medium != "host":

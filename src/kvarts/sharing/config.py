@@ -268,6 +268,7 @@ def check_combination(each: ReplayConfig) -> None:
         "cost": "is for a replay of one model: each of several has its own",
         "replicas": "is for a replay of one model: one device is shared",
         "router": "is for a replay of one model: one device is shared",
+        "eviction": "is for a replay of one model: pages of several models are evicted by age",
     }
     for field, why in refused.items():
         if getattr(each, field) != getattr(default, field):

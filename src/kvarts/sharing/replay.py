@@ -98,7 +98,8 @@ def replay_several(
             tell=log.tell_details,
         )
         executor = TurnExecutor(of_model.cost_model)
-        engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part, below=below)
+        policy = of_model.admission()
+        engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part, policy=policy, below=below)
         device.attach(name, engine.scheduler, engine.cancel)
         source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
         requests = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=tiers)
