@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pkgutil import iter_modules
 
 import kvarts
@@ -10,6 +11,54 @@ from kvarts.report.report import Report
 ROOMS = frozenset(module.name for module in iter_modules(kvarts.__path__))
 HAS_AUDIT = "audit" in ROOMS
 HAS_RECORD = "record" in ROOMS
+
+NAMES = {
+    "audit": (
+        "AuditError",
+        "Auditor",
+        "BlockInUseError",
+        "Finding",
+        "FullBlock",
+        "LedgerError",
+        "NotUniqueError",
+        "PageLedger",
+        "PartialBlock",
+        "UnknownBlockError",
+    ),
+    "config": ("EngineConfig",),
+    "errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
+    "executor": ("LinearCost", "PolynomialCost", "RooflineCost"),
+    "explain": ("HitLedger", "Journal", "hit_ledger", "load_journal", "story_of_block", "story_of_request"),
+    "llm": ("LLM",),
+    "offload": ("OffloadConfig",),
+    "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
+    "report": ("Report",),
+    "sampling": ("SamplingParams",),
+    "sharing": ("ModelShare", "SharedReport", "SharingConfig", "replay_shared", "resolve_sharing"),
+    "sim": ("ReplayConfig", "Slo", "replay"),
+    "traffic": ("Trace", "TraceRequest", "Workload", "load_mooncake", "load_trace"),
+    "verify": ("Verdict", "verify", "verify_file"),
+}
+"""Names of the front door, by the room that they come from."""
+
+SPELLINGS = {
+    "audit": ("--audit",),
+    "explain": ("kvarts story",),
+    "llm": ("kvarts generate", "kvarts profile", "kvarts model tiny", "kvarts.executor.torch"),
+    "offload": ("--host-memory", "--host-pages", "[offload]"),
+    "record": ("--events", "--run-dir", "--timeline"),
+    "sharing": ("--model chat=", "[models."),
+}
+"""What else an example says that needs a room, by the room: commands, options and tables of files."""
+
+
+def missing_room(text: str) -> str | None:
+    """The first room that an example needs and the project lacks."""
+    for room in sorted({*NAMES, *SPELLINGS} - ROOMS):
+        has_name = any(re.search(rf"\b{name}\b", text) for name in NAMES.get(room, ()))
+        if has_name or any(spelling in text for spelling in SPELLINGS.get(room, ())):
+            return room
+    return None
 
 
 def timelines_json(report: Report) -> list[bytes]:

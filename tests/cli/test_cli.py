@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from builders.rooms import HAS_AUDIT
+
 GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}\n'
 
 
@@ -118,7 +120,8 @@ def test_report_and_requests_are_written(kvarts: Run, trace: Path, tmp_path: Pat
 def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
     flags = (
         "--pages 99 --page-size 8 --profile mocker --cost linear:step_ms=5 --max-batched-tokens 64 --max-seqs 3 "
-        "--replicas 2 --router prefix --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7 --audit"
+        "--replicas 2 --router prefix --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7"
+        f"{' --audit' * HAS_AUDIT}"
     )
     ran = kvarts("replay", trace, *flags.split(), "--json")
     assert ran.code == 0, ran.err

@@ -27,6 +27,8 @@ from kvarts.cli.main import main
 from kvarts.cli.replay import OneRun, all_sections, read_settings
 from kvarts.traffic.mooncake import load_mooncake
 
+from builders.rooms import missing_room
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -51,6 +53,9 @@ def blocks(kind: str) -> list[Any]:
             if name == kind:
                 output = after[1] if after[0] == "output" else None
                 marks = [NEEDS_TORCH] if page.name == "guide-models.md" else []
+                missing = missing_room(text)
+                if missing is not None:
+                    marks.append(pytest.mark.skip(f"needs kvarts.{missing}"))
                 found.append(pytest.param(defined + text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
                 if kind == "python" and defines_only(text):
                     defined += text
@@ -100,6 +105,9 @@ def test_commands(
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```pycon" in page.read_text()], ids=lambda page: page.name)
 def test_sessions(page: Path) -> None:
+    missing = missing_room("".join(text for kind, text in BLOCK.findall(page.read_text()) if kind == "pycon"))
+    if missing is not None:
+        pytest.skip(f"needs kvarts.{missing}")
     results = doctest.testfile(str(page), module_relative=False, optionflags=doctest.FAIL_FAST)
     assert results.attempted
     assert not results.failed

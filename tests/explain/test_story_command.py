@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ Kvarts = Callable[..., tuple[int, str, str]]
 
 
 def test_each_replica_tells_its_own(kvarts: Kvarts, tmp_path: Path) -> None:
-    assert kvarts("replay", "--replicas", 2, "--run-dir", tmp_path / "run")[0] == 0
+    sample = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
+    assert kvarts("replay", sample, "--replicas", 2, "--run-dir", tmp_path / "run")[0] == 0
     code, out, _ = kvarts("story", tmp_path / "run", "--request", "3")
     assert code == 0 and out.startswith("events-r1.jsonl.gz:\n") and "finished" in out
     code, out, _ = kvarts("story", tmp_path / "run", "--hits")
