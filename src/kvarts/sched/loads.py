@@ -116,7 +116,7 @@ class Loads:
         return len(self._loading) - self._num_abandoned + len(self.loaded)
 
     def __iter__(self) -> Iterator[Request]:
-        """Return the requests here that were not cancelled: those that wait for a load, then those whose load ended."""
+        """Return the requests here that were not cancelled: those that wait for a load, then loaded ones."""
         yield from (request for request in self._loading.values() if request.state is RequestState.LOADING)
         yield from (request for request, _ in self.loaded)
 

@@ -71,7 +71,7 @@ class Tenant:
 
     @property
     def _has_loaded(self) -> bool:
-        """Whether a load has ended whose request does not run yet."""
+        """Whether the load of a request has ended that does not run yet."""
         loads = self.scheduler.loads
         return loads is not None and bool(loads.loaded or loads.tiers.has_loaded)
 

@@ -52,7 +52,7 @@ class TiersBelow(Protocol):
         """Return the pages of each tier, the fastest first, by its name."""
 
     def for_model(self, kv_bytes_per_token: int) -> TiersBelow:
-        """Return the same for a model whose tokens weigh `kv_bytes_per_token`."""
+        """Return the same for a model with tokens of `kv_bytes_per_token` bytes."""
 
 
 def _default_cost() -> CostModel:
