@@ -93,7 +93,7 @@ class EvictionsTold:
 
     An engine that evicts first what a tier below has keeps two lists, and their order depends on when it looked at
     them; and an EvictionOrder may be any. What must hold whatever the order: no page goes while it is in use, none
-    before what follows it, and, given the `books` of the tiers below, none is lost while there is one that would not be.
+    before what follows it, and, given the `books` of the tiers below, none is lost while another would not be.
     """
 
     def __init__(
