@@ -91,9 +91,9 @@ class KeptPages:
 class EvictionsTold:
     """Chooses what the engine says it evicted, and names what is wrong with it.
 
-    An engine that evicts first what a tier below has keeps two lists, whose order depends on when it looked at them;
-    and an EvictionOrder may be any. What must hold whatever the order: no page goes while it is in use, none before
-    what follows it, and, given the `books` of the tiers below, none is lost while there is one that would not be.
+    An engine that evicts first what a tier below has keeps two lists, and their order depends on when it looked at
+    them; and an EvictionOrder may be any. What must hold whatever the order: no page goes while it is in use, none
+    before what follows it, and, given the `books` of the tiers below, none is lost while another would not be.
     """
 
     def __init__(
