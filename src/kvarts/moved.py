@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -139,7 +138,7 @@ def warn_moved(old: str, new: str) -> None:
     warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=3)
 
 
-class _MovedLoader(Loader):
+class _MovedLoader:
     """A loader that loads an old name as the module that has its new name."""
 
     def __init__(self) -> None:
@@ -176,7 +175,7 @@ class _SplitModule(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
-class _MovedFinder(MetaPathFinder):
+class _MovedFinder:
     """A finder of old names of modules."""
 
     def find_spec(
