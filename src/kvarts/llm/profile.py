@@ -74,7 +74,7 @@ class Profile:
             self.live.observe(events)
 
     def run(self, llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> None:
-        """Run all of `prompts` on an LLM that has this as its sink; then there is a report."""
+        """Run all of `prompts` on an LLM that has this among its readers; then there is a report."""
         config = llm.config
         self._log = StepLog(config.num_pages, llm.tiers)
         requests = {index: llm.request(index) for index in (llm.submit(prompt, params) for prompt in prompts)}
@@ -124,8 +124,7 @@ class Profile:
     def summary(self) -> dict[str, Any]:
         """The same as `Report.summary`; `cost` says that steps were measured."""
         assert self._report is not None
-        summary = dict(self._report.summary)
-        return {**summary, "config": {**summary["config"], "cost": "measured"}}
+        return self._report.summary
 
 
 def _trace_row(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
