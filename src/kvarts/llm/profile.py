@@ -124,8 +124,7 @@ class Profile:
     def summary(self) -> dict[str, Any]:
         """The same as `Report.summary`; `cost` says that steps were measured."""
         assert self._report is not None
-        summary = dict(self._report.summary)
-        return {**summary, "config": {**summary["config"], "cost": "measured"}}
+        return self._report.summary
 
 
 def _trace_row(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
