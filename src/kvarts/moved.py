@@ -11,6 +11,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # their module is slow to import, and the import system asks only for their methods
+    Loader = MetaPathFinder = object
 
 __all__ = ["MOVED", "MOVED_NAMES", "install"]
 
@@ -138,7 +144,7 @@ def warn_moved(old: str, new: str) -> None:
     warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=3)
 
 
-class _MovedLoader:
+class _MovedLoader(Loader):
     """A loader that loads an old name as the module that has its new name."""
 
     def __init__(self) -> None:
@@ -175,7 +181,7 @@ class _SplitModule(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
-class _MovedFinder:
+class _MovedFinder(MetaPathFinder):
     """A finder of old names of modules."""
 
     def find_spec(
