@@ -141,16 +141,14 @@ class Scheduler:
         wheel, loads, preemptor = self.wheel, self.loads, self.preemptor
         preemptions: list[Preemption] = []
         preemptor.preemptions = preemptions
-        gave_way = preemptor.gave_way
-        if gave_way:
+        if gave_way := preemptor.gave_way:
             preemptor.gave_way = []
         self.mark.used = -1  # the next look sets the mark
         self.num_pages_wanted = 0
         if loads is not None:
             loads.take_ended()
             loads.tiers.plan_stores(now_ns)
-        num_due = wheel.pages_due()
-        if num_due:
+        if num_due := wheel.pages_due():
             preemptor.take_due(num_due, now_ns)
         budget = self.pages.token_budget - wheel.num_decoding
         chunks: list[Chunk] = []
@@ -247,9 +245,8 @@ class Scheduler:
         num_tokens = num_known - start
         if num_tokens > budget:
             num_tokens = budget
-        holding = request.holding
-        assert holding is not None
-        num_pages = -(-(start + num_tokens) // self._page_size) - holding.num_pages
+        assert request.holding is not None
+        num_pages = -(-(start + num_tokens) // self._page_size) - request.holding.num_pages
         if num_pages > self.cache.num_free and not self.preemptor.make_room(request, num_pages, now_ns):
             return 0
         self._compute_chunk(request, num_tokens, num_known, chunks)
