@@ -22,7 +22,7 @@ settings.register_profile(
 )
 settings.register_profile("few", parent=settings.get_profile("fast"), max_examples=20)
 settings.register_profile("long", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=300)
+settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=150)
 settings.register_profile("drill", parent=settings.get_profile("fast"), max_examples=10)
 settings.load_profile(os.environ.get("KVARTS_HYPOTHESIS", "fast"))
 
