@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 pytest.register_assert_rewrite("builders.laws", "builders.serving")
 
 settings.register_profile(
-    "fast", max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "fast", max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("few", parent=settings.get_profile("fast"), max_examples=20)
 settings.register_profile("long", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
