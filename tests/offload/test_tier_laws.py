@@ -122,8 +122,8 @@ class TierMachine(RuleBasedStateMachine):
         holder = data.draw(st.sampled_from(sorted(self.offers)))
         content, start, end, pinned = self.offers[holder]
         names = self.names(content, end)
-        if not all(map(self.model.is_stored, names[start:])):
-            return  # dropped since; an engine asks again in the step in which it loads
+        if any(entry.state != "stored" for entry in pinned[start:]):
+            return  # dropped since, even if stored anew; an engine asks again in the step in which it loads
         del self.offers[holder]
         accepted = data.draw(st.integers(1, end - start))
         load = self.tier.prepare_load(holder, data.draw(st.sampled_from([accepted, accepted, None])))

@@ -104,7 +104,10 @@ class Tier(Protocol):
         """End a store: its pages can be found from now on, or are dropped. Return False if it had ended before."""
 
     def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
-        """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them."""
+        """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them.
+
+        They must have stayed in the tier since: after `reset`, or when pages were found broken, look up again.
+        """
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
         """End a load. Pages after the first `num_good_pages` were broken and leave the tier.
@@ -277,6 +280,7 @@ class MemoryTier:
     def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
         """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them."""
         pin = self._pins.pop(holder)
+        assert pin.run.state is NodeState.STORED, f"what was offered to {holder} has left the tier since"
         offered = pin.end - pin.start
         if num_pages is not None and num_pages < offered:
             assert num_pages > 0, "a load of nothing"
