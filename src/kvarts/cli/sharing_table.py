@@ -45,7 +45,7 @@ def render_shared_table(summary: dict[str, Any]) -> str:
     for title, value in rows:
         lines.append(f"{title:<13}" + "".join(f"{value(model):>{WIDTH}}" for model in models.values()))
     fairness = device["jain_index"]
-    fair = "nobody had to be fair" if fairness is None else f"Jain's index {fairness:.3f} of contested tokens by weight"
+    fair = "nothing was contested" if fairness is None else f"Jain's index {fairness:.3f} of contested tokens by weight"
     rate = as_number(device["output_throughput_tokens_per_s"])
     busy = f"{device['duration_ms'] / 1e3:,.1f} s, computing {as_percent(device['busy_pct'])} of it"
     lines += ["", f"duration     {busy}; {rate} out tokens/s", f"fairness     {fair}"]
