@@ -4,6 +4,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ settings.register_profile("drill", parent=settings.get_profile("fast"), max_exam
 settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=300, derandomize=False)
 settings.register_profile("long", parent=settings.get_profile("many"), max_examples=5000)
 settings.load_profile(os.environ.get("KVARTS_HYPOTHESIS", "fast"))
+
+
+DATA = Path(str(files("kvarts") / "data"))
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +82,19 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         sys.argv = before
     return path
+
+
+@pytest.fixture(scope="session")
+def short_traces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for a replay of two models, `chat` and `code`: the first 300 requests of each bundled Azure trace."""
+    folder = tmp_path_factory.mktemp("traces")
+    options = []
+    for name, kind in (("chat", "conv"), ("code", "code")):
+        path = folder / f"{name}.csv"
+        with (DATA / f"azure-{kind}-1000.csv").open() as rows:
+            path.write_text("".join(islice(rows, 301)))
+        options += ["--trace", f"{name}={path}"]
+    return options
 
 
 @pytest.fixture(scope="module")

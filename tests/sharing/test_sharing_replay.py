@@ -23,10 +23,10 @@ DEVICE = ["--device", "h100-80gb", "--kv-memory", "4GiB"]
 
 
 def test_the_command_writes_everything_and_says_the_same_twice(
-    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    command = ["replay", *MODELS, *TRACES, *DEVICE, "--json"]
+    command = ["replay", *MODELS, *short_traces, *DEVICE, "--json"]
     assert run_command(*command, "--run-dir", first, "--loans", tmp_path / "loans.jsonl") == 0
     printed = capsysbinary.readouterr().out
     # Observed, it goes step by step; unobserved, many turns at once.
@@ -40,7 +40,7 @@ def test_the_command_writes_everything_and_says_the_same_twice(
     assert (first / "loans.jsonl").read_bytes() == (tmp_path / "loans.jsonl").read_bytes()
     summary = msgspec.json.decode(printed)
     device, models = summary["device"], summary["models"]
-    assert device["num_completed"] + device["num_rejected"] == device["num_requests"] == 2000
+    assert device["num_completed"] + device["num_rejected"] == device["num_requests"] == 600
     assert abs(models["chat"]["guaranteed_bytes"] - 2 * models["code"]["guaranteed_bytes"]) <= 1
     assert sum(model["num_tokens"] for model in models.values()) == device["num_tokens"]
     assert device["loans"] and models["code"]["peak_borrowed_bytes"] > 0
@@ -75,9 +75,9 @@ def test_a_configuration_file_says_the_same(
 
 
 def test_each_model_has_host_memory_of_its_own(
-    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:
-    command = ["replay", *MODELS, *TRACES, *DEVICE, "--host-memory", "1GiB", "--offload", "lazy", "--json"]
+    command = ["replay", *MODELS, *short_traces, *DEVICE, "--host-memory", "1GiB", "--offload", "lazy", "--json"]
     assert run_command(*command) == 0
     printed = capsysbinary.readouterr().out
     assert run_command(*command, "--run-dir", tmp_path) == 0
