@@ -74,23 +74,6 @@ def test_a_configuration_file_says_the_same(
     assert models["chat"]["share_owned"] == 0.5
 
 
-def test_each_model_has_host_memory_of_its_own(
-    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
-) -> None:
-    command = ["replay", *MODELS, *short_traces, *DEVICE, "--host-memory", "1GiB", "--offload", "lazy", "--json"]
-    assert run_command(*command) == 0
-    printed = capsysbinary.readouterr().out
-    assert run_command(*command, "--run-dir", tmp_path) == 0
-    assert capsysbinary.readouterr().out == printed
-    models = msgspec.json.decode(printed)["models"]
-    for name, token_bytes in (("chat", 131_072), ("code", 147_456)):
-        assert models[name]["config"]["offload"]["kv_bytes_per_token"] == token_bytes
-        assert models[name]["transfers"]["num_stores"] > 0
-        capsysbinary.readouterr()
-        assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
-        assert "host" in (tmp_path / name / "report.json").read_text()
-
-
 def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
