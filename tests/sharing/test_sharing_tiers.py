@@ -25,6 +25,7 @@ from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
 
 from builders.kept import Kept
+from builders.rooms import HAS_RECORD
 
 pytestmark = pytest.mark.laws
 
@@ -170,7 +171,8 @@ def test_each_model_has_host_memory_of_its_own(
         assert models[name]["config"]["offload"]["kv_bytes_per_token"] == token_bytes
         assert models[name]["transfers"]["num_stores"] > 0
         capsysbinary.readouterr()
-        assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
+        if HAS_RECORD:
+            assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
         assert "host" in (tmp_path / name / "report.json").read_text()
 
 
