@@ -25,7 +25,7 @@ from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
 
 from builders.kept import Kept
-from builders.rooms import HAS_RECORD
+from builders.rooms import HAS_AUDIT, HAS_RECORD
 
 pytestmark = pytest.mark.laws
 
@@ -62,7 +62,7 @@ def test_a_model_alone_with_tiers_is_a_replay_of_one(case: Sharing, tiers: Offlo
     report = shared.reports["m0"]
     config = shared.config.configs["m0"]
     assert config.offload == tiers.for_model(case.page_bytes[0] // case.page_size)
-    alone = replay(of_model.trace(), config)
+    alone = replay(of_model.trace(), msgspec.structs.replace(config, audit=HAS_AUDIT))
     assert report.requests_jsonl() == alone.requests_jsonl()
     assert report.summary == alone.summary
     for name, column in alone.steps.items():
