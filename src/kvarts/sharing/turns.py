@@ -1,8 +1,8 @@
 """The turns of several models on one device: one at a time, in order, each one step within the budget of its model.
 
 A device starts, at any time after requests arrived and health changed, in this order: transfers that are due are ended,
-and the next model in turn starts a step. What a step completed is stored below its model at its end, since others may
-evict it before the model's next turn. If no model can step, the device waits for the end of the next transfer, or for
+what the step before completed is stored below its model, since others may evict it before the model's next turn, and
+the next model in turn starts a step. If no model can step, the device waits for the end of the next transfer, or for
 the next change of health. If all running requests only decode, and no model has tiers, many turns are done at once; the
 records of these are the same as if the turns had been done one by one.
 """
@@ -60,6 +60,8 @@ class TurnLoop:
         self._is_under_way = False
         self._stepping: Tenant | None = None
         """The model whose step is under way; None for many turns at once."""
+        self._to_store: Tenant | None = None
+        """The model, with tiers, whose step has ended, and what it completed is not stored yet."""
         self._last: Stride | None = None
         """Of many turns at once, the steps of the model that has the last one."""
         self._num_released = 0
@@ -94,13 +96,16 @@ class TurnLoop:
         """
         assert not self._is_under_way
         self.now_ns = now_ns
+        if self._to_store is not None:
+            tenant, self._to_store = self._to_store, None
+            self._store(tenant)
         while True:
             for below in self._with_tiers:
                 self._look_below(*below)
-            tenant = self._rounds.next(now_ns)
-            if tenant is None:
+            turning = self._rounds.next(now_ns)
+            if turning is None:
                 return self._pause()
-            if self._leap(until_ns) or self._begin(tenant):
+            if self._leap(until_ns) or self._begin(turning):
                 self._is_under_way = True
                 return self.now_ns
 
@@ -113,7 +118,12 @@ class TurnLoop:
         elif self._stepping is not None:
             tenant, self._stepping = self._stepping, None
             finished = tenant.engine.end()
-            self._end_turn(tenant, is_step=True)
+            self._end_turn(tenant)
+            self._rounds.spend(tenant, tenant.engine.plan.batch.num_tokens)
+            if tenant.tiers is not None:
+                tenant.is_fresh = True
+                self._to_store = tenant
+            self._check()
         else:
             assert self._last is not None
             stride, self._last = self._last, None
@@ -212,25 +222,29 @@ class TurnLoop:
             self.now_ns = engine.now_ns
             return True
         engine.emit()
-        self._end_turn(tenant, is_step=False)
+        self._end_turn(tenant)
+        if tenant.tiers is not None:
+            tenant.is_fresh = False
+            self._store(tenant)
+        self._check()
         return False
 
-    def _end_turn(self, tenant: Tenant, *, is_step: bool) -> None:
+    def _end_turn(self, tenant: Tenant) -> None:
         self._device.end_turn(tenant.name, has_released=tenant.cache.num_released != self._num_released)
-        if is_step:
-            self._rounds.spend(tenant, tenant.engine.plan.batch.num_tokens)
-        if tenant.tiers is not None:
-            tenant.is_fresh = is_step
-            self._end_transfers(tenant, tenant.tiers)
-            if tenant.tiers.is_due:
-                tenant.store(self.now_ns)
-        self._check()
 
     def _check(self) -> None:
         if self._audit:
             self._device.check()
 
     # Tiers ------------------------------------------------------------------------------------------------
+
+    def _store(self, tenant: Tenant) -> None:
+        """End what is due below `tenant` after its turn, and begin to store what it completed."""
+        tiers = tenant.tiers
+        assert tiers is not None
+        self._end_transfers(tenant, tiers)
+        if tiers.is_due:
+            tenant.store(self.now_ns)
 
     def _look_below(self, tenant: Tenant, tiers: LowerTiers) -> None:
         """End what is due below `tenant`; if it cannot step, begin what is to be stored, in place of its next step."""
@@ -283,6 +297,5 @@ class TurnLoop:
 
     def _end_stride(self, stride: Stride) -> list[Request]:
         finished = stride.end()
-        has_released = stride.cache.num_released != self._num_released
-        self._device.end_turn(stride.tenant.name, has_released=has_released)
+        self._end_turn(stride.tenant)
         return finished
