@@ -96,16 +96,14 @@ class TurnLoop:
         """
         assert not self._is_under_way
         self.now_ns = now_ns
-        if self._to_store is not None:
-            tenant, self._to_store = self._to_store, None
-            self._store(tenant)
+        self._store_completed()
         while True:
             for below in self._with_tiers:
                 self._look_below(*below)
-            turning = self._rounds.next(now_ns)
-            if turning is None:
+            tenant = self._rounds.next(now_ns)
+            if tenant is None:
                 return self._pause()
-            if self._leap(until_ns) or self._begin(turning):
+            if self._leap(until_ns) or self._begin(tenant):
                 self._is_under_way = True
                 return self.now_ns
 
@@ -180,6 +178,7 @@ class TurnLoop:
     def _change(self) -> None:
         """Make the changes of health that are due."""
         while self._changes and self._changes[0].time_ns <= self.now_ns:
+            self._store_completed()
             change = self._changes.pop(0)
             tenant = next(tenant for tenant in self._tenants if tenant.name == change.model)
             ended = self._device.set_health(change.model, change.health)
@@ -237,6 +236,12 @@ class TurnLoop:
             self._device.check()
 
     # Tiers ------------------------------------------------------------------------------------------------
+
+    def _store_completed(self) -> None:
+        """Do what is to be done below the model whose step has ended, once."""
+        if self._to_store is not None:
+            tenant, self._to_store = self._to_store, None
+            self._store(tenant)
 
     def _store(self, tenant: Tenant) -> None:
         """End what is due below `tenant` after its turn, and begin to store what it completed."""
