@@ -65,6 +65,11 @@ class Strides:
         self._is_apart = is_apart
         """Whether each model has memory of its own."""
 
+    def shorten(self, until_ns: int) -> None:
+        """Leave out turns that do not begin before `until_ns`."""
+        if until_ns < self._until_ns:
+            self._until_ns = until_ns
+
     def certain_until(self, now_ns: int) -> int:
         """Return until when no request ends if the turns began at `now_ns`; nothing is taken."""
         strides, num_models = self._strides, self._num_models

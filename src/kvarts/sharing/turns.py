@@ -66,6 +66,8 @@ class TurnLoop:
         """Of many turns at once, the steps of the model that has the last one."""
         self._num_released = 0
         """How many pages of the model with the last step under way had gone out of use before it."""
+        self._planned: Strides | None = None
+        """What `quiet_until` found for the call of `start` that follows it."""
         self._failed: list[tuple[Request, str]] = []
         self._last_round_ns = 10_000_000  # a first guess; decides how many durations to ask for
         self._change()
@@ -83,6 +85,7 @@ class TurnLoop:
 
     def wake(self, now_ns: int) -> None:
         """End a pause at `now_ns`, because a request arrives."""
+        self._planned = None
         if self.is_pausing:
             self.is_pausing = self._is_under_way = False
             self.now_ns = now_ns
@@ -141,10 +144,13 @@ class TurnLoop:
                 return
 
     def quiet_until(self, now_ns: int) -> int | None:
-        """Return until when no request can end if many turns could start now; None if only one could."""
+        """Return until when no request can end if many turns could start now; None if only one could.
+
+        What it plans is for a call of `start` at `now_ns`, unless a request arrives before that.
+        """
         if not self._leaps or self._rounds.next(now_ns) is None:
             return None
-        strides = self._plan(now_ns, NEVER_NS)
+        strides = self._planned = self._plan(now_ns, NEVER_NS)
         if strides is None:
             return None
         until_ns = strides.certain_until(now_ns)
@@ -279,7 +285,13 @@ class TurnLoop:
 
     def _leap(self, until_ns: int) -> bool:
         """Start as many turns as are certain to be alike; return False if there are none."""
-        strides = self._plan(self.now_ns, until_ns) if self._leaps else None
+        if not self._leaps:
+            return False
+        strides, self._planned = self._planned, None
+        if strides is not None:
+            strides.shorten(until_ns)
+        else:
+            strides = self._plan(self.now_ns, until_ns)
         if strides is None:
             return False
         num_turns, end_ns = strides.take(self.now_ns)
