@@ -109,7 +109,7 @@ class SharedReport:
         return models
 
     def _totals(self, devices: Sequence[OfDevice], counts: Mapping[str, int], duration_ms: float) -> dict[str, Any]:
-        """Return what is said of one device, or of all together, whose requests are `counts`."""
+        """Return what is said of one device, or of all together, with the counts of its requests."""
         config = self.config
         contested = []
         for name in config.models:

@@ -1,4 +1,4 @@
-"""Whose turn it is on one device, and how many tokens it may compute.
+"""Which model has the next turn on a device, and how many tokens it may compute.
 
 Models take turns in the order in which they were registered; a round is a turn of each. Budgets are divided when a
 model has prompt tokens to compute, at most once a round, among the models that have work: a model that only decodes

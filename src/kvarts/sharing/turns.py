@@ -59,9 +59,9 @@ class TurnLoop:
         arrives."""
         self._is_under_way = False
         self._stepping: Tenant | None = None
-        """The model whose step is under way; None for many turns at once."""
+        """The model that has a step under way; None for many turns at once."""
         self._to_store: Tenant | None = None
-        """The model, with tiers, whose step has ended, and what it completed is not stored yet."""
+        """The model, with tiers, that did the last step, if what it completed is not stored yet."""
         self._last: Stride | None = None
         """Of many turns at once, the steps of the model that has the last one."""
         self._num_released = 0
@@ -245,7 +245,7 @@ class TurnLoop:
     # Tiers ------------------------------------------------------------------------------------------------
 
     def _store_completed(self) -> None:
-        """Do what is to be done below the model whose step has ended, once."""
+        """Do, once, what is to be done below the model that did the last step."""
         if self._to_store is not None:
             tenant, self._to_store = self._to_store, None
             self._store(tenant)

@@ -14,7 +14,7 @@ __all__ = ["Arrivals"]
 
 
 class Arrivals:
-    """The traffic of one model, whose `engines`, all of one configuration, stand behind `router`.
+    """The traffic of one model. Its `engines`, all of one configuration, stand behind `router`.
 
     Owner of the numbers that requests get in arrival order. `priority` is added to that of each request.
     """
