@@ -177,6 +177,39 @@ def test_known_arrivals_are_those_of_a_loop_in_which_requests_could_wait(
     assert everything(known) == everything(replay(traces, case.config(**load)))
 
 
+def test_turns_after_one_without_a_step_end_before_the_next_arrival() -> None:
+    """A turn in which only the head was found not to fit was followed by turns past requests that arrived."""
+    b = Trace([TraceRequest(0, 296_000_000, bytes(72), 35, 1)], unit_tokens=4)
+    a = [
+        TraceRequest(0, 0, bytes(72), 18, 7),
+        TraceRequest(1, 200_000_000, bytes(48), 12, 8),
+        TraceRequest(2, 335_000_000, bytes(80), 20, 1),
+    ]
+    models = {
+        "a": ModelShare(cost="polynomial", kv_bytes_per_token=3, guarantee="24B", ceiling=1000),
+        "b": ModelShare(cost="polynomial", kv_bytes_per_token=2, guarantee="0B", ceiling=1000),
+    }
+    fast, slow = (
+        replay(
+            {"a": Trace(a, unit_tokens=2, has_sessions=True), "b": b},
+            SharingConfig(
+                models=models,
+                kv_memory=97,
+                each=ReplayConfig(
+                    page_size=4,
+                    max_num_batched_tokens=16,
+                    max_num_seqs=1,
+                    replicas=2,
+                    router="least-loaded",
+                    step_by_step=slowly,
+                ),
+            ),
+        )
+        for slowly in (False, True)
+    )
+    assert everything(fast) == everything(slow)
+
+
 @given(sharings(max_requests=20), loads(), st.booleans(), st.data())
 def test_health_is_that_of_a_model_on_all_devices(
     case: Sharing, load: dict[str, Any], with_tiers: bool, draws: st.DataObject

@@ -101,15 +101,18 @@ class TurnLoop:
         assert not self._is_under_way
         self.now_ns = now_ns
         self._store_completed()
+        may_leap = self._leaps
         while True:
             for below in self._with_tiers:
                 self._look_below(*below)
             tenant = self._rounds.next(now_ns)
             if tenant is None:
                 return self._pause()
-            if self._leap(until_ns) or self._begin(tenant):
+            if (may_leap and self._leap(until_ns)) or self._begin(tenant):
                 self._is_under_way = True
                 return self.now_ns
+            # After a turn without a step, many turns may be certain of which `quiet_until` knew nothing.
+            may_leap = False
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished. `take_failed` returns those that failed."""
@@ -286,8 +289,6 @@ class TurnLoop:
 
     def _leap(self, until_ns: int) -> bool:
         """Start as many turns as are certain to be alike; return False if there are none."""
-        if not self._leaps:
-            return False
         strides, self._planned = self._planned, None
         if strides is not None:
             strides.shorten(until_ns)
