@@ -23,6 +23,7 @@ from kvarts import ReplayConfig, Trace, load_mooncake, replay
 from kvarts.record.timeline import Timeline, timelines_of
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
+from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.replay import open_replica
 from kvarts.sim.router import RoundRobin
@@ -44,7 +45,9 @@ def timed(work: Callable[[], object]) -> float:
 
 def run_engine(trace: Trace, log: StepLog | None) -> None:
     replica = open_replica(CONFIG, [] if log is None else [log])
-    Driver(trace, OpenLoop(trace), [replica], RoundRobin(), RequestLog(largest_hit_counts=True)).run()
+    Driver(
+        [Arrivals(trace, OpenLoop(trace), RoundRobin(), [replica], RequestLog(largest_hit_counts=True))], [replica]
+    ).run()
 
 
 def write_long(path: Path, num_steps: int, timeline: Timeline) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from kvarts.events import Event
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
+from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.replay import open_replica
 from kvarts.sim.replica import Replica
@@ -36,5 +37,5 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]
     engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]
-    Driver(trace, OpenLoop(trace), engines, RoundRobin(), requests).run()
+    Driver([Arrivals(trace, OpenLoop(trace), RoundRobin(), engines, requests)], engines).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])

@@ -10,6 +10,7 @@ import pytest
 
 from kvarts.event_log import EventLog, EventReader
 from kvarts.events import Event, StepDone
+from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.router import RoundRobin
 
@@ -46,7 +47,9 @@ def batches_of_a_run(*, step_by_step: bool = False) -> list[list[Event]]:
     case = Case(rows, 1, PAGE_SIZE, NUM_PAGES, 16, 4, "default", 1)
     heard, trace = Batches(), case.trace()
     replica = make_replica(case.config(), readers=[heard], step_by_step=step_by_step)
-    Driver(trace, OpenLoop(trace), [replica], RoundRobin(), RequestLog(largest_hit_counts=False)).run()
+    Driver(
+        [Arrivals(trace, OpenLoop(trace), RoundRobin(), [replica], RequestLog(largest_hit_counts=False))], [replica]
+    ).run()
     assert any(done.preemptions for events in heard.batches for done in events if isinstance(done, StepDone))
     assert replica.scheduler.cache.num_evicted
     return heard.batches

@@ -28,6 +28,7 @@ from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.request import Request
+from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.router import RoundRobin
 from kvarts.traffic.source import OpenLoop
@@ -156,7 +157,9 @@ def run_live(path: Path, config: ReplayConfig, *, step_by_step: bool) -> Timelin
     trace = load_mooncake(sample)
     with LiveTimeline(path, total_blocks=config.num_pages, block_size_tokens=config.page_size) as live:
         engine = make_replica(config, SimExecutor(config.cost_model), readers=[live], step_by_step=step_by_step)
-        Driver(trace, OpenLoop(trace), [engine], RoundRobin(), RequestLog(largest_hit_counts=False)).run()
+        Driver(
+            [Arrivals(trace, OpenLoop(trace), RoundRobin(), [engine], RequestLog(largest_hit_counts=False))], [engine]
+        ).run()
     return timelines_of(replay(trace, config))[0]
 
 

@@ -133,7 +133,7 @@ def test_every_turn_and_every_eviction_is_as_in_the_naive_models(case: Sharing) 
     report = case.run(kept, audit=True)
     for place, tenant in enumerate(tenants):
         of_model = report.reports[f"m{place}"]
-        log = report._logs[f"m{place}"]
+        log = report.devices[0].logs[f"m{place}"]
         assert evicted_names(kept[place].events) == tenant.evicted
         preempted = [(p.victim, -1 if p.model else p.asker, p.num_computed_tokens) for _, p in log.preemptions]
         assert preempted == tenant.preempted
@@ -174,8 +174,8 @@ def test_loans_over_time_are_what_is_owed_at_each_moment(case: Sharing) -> None:
     """The columns of the report against the function that a device asks, up to what rounding to bytes may move."""
     report = case.run()
     config = report.config
-    times_ns, used = report._used()
-    _, owed = report._debts()
+    times_ns, used = report.devices[0].used()
+    _, owed = report.devices[0].debts()
     for place in range(len(times_ns)):
         mine = {pair: num_bytes[place] for pair, num_bytes in owed.items() if num_bytes[place]}
         theirs = debts(
@@ -191,7 +191,7 @@ def test_at_rest_nobody_owes_anything(case: Sharing, is_static: bool) -> None:
     if is_static and min(case.guarantees) < max(case.page_bytes):
         is_static = False
     report = case.run(audit=True, static_split=is_static)
-    for name, log in report._logs.items():
+    for name, log in report.devices[0].logs.items():
         rests = log.rests
         if len(log):
             assert len(rests["step"]) and rests["used"].max() == 0
@@ -234,7 +234,7 @@ def test_a_model_alone_runs_as_it_would_without_a_device_to_share(case: Sharing,
     alone = replay(of_model.trace(), shared.config.configs["m0"])
     assert report.requests_jsonl() == alone.requests_jsonl()
     assert report.summary == alone.summary
-    assert not shared._logs["m0"].withheld().any()
+    assert not shared.devices[0].logs["m0"].withheld().any()
     for name, column in alone.steps.items():
         assert report.steps[name].tolist() == column.tolist(), name
 
@@ -251,4 +251,4 @@ def test_everybody_ends(case: Sharing) -> None:
         needed = (rows["input_tokens"] + rows["output_tokens"] - 1 - rows["cached_tokens"] + rows["recomputed_tokens"])[
             done
         ]
-        assert report._logs[name].columns["tokens"].sum() == needed.sum()
+        assert report.devices[0].logs[name].columns["tokens"].sum() == needed.sum()

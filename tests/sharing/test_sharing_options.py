@@ -57,7 +57,7 @@ def test_python_says_the_same_with_values() -> None:
         ({"models": {}}, "models: names no model"),
         ({"health": ("c=dead@1",)}, "health: is of 'c', which is no model"),
         ({"health": ("a=dad@1",)}, "health: 'a=dad@1' is not NAME=STATE@SECONDS"),
-        ({"each": ReplayConfig(replicas=2)}, "replicas: is for a replay of one model"),
+        ({"each": ReplayConfig(num_pages=2)}, "num_pages: is for a replay of one model"),
         ({"memory_fraction": 2.0}, "memory_fraction: must be above 0"),
         ({"kv_memory": "auto"}, "kv_memory: is not known"),
         (
@@ -79,8 +79,6 @@ def test_from_python_an_error_names_the_field(values: dict[str, Any], says: str)
     [
         ({"num_pages": 3}, "num_pages"),
         ({"cost": print}, "cost"),
-        ({"replicas": 2}, "replicas"),
-        ({"router": "prefix"}, "router"),
     ],
 )
 def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, Any], field: str) -> None:
@@ -99,7 +97,6 @@ def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, An
         ("models = 3", "", "c.toml: models: must be a table, got 3"),
         ("model = 'qwen3-8b'\n[models.a]", "", "c.toml: model: is for a replay of one model."),
         ("trace = 'x'\n[models.a]", "", "c.toml: trace: is for a replay of one model."),
-        ("replicas = 2\n[models.a]", "", "c.toml: replicas: is for a replay of one model: one device is shared"),
         ("pages = 2\n[models.a]", "", "c.toml: pages: is for a replay of one model: pages of several differ in bytes"),
         ("health = ['a=dead@3']", "", "c.toml: health: is for several models on one device."),
         (

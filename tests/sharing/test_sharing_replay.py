@@ -107,10 +107,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
             "--model chat: model: says nothing without a device. Model and device go together: --device NAME.",
         ),
         ([CHAT, *MODELS, *DEVICE], "TRACE: each model has its own. Give --trace NAME=FILE for each."),
-        (
-            [*MODELS, *TRACES, *DEVICE, "--replicas", "2"],
-            "--replicas: is for a replay of one model: one device is shared",
-        ),
+        ([*MODELS, *TRACES, *DEVICE, "--replicas", "0"], "--replicas: must be at least 1, got 0"),
         (
             [*MODELS, *TRACES, *DEVICE, "--health", "x=dead@1"],
             "--health: is of 'x', which is no model. There are: chat, code.",

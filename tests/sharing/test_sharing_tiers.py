@@ -69,7 +69,7 @@ def test_a_model_alone_with_tiers_is_a_replay_of_one(case: Sharing, tiers: Offlo
         assert report.steps[name].tolist() == column.tolist(), name
     (log,) = alone.step_logs
     for name, column in log.rests.items():
-        assert shared._logs["m0"].rests[name].tolist() == column.tolist(), name
+        assert shared.devices[0].logs["m0"].rests[name].tolist() == column.tolist(), name
 
 
 @given(sharings(max_models=2, max_requests=20), offloads(), st.booleans())
@@ -86,10 +86,10 @@ def test_with_tiers_too_it_is_the_same_observed_and_step_by_step(
     for name, report in fast.reports.items():
         summary = report.summary
         assert summary["num_failed"] == 0
-        rests = fast._logs[name].rests
-        assert not len(fast._logs[name]) or rests["used"].max() == 0
+        rests = fast.devices[0].logs[name].rests
+        assert not len(fast.devices[0].logs[name]) or rests["used"].max() == 0
         for tier in tiers.tiers(case.page_size):
-            assert not len(fast._logs[name]) or rests[f"{tier}_used"].max() == 0
+            assert not len(fast.devices[0].logs[name]) or rests[f"{tier}_used"].max() == 0
 
 
 @given(sharings(), st.sampled_from(["eager", "lazy"]))
@@ -114,7 +114,7 @@ def test_models_that_fall_ill_leave_nothing_behind(case: Sharing, tiers: Offload
         summary = of_model.summary
         ended = summary["num_completed"] + summary["num_rejected"] + summary["num_failed"]
         assert ended == len(traces[name].requests or ())
-        assert not len(report._logs[name]) or report._logs[name].rests["used"].max() == 0
+        assert not len(report.devices[0].logs[name]) or report.devices[0].logs[name].rests["used"].max() == 0
 
 
 def test_a_model_goes_when_its_transfers_have_ended() -> None:

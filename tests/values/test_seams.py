@@ -38,7 +38,9 @@ COLLABORATORS = {
     "SharedPool",
     "SimExecutor",
     "StepLog",
+    "Tenant",
     "TorchExecutor",
+    "TurnLoop",
     "WallClock",
 }
 
@@ -88,7 +90,7 @@ def test_every_collaborator_is_a_class_there_is() -> None:
     rooms = {
         "audit": {"Auditor"},
         "record": {"JournalWriter", "LiveTimeline"},
-        "sharing": {"AgedOrder", "DevicePart", "SharedPool"},
+        "sharing": {"AgedOrder", "DevicePart", "SharedPool", "Tenant", "TurnLoop"},
     }
     rooms["offload"] = {"EagerPolicy", "FileTier", "LazyPolicy", "MemoryTier", "Offloader", "SafeFirst"}
     rooms["llm"] = {"LLM", "TorchExecutor"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from kvarts.traffic.formats import load_trace
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
+    from kvarts.sharing.config import ObserversOf
     from kvarts.sharing.report import SharedReport
     from kvarts.traffic.trace import Trace
 
@@ -76,6 +77,7 @@ class SharedOutputs:
         **places: Any,
     ) -> None:
         self._as_json = as_json
+        self._num_replicas = config.each.replicas
         self._reports = [path for path in (report_file,) if path is not None]
         self._loans = [path for path in (loans_file,) if path is not None]
         for path in (*self._reports, *self._loans):
@@ -98,10 +100,14 @@ class SharedOutputs:
         }
 
     @contextmanager
-    def observers(self) -> Iterator[Callable[[str], Sequence[EventReader]]]:
-        """Answer what writes down the events of each model, while the replay runs."""
+    def observers(self) -> Iterator[ObserversOf]:
+        """Answer what writes down the events of each model, or with replicas of each on each, while the replay runs."""
         with ExitStack() as stack:
-            observers = {name: stack.enter_context(outputs.observers())(0) for name, outputs in self._outputs.items()}
+            observers: dict[str | tuple[str, int], Sequence[EventReader]] = {}
+            for name, outputs in self._outputs.items():
+                of_replica = stack.enter_context(outputs.observers())
+                observers[name] = of_replica(0)
+                observers.update({(name, number): of_replica(number) for number in range(self._num_replicas)})
             yield observers.__getitem__
 
     def write(self, report: SharedReport) -> None:

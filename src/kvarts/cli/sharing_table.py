@@ -1,4 +1,4 @@
-"""The report of several models on one device as a table for people, at most 80 columns wide for up to four models."""
+"""The report of several models that share devices as a table, at most 80 columns wide for up to four models."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ WIDTH = 14
 
 def render_shared_table(summary: dict[str, Any]) -> str:
     """Return the lines of the table, with a line end."""
-    device, models = summary["device"], summary["models"]
-    split = "split, nothing is lent" if device["static_split"] else "shared"
+    models = summary["models"]
+    devices = summary.get("devices", [])
+    total = summary["total"] if devices else summary["device"]
+    split = "split, nothing is lent" if total["static_split"] else "shared"
     rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("trace", lambda model: _fit(model["trace"])),
         ("requests", lambda model: f"{model['num_completed']:,}"),
@@ -36,24 +38,40 @@ def render_shared_table(summary: dict[str, Any]) -> str:
         ("KV guarantee", lambda model: as_bytes(model["guaranteed_bytes"])),
         ("KV peak used", lambda model: as_bytes(model["peak_used_bytes"])),
     ]
-    whole = f"{as_bytes(device['kv_bytes'])} of KV memory, {device['max_batched_tokens']:,} tokens a round"
+    kv_bytes = as_bytes(devices[0]["kv_bytes"] if devices else total["kv_bytes"])
+    whole = f"{kv_bytes} of KV memory, {total['max_batched_tokens']:,} tokens a round"
+    where = f"{len(devices)} devices" if devices else "one device"
     lines = [
-        f"{len(models)} models on one device, {split}: {whole}",
+        f"{len(models)} models on {where}, {split}: {whole}{' each' if devices else ''}",
         "",
         f"{'':<13}" + "".join(f"{_fit(name):>{WIDTH}}" for name in models),
     ]
     for title, value in rows:
         lines.append(f"{title:<13}" + "".join(f"{value(model):>{WIDTH}}" for model in models.values()))
+    rate = as_number(total["output_throughput_tokens_per_s"])
+    busy = f"{total['duration_ms'] / 1e3:,.1f} s, computing {as_percent(total['busy_pct'])} of it"
+    lines += ["", f"duration     {busy}; {rate} out tokens/s", f"fairness     {_fairness(total)}"]
+    for number, device in enumerate(devices):
+        counts = f"{device['num_requests']:,} requests, computing {as_percent(device['busy_pct'])} of the time"
+        rate = as_number(device["output_throughput_tokens_per_s"])
+        lines += [f"{f'device {number}':<13}{counts}; {rate} out tokens/s", *_loans(device)]
+    if not devices:
+        lines += _loans(total)
+    return "\n".join(lines) + "\n"
+
+
+def _fairness(device: dict[str, Any]) -> str:
     fairness = device["jain_index"]
-    fair = "nothing was contested" if fairness is None else f"Jain's index {fairness:.3f} of contested tokens by weight"
-    rate = as_number(device["output_throughput_tokens_per_s"])
-    busy = f"{device['duration_ms'] / 1e3:,.1f} s, computing {as_percent(device['busy_pct'])} of it"
-    lines += ["", f"duration     {busy}; {rate} out tokens/s", f"fairness     {fair}"]
+    return "nothing was contested" if fairness is None else f"Jain's index {fairness:.3f} of contested tokens by weight"
+
+
+def _loans(device: dict[str, Any]) -> list[str]:
+    lines = []
     for loan in device["loans"]:
         sizes = f"peak {as_bytes(loan['peak_bytes'])}, mean {as_bytes(loan['mean_bytes'])}"
         pair = f"{loan['lender']} to {loan['borrower']}"
         lines.append(f"loans        {pair}: {sizes}, {as_percent(loan['share_of_time'])} of the time")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _fit(text: str) -> str:

@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from kvarts.sharing.report import SharedReport
     from kvarts.sim.replay import Traffic
 
-__all__ = ["SECTIONS", "ModelShare", "SharingConfig", "check_combination", "resolve_shares", "resolve_sharing"]
+__all__ = [
+    "SECTIONS",
+    "ModelShare",
+    "ObserversOf",
+    "SharingConfig",
+    "check_combination",
+    "resolve_shares",
+    "resolve_sharing",
+]
+
+ObserversOf = Callable[[Any], "Sequence[EventReader]"]
+"""Answers what observes a model: by its name; with replicas, by its name and the number of the replica."""
 
 
 class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -236,11 +247,12 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         traffic: Mapping[str, Traffic],
         *,
         on_progress: Callable[[int], object] | None = None,
-        observers_of: Callable[[str], Sequence[EventReader]] | None = None,
+        observers_of: ObserversOf | None = None,
     ) -> SharedReport:
         """Replay `traffic`, a trace for each model by its name, and report; `kvarts.replay` says more.
 
-        To be observed, a replay goes step by step.
+        `observers_of` is asked by the name of a model; with replicas, by name and number, as `("chat", 0)`. To be
+        observed, a replay goes step by step.
         """
         from kvarts.sharing.replay import replay_several
 
@@ -266,9 +278,6 @@ def check_combination(each: ReplayConfig) -> None:
     refused = {
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",
         "cost": "is for a replay of one model: each of several has its own",
-        "replicas": "is for a replay of one model: one device is shared",
-        "router": "is for a replay of one model: one device is shared",
-        "eviction": "is for a replay of one model: pages of several models are evicted by age",
     }
     for field, why in refused.items():
         if getattr(each, field) != getattr(default, field):

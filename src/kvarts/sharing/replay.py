@@ -1,25 +1,31 @@
-"""Replay of several models on one device."""
+"""Replay of several models on one device, or on several devices that are alike."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from kvarts.build import build_engine
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.cost import CostModel
 from kvarts.executor.simulated import SimExecutor
-from kvarts.kv.eviction import LruOrder
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.sched.plan import StepPlan, StepResult
-from kvarts.sharing.config import SharingConfig
+from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.device import SharedDevice
+from kvarts.sharing.driver import SharedDriver
+from kvarts.sharing.outcome import OfDevice
 from kvarts.sharing.report import SharedReport
 from kvarts.sharing.steps import TurnLog
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turns import TurnLoop
+from kvarts.sim.arrivals import Arrivals
+from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import Traffic, trace_of
+from kvarts.sim.router import make_router
 from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
 
@@ -46,7 +52,7 @@ def replay_shared(
     config: SharingConfig,
     *,
     on_progress: Callable[[int], object] | None = None,
-    observers_of: Callable[[str], Sequence[EventReader]] | None = None,
+    observers_of: ObserversOf | None = None,
 ) -> SharedReport:
     """Replay several models. Deprecated: call `kvarts.replay`."""
     warnings.warn(
@@ -62,28 +68,86 @@ def replay_several(
     config: SharingConfig,
     *,
     on_progress: Callable[[int], object] | None = None,
-    observers_of: Callable[[str], Sequence[EventReader]] | None = None,
+    observers_of: ObserversOf | None = None,
 ) -> SharedReport:
     """Replay a trace for each model of `config`, and report, of each and of the device.
 
     `on_progress` is told how many requests have ended since it was last told. `observers_of` answers what observes the
-    events of a model; to be observed, a replay goes step by step. Raises ConfigError for a model without a trace, and
-    for one more trace.
+    events of a model, by its name, or with several devices of a model on one of them, by its name and the number of the
+    device; to be observed, a replay goes step by step. Raises ConfigError for a model without a trace, and for one more
+    trace.
     """
     config.check_traces(traffic)
     traces = {name: trace_of(traffic[name]) for name in config.models}
+    opened = [open_device(config, number, observers_of) for number in range(config.each.replicas)]
+    arrivals = []
+    for name, share in config.models.items():
+        of_model = config.configs[name]
+        source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
+        log = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=_tiers_of(of_model))
+        engines = [device.tenants[name] for device in opened]
+        router = make_router(of_model.router)
+        arrivals.append(Arrivals(traces[name], source, router, engines, log, priority=share.priority))
+    loops = [
+        TurnLoop(
+            each.device,
+            list(each.tenants.values()),
+            # To be observed, all go step by step.
+            step_by_step=config.each.step_by_step or any(device.is_observed for device in opened),
+            audit=config.each.audit,
+            changes=config.changes,
+        )
+        for each in opened
+    ]
+    SharedDriver(arrivals, loops, on_progress=on_progress).run()
+    reports = {}
+    for (name, of_model), of_traffic in zip(config.configs.items(), arrivals, strict=True):
+        tenants = [device.tenants[name] for device in opened]
+        reports[name] = Report(
+            traces[name],
+            of_model,
+            of_traffic.log,
+            [device.logs[name] for device in opened],
+            num_evicted_pages=sum(tenant.cache.num_evicted for tenant in tenants),
+            transfers=[tenant.tiers.totals() for tenant in tenants if tenant.tiers is not None],
+        )
+    outcomes = [
+        OfDevice(
+            config,
+            each.logs,
+            {name: (tenant.contested_tokens, tenant.contested_share) for name, tenant in each.tenants.items()},
+            number if len(opened) > 1 else None,
+        )
+        for number, each in enumerate(opened)
+    ]
+    num_reclaimed = {name: sum(each.device.num_reclaimed(name) for each in opened) for name in config.models}
+    return SharedReport(config, reports, outcomes, num_reclaimed=num_reclaimed)
+
+
+class OpenedDevice(msgspec.Struct, frozen=True):
+    """A device with an engine of every model, and what keeps their steps, both by model."""
+
+    device: SharedDevice
+    tenants: dict[str, Tenant]
+    logs: dict[str, TurnLog]
+    is_observed: bool
+
+
+def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | None) -> OpenedDevice:
+    """Build device `number` of those that `config` describes."""
     device = SharedDevice(
         config.kv_bytes, max_num_batched_tokens=config.each.max_num_batched_tokens, is_static=config.static_split
     )
-    tenants: list[Tenant] = []
+    tenants: dict[str, Tenant] = {}
     logs: dict[str, TurnLog] = {}
     is_observed = False
     for name, share in config.models.items():
         of_model = config.configs[name]
-        tiers = {} if of_model.offload is None else of_model.offload.tiers(of_model.page_size)
-        below = None if of_model.offload is None else of_model.offload.prepare(of_model, LruOrder)
-        steps = logs[name] = TurnLog(of_model.num_pages, tiers)
-        observers = () if observers_of is None else observers_of(name)
+        below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
+        steps = logs[name] = TurnLog(of_model.num_pages, _tiers_of(of_model))
+        observers: Sequence[EventReader] = ()
+        if observers_of is not None:
+            observers = observers_of(name if of_model.replicas == 1 else (name, number))
         is_observed = is_observed or bool(observers)
         log = EventLog([steps, *observers], num_waiting=1 if observers else MANY_EVENTS)
         part = device.register(
@@ -93,7 +157,7 @@ def replay_several(
             guaranteed_bytes=config.guaranteed_bytes[name],
             floor=share.floor,
             ceiling=share.ceiling,
-            order=None if below is None else below.order,
+            order=of_model.eviction() if below is None else below.order,
             watcher=None if below is None else below.watcher,
             tell=log.tell_details,
         )
@@ -101,45 +165,9 @@ def replay_several(
         policy = of_model.admission()
         engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part, policy=policy, below=below)
         device.attach(name, engine.scheduler, engine.cancel)
-        source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
-        requests = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=tiers)
-        tenants.append(
-            Tenant(
-                name,
-                engine,
-                executor,
-                part,
-                traces[name],
-                source,
-                requests,
-                weight=share.weight,
-                priority=share.priority,
-            )
-        )
-    turns = TurnLoop(
-        device,
-        tenants,
-        step_by_step=config.each.step_by_step or is_observed,
-        audit=config.each.audit,
-        changes=config.changes,
-        on_progress=on_progress,
-    )
-    turns.run()
-    reports = {
-        tenant.name: Report(
-            traces[tenant.name],
-            config.configs[tenant.name],
-            tenant.log,
-            [logs[tenant.name]],
-            num_evicted_pages=tenant.cache.num_evicted,
-            transfers=[] if tenant.tiers is None else [tenant.tiers.totals()],
-        )
-        for tenant in tenants
-    }
-    return SharedReport(
-        config,
-        reports,
-        logs,
-        num_reclaimed={tenant.name: device.num_reclaimed(tenant.name) for tenant in tenants},
-        contested={tenant.name: (tenant.contested_tokens, tenant.contested_share) for tenant in tenants},
-    )
+        tenants[name] = Tenant(name, engine, executor, device, part, weight=share.weight)
+    return OpenedDevice(device, tenants, logs, is_observed)
+
+
+def _tiers_of(config: ReplayConfig) -> dict[str, int]:
+    return {} if config.offload is None else config.offload.tiers(config.page_size)

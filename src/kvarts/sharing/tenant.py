@@ -1,23 +1,21 @@
-"""One model in the loop of turns: its engine, its traffic, and what it could do in its next turn."""
+"""One model on one device: its engine, and what it could do in its next turn."""
 
 from __future__ import annotations
 
 from kvarts.engine import Engine
 from kvarts.events import Blocked, LeapDone, Turns
 from kvarts.executor.base import VirtualExecutor
-from kvarts.report.requests import RequestLog
 from kvarts.request import Request
+from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.part import DevicePart
-from kvarts.traffic.source import Source
-from kvarts.traffic.trace import Trace, TraceRequest
 
-__all__ = ["Stride", "Tenant"]
+__all__ = ["Tenant"]
 
 
 class Tenant:
-    """One model of the device: the source of its requests, its engine, and the log of its requests.
+    """One model of `device`, on which it is registered by `name`: its engine, behind a router if there are several.
 
-    `weight`: as TokenBudgets takes it. `priority` is added to that of each request.
+    `weight`: as TokenBudgets takes it.
     """
 
     def __init__(
@@ -25,16 +23,14 @@ class Tenant:
         name: str,
         engine: Engine,
         executor: VirtualExecutor,
+        device: SharedDevice,
         part: DevicePart,
-        trace: Trace,
-        source: Source,
-        log: RequestLog,
         *,
         weight: float = 1.0,
-        priority: int = 0,
     ) -> None:
         self.name = name
         self.engine = engine
+        self.config = engine.config
         self.scheduler = engine.scheduler
         self.tiers = engine.tiers
         self.is_fresh = False
@@ -42,22 +38,23 @@ class Tenant:
         self._decode_ns = executor.decode_ns
         self.part = part
         self.cache = part.cache
-        self.trace = trace
-        self.source = source
-        self.log = log
+        self._device = device
         self.weight = weight
-        self.priority = priority
-        # In the profile of the mocker, every generated token differs from all others.
-        self.knows_output = engine.config.profile != "mocker"
-        self.rows: dict[int, TraceRequest] = {}
-        """Requests that are in the engine, by index."""
-        self.num_arrived = 0
         self.saved = 0
         """Tokens saved from budgets that were too small for a step."""
         self.contested_tokens = 0
         """Tokens computed in rounds in which at least two models could have computed more than their budget."""
         self.contested_share = 0.0
         """The part of all tokens computed by contending models in these rounds that its weight entitled it to."""
+
+    def submit(self, request: Request, now_ns: int) -> str | None:
+        """Queue `request` at `now_ns`; or return the reason why it can never run."""
+        if self._device.health(self.name) == "dead":
+            return "its model is dead"
+        reason = self.engine.submit(request, now_ns)
+        if reason is None:
+            self.is_fresh = True
+        return reason
 
     @property
     def is_stalled(self) -> bool:
@@ -124,29 +121,3 @@ class Tenant:
         finished = self.scheduler.commit_many(num_steps, self.engine.now_ns)
         self.engine.emit()
         return finished
-
-
-class Stride:
-    """The steps of one model in many turns done at once: pages and duration of each, and the state before it."""
-
-    __slots__ = (
-        "cache",
-        "cached",
-        "due",
-        "durations_ns",
-        "num_unused",
-        "starts_ns",
-        "tenant",
-        "withheld",
-    )
-
-    def __init__(self, tenant: Tenant, num_steps: int) -> None:
-        self.tenant = tenant
-        self.cache = cache = tenant.cache
-        self.durations_ns = tenant.decode_ns(num_steps) if num_steps > 0 else []
-        self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps > 0 else []
-        self.num_unused = cache.pool.total - cache.num_used
-        """Pages of the device, in pages of this model, that the model does not use."""
-        self.starts_ns: list[int] = []
-        self.cached: list[int] = []
-        self.withheld: list[int] = []

@@ -99,7 +99,9 @@ class ReplayConfig(
             default="polynomial; with --device, its roofline",
         ),
     ] = msgspec.field(default_factory=_default_cost)
-    replicas: Annotated[int, setting("Engines of this configuration.", metavar="N")] = 1
+    replicas: Annotated[
+        int, setting("Engines of this configuration; of several models, devices with all of them.", metavar="N")
+    ] = 1
     router: Annotated[
         RouterName,
         setting(

@@ -10,151 +10,195 @@ end, the engines move together from event to event.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from kvarts.report.requests import RequestLog
 from kvarts.request import Request
-from kvarts.sim.replica import NEVER_NS, Replica
-from kvarts.sim.router import Router
-from kvarts.traffic.source import Source
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.sim.arrivals import Arrivals
+from kvarts.sim.replica import NEVER_NS
+from kvarts.traffic.trace import TraceRequest
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "Runner"]
+
+
+class Runner(Protocol):
+    """What moves on a device by itself: one engine, or those of several models in turns.
+
+    What `start` started is under way until `finish`; a pause is under way as well.
+    """
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether it waits: nothing can be computed before something ends or a request arrives."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to do or to wait for."""
+
+    def wake(self, now_ns: int) -> None:
+        """End a pause at `now_ns`, because a request arrives."""
+
+    def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
+        """Start a step at `now_ns`, and all that are certain to follow and start before `until_ns`.
+
+        Return when the last one ends, or the pause; NEVER_NS if nothing can be started or waited for.
+        """
+
+    def finish(self) -> list[Request]:
+        """End what `start` started, at the time that it answered; return the requests that finished."""
+
+    def run_until(self, until_ns: int, finished: list[Request]) -> None:
+        """Do steps as long as there is work and the next one starts before `until_ns`.
+
+        Add the requests that finished to `finished`.
+        """
+
+    def quiet_until(self, now_ns: int) -> int | None:
+        """Return until when no request can end if many steps could start now; None if only one could."""
+
+    def flush(self) -> None:
+        """Hand all waiting events to their readers."""
 
 
 class Driver:
-    """Runs one replay. `on_progress`, if given, is called with the number of further requests that have ended."""
+    """Runs one replay. `on_progress`, if given, is called with the number of further requests that have ended.
+
+    `arrivals`: of each model; of requests that arrive at one time, those of the first model come first. `runners` move
+    the engines: those of every model at the place of its runner.
+    """
 
     def __init__(
         self,
-        trace: Trace,
-        source: Source,
-        replicas: Sequence[Replica],
-        router: Router,
-        log: RequestLog,
+        arrivals: Sequence[Arrivals],
+        runners: Sequence[Runner],
         *,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
-        self._trace = trace
-        self._source = source
-        self._replicas = replicas
-        self._router = router
-        self._log = log
+        self._arrivals = arrivals
+        self._runners = runners
         self._on_progress = on_progress
-        self._page_size = replicas[0].config.page_size
-        # In the profile of the mocker, every generated token differs from all others.
-        self._know_output = replicas[0].config.profile != "mocker"
-        self._rows: dict[int, TraceRequest] = {}
-        """Requests that are in an engine, by index."""
-        self._num_arrived = 0
+        self._is_reactive = any(of_model.source.is_reactive for of_model in arrivals)
+        self._arriving = arrivals[0]
+        """The model with the next arrival, as of `_look_ahead`."""
+        self._in_engines: dict[Request, tuple[Arrivals, TraceRequest]] = {}
+        """Requests that are in an engine, with the traffic and the row that they came from."""
         self._finished: list[Request] = []
-        self._ends_ns = [NEVER_NS] * len(replicas)
-        self._quiet_ns = [NEVER_NS] * len(replicas)
-        """For each engine with a step under way: the time until which no request ends there, if none arrives there."""
+        self._ends_ns = [NEVER_NS] * len(runners)
+        self._quiet_ns = [NEVER_NS] * len(runners)
+        """For each runner with a step under way: the time until which no request ends there, if none arrives there."""
 
     def run(self) -> None:
         """Run until every request has ended."""
-        if self._source.is_reactive:
+        if self._is_reactive:
             self._run_by_event()
         else:
             self._run_by_arrival()
-        for replica in self._replicas:
-            replica.flush()
-        assert not any(replica.has_work for replica in self._replicas), "L8: the replay ended with requests left over"
+        self._settle()
+        for runner in self._runners:
+            runner.flush()
+        assert not self._in_engines and not any(runner.has_work for runner in self._runners), (
+            "L8: the replay ended with requests left over"
+        )
 
     def _run_by_arrival(self) -> None:
-        source, replicas, router = self._source, self._replicas, self._router
-        while (now_ns := source.next_ns()) is not None:
-            if router.looks_at_engines:
-                for index in range(len(replicas)):
-                    self._run_engine(index, now_ns)
-            self._arrive(source.pop(), now_ns)
-        for index in range(len(replicas)):
-            self._run_engine(index, NEVER_NS)
+        while (now_ns := self._look_ahead()) != NEVER_NS:
+            if self._arriving.router.looks_at_engines:
+                for index in range(len(self._runners)):
+                    self._run_alone(index, now_ns)
+            self._arrive(now_ns)
+        for index in range(len(self._runners)):
+            self._run_alone(index, NEVER_NS)
 
-    def _run_engine(self, index: int, until_ns: int) -> None:
+    def _run_alone(self, index: int, until_ns: int) -> None:
         finished = self._finished
-        self._replicas[index].run_until(until_ns, finished)
+        self._runners[index].run_until(until_ns, finished)
         if finished:
             self._end(index, finished)
             finished.clear()
 
     def _run_by_event(self) -> None:
-        source, ends_ns = self._source, self._ends_ns
+        ends_ns = self._ends_ns
+        self._start(0, self._look_ahead())
         while True:
-            arrival_ns = source.next_ns()
-            now_ns = min(ends_ns)
-            if arrival_ns is not None and arrival_ns < now_ns:
-                now_ns = arrival_ns
+            now_ns = min(*ends_ns, self._look_ahead())
             if now_ns == NEVER_NS:
                 break
             for index, end_ns in enumerate(ends_ns):
                 if end_ns == now_ns:
                     ends_ns[index] = self._quiet_ns[index] = NEVER_NS
-                    self._end(index, self._replicas[index].finish())
-            while (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
-                self._arrive(source.pop(), now_ns)
-            self._start(now_ns, NEVER_NS if arrival_ns is None else arrival_ns)
+                    self._end(index, self._runners[index].finish())
+            while (arrival_ns := self._look_ahead()) <= now_ns:
+                self._arrive(now_ns)
+            self._start(now_ns, arrival_ns)
+
+    def _look_ahead(self) -> int:
+        """Find the model with the next arrival; return when that is, NEVER_NS if none is known to come."""
+        arrival_ns = NEVER_NS
+        for of_model in self._arrivals:
+            next_ns = of_model.source.next_ns()
+            if next_ns is not None and next_ns < arrival_ns:
+                arrival_ns = next_ns
+                self._arriving = of_model
+        return arrival_ns
 
     def _end(self, index: int, finished: list[Request]) -> None:
         for request in finished:
-            row = self._rows.pop(request.index)
-            self._log.end(request, row, index)
-            self._source.done(row, request.last_token_ns)
-        if finished and self._on_progress is not None:
-            self._on_progress(len(finished))
+            of_model, row = self._in_engines.pop(request)
+            of_model.log.end(request, row, index)
+            of_model.source.done(row, request.last_token_ns)
+        if finished:
+            self._tell(len(finished))
 
-    def _arrive(self, row: TraceRequest, now_ns: int) -> None:
-        index = self._num_arrived
-        self._num_arrived += 1
-        request = Request(
-            index,
-            self._trace.content(row, page_size=self._page_size, owner=index, know_output=self._know_output),
-            num_prompt_tokens=row.num_prompt_tokens,
-            max_tokens=row.num_output_tokens,
-            arrival_ns=now_ns,
-            priority=row.priority,
-            request_id=row.request_id or str(row.row),
-        )
-        replicas = self._replicas
-        replica = self._router.choose(request, replicas) if len(replicas) > 1 else 0
-        if not self._source.is_reactive:
-            self._run_engine(replica, now_ns)
-        if replicas[replica].is_pausing:
-            self._ends_ns[replica] = NEVER_NS
-        reason = replicas[replica].submit(request, now_ns)
+    def _arrive(self, now_ns: int) -> None:
+        """Send the request that arrives next, at `now_ns`, to an engine."""
+        of_model = self._arriving
+        request, row = of_model.pop(now_ns)
+        index = of_model.choose(request)
+        if not self._is_reactive:
+            self._run_alone(index, now_ns)
+        runner = self._runners[index]
+        if runner.is_pausing:
+            self._ends_ns[index] = NEVER_NS
+        runner.wake(now_ns)
+        reason = of_model.engines[index].submit(request, now_ns)
         if reason is None:
-            self._rows[index] = row
+            self._in_engines[request] = of_model, row
             # It may be admitted in the next step of this engine, and end before all others.
-            self._quiet_ns[replica] = self._ends_ns[replica]
+            self._quiet_ns[index] = self._ends_ns[index]
         else:
-            self._log.reject(request, row, replica, reason)
-            self._source.done(row, now_ns)
-            if self._on_progress is not None:
-                self._on_progress(1)
+            of_model.log.reject(request, row, index, reason)
+            of_model.source.done(row, now_ns)
+            self._tell(1)
+
+    def _tell(self, num_ended: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(num_ended)
+
+    def _settle(self) -> None:
+        """Do what is left to do when no engine can go on and no request is known to come: nothing."""
 
     def _start(self, now_ns: int, arrival_ns: int) -> None:
-        """Start a step on every engine that has work and none under way.
+        """Start a step wherever there is work and no step under way.
 
         A request that ends on one engine may send one to another. So engines that do a single step come first: the end
         of that step is then known. Then come engines that could do many, up to the first possible end of a request in
         any other engine.
         """
-        replicas, ends_ns, quiet_ns = self._replicas, self._ends_ns, self._quiet_ns
-        if len(replicas) == 1:
-            if ends_ns[0] == NEVER_NS and replicas[0].has_work:
-                ends_ns[0] = replicas[0].start(now_ns, arrival_ns)
+        runners, ends_ns, quiet_ns = self._runners, self._ends_ns, self._quiet_ns
+        if len(runners) == 1:
+            if ends_ns[0] == NEVER_NS and runners[0].has_work:
+                ends_ns[0] = runners[0].start(now_ns, arrival_ns)
             return
         leaping = []
-        for index, replica in enumerate(replicas):
-            if ends_ns[index] == NEVER_NS and replica.has_work:
-                quiet_until_ns = replica.quiet_until(now_ns)
+        for index, runner in enumerate(runners):
+            if ends_ns[index] == NEVER_NS and runner.has_work:
+                quiet_until_ns = runner.quiet_until(now_ns)
                 if quiet_until_ns is None:
-                    ends_ns[index] = quiet_ns[index] = replica.start(now_ns)
+                    ends_ns[index] = quiet_ns[index] = runner.start(now_ns)
                 else:
                     quiet_ns[index] = quiet_until_ns
                     leaping.append(index)
         for index in leaping:
             until_ns = min(arrival_ns, *quiet_ns[:index], *quiet_ns[index + 1 :])
-            ends_ns[index] = replicas[index].start(now_ns, until_ns)
+            ends_ns[index] = runners[index].start(now_ns, until_ns)
             if ends_ns[index] > quiet_ns[index]:
                 quiet_ns[index] = ends_ns[index]  # a transfer ends while the last of its steps is under way

@@ -12,6 +12,7 @@ from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
+from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver
 from kvarts.sim.replica import Replica
@@ -112,8 +113,8 @@ def replay_one(
         open_replica(config, [log, *(() if observers_of is None else observers_of(index))])
         for index, log in enumerate(steps)
     ]
-    driver = Driver(trace, source, replicas, make_router(config.router), requests, on_progress=on_progress)
-    driver.run()
+    arrivals = Arrivals(trace, source, make_router(config.router), replicas, requests)
+    Driver([arrivals], replicas, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
     return Report(
         trace,

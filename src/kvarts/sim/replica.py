@@ -54,11 +54,15 @@ class Replica:
         """Whether there is something to do or to wait for: requests, or transfers."""
         return self.engine.has_work
 
-    def submit(self, request: Request, now_ns: int) -> str | None:
-        """Queue `request` at `now_ns`; or return the reason why it can never run. Ends a pause."""
+    def wake(self, now_ns: int) -> None:
+        """End a pause at `now_ns`, because a request arrives."""
         if self.is_pausing:
             self.is_pausing = self._is_under_way = False
             self.engine.now_ns = now_ns
+
+    def submit(self, request: Request, now_ns: int) -> str | None:
+        """Queue `request` at `now_ns`; or return the reason why it can never run. Ends a pause."""
+        self.wake(now_ns)
         return self.engine.submit(request, now_ns)
 
     def cancel(self, request: Request) -> None:

@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvarts.config import EngineConfig
 from kvarts.request import Request
+from kvarts.sched.scheduler import Scheduler
 from kvarts.sim.config import RouterName
-from kvarts.sim.replica import Replica
 
-__all__ = ["LeastLoaded", "PrefixAware", "RoundRobin", "Router", "RouterName", "make_router"]
+__all__ = ["LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Router", "RouterName", "make_router"]
+
+
+class Routed(Protocol):
+    """An engine behind a router: a replica, or one model on one of several devices."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it is built from."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What a router looks at."""
+
+    def submit(self, request: Request, now_ns: int) -> str | None:
+        """Queue `request` at `now_ns`; or return the reason why it can never run."""
 
 
 class Router(Protocol):
@@ -18,7 +34,7 @@ class Router(Protocol):
     looks_at_engines: bool
     """Whether the choice depends on what the replicas are doing."""
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
         """Return the index of the replica that `request` goes to."""
 
 
@@ -30,7 +46,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._num_routed = 0
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
         """Return the replica after the one chosen last."""
         index = self._num_routed % len(replicas)
         self._num_routed += 1
@@ -42,7 +58,7 @@ class LeastLoaded:
 
     looks_at_engines = True
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
         """Return the replica with the fewest requests."""
         return min(range(len(replicas)), key=lambda index: num_requests(replicas[index]))
 
@@ -56,7 +72,7 @@ class PrefixAware:
 
     looks_at_engines = True
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
+    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
         """Return the replica with the lowest cost."""
 
         def cost(index: int) -> int:
@@ -71,7 +87,7 @@ class PrefixAware:
         return min(range(len(replicas)), key=cost)
 
 
-def num_requests(replica: Replica) -> int:
+def num_requests(replica: Routed) -> int:
     """Return how many requests run or wait."""
     return replica.scheduler.running.num_running + replica.scheduler.waiting.num_waiting
 

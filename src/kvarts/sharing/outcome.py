@@ -1,0 +1,160 @@
+"""What models that share one device used of its memory, and what they owed each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.sharing.config import SharingConfig
+from kvarts.sharing.steps import TurnLog
+
+__all__ = ["LoanPeriod", "OfDevice", "ratio"]
+
+NS_PER_MS = 1e6
+
+
+class LoanPeriod(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A period in which `borrower` owed `lender` something without a pause, from `since_ms` to `until_ms`.
+
+    It owed `peak_bytes` at most and `mean_bytes` on average. `replica`: the number of the device, if there are several.
+    """
+
+    lender: str
+    borrower: str
+    since_ms: float
+    until_ms: float
+    peak_bytes: int
+    mean_bytes: float
+    replica: int | None = None
+
+
+class OfDevice:
+    """The outcome on one device. `logs` and `contested` are by model.
+
+    `contested`: the tokens that a model computed in rounds in which several models could have computed more than their
+    budget, and the part of these that its weight entitled it to. `number`: of the device, if there are several.
+    """
+
+    def __init__(
+        self,
+        config: SharingConfig,
+        logs: Mapping[str, TurnLog],
+        contested: Mapping[str, tuple[int, float]],
+        number: int | None = None,
+    ) -> None:
+        self.config = config
+        self.logs = logs
+        self.contested = contested
+        self._number = number
+
+    @cached_property
+    def num_tokens(self) -> dict[str, int]:
+        """Tokens computed, by model."""
+        return {name: int(log.spans["tokens"] @ log.spans["num_steps"]) for name, log in self.logs.items()}
+
+    @cached_property
+    def busy_ms(self) -> dict[str, float]:
+        """How long it computed, by model."""
+        return {name: float(log.durations_ns.sum()) / NS_PER_MS for name, log in self.logs.items()}
+
+    @cached_property
+    def loans(self) -> list[LoanPeriod]:
+        """Return every loan period by its beginning. A loan is use beyond a guarantee, at the mark of each step."""
+        times_ns, owed = self.debts()
+        lasts_ns = np.diff(times_ns, append=times_ns[-1:])
+        periods = []
+        for (lender, borrower), num_bytes in owed.items():
+            is_owed = np.concatenate(([False], num_bytes > 0, [False]))
+            begins = np.flatnonzero(is_owed[1:] & ~is_owed[:-1])
+            ends = np.flatnonzero(~is_owed[1:] & is_owed[:-1])
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+                until_ns = int(times_ns[end]) if end < len(times_ns) else int(times_ns[-1])
+                since_ns = int(times_ns[begin])
+                mine = num_bytes[begin:end]
+                mean = float(mine @ lasts_ns[begin:end]) / (until_ns - since_ns)
+                periods.append(
+                    LoanPeriod(
+                        lender,
+                        borrower,
+                        since_ns / NS_PER_MS,
+                        until_ns / NS_PER_MS,
+                        int(mine.max()),
+                        mean,
+                        self._number,
+                    )
+                )
+        return sorted(periods, key=lambda period: (period.since_ms, period.lender, period.borrower))
+
+    def used(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return times, at least one, and the bytes that each model uses from each on: shape [models, times]."""
+        config = self.config
+        names = list(self.logs)
+        moments, marks = [], []
+        for place, log in enumerate(self.logs.values()):
+            rests, order = log.rests, log.row_order
+            moments.append(np.concatenate((log.starts_ns, rests["time_ns"]))[order])
+            mark = np.full((len(names), len(order)), -1, np.int64)
+            mark[place] = np.concatenate((log.used(), rests["used"]))[order] * config.page_bytes[names[place]]
+            marks.append(mark)
+        times_ns = np.concatenate(moments)
+        order = np.argsort(times_ns, kind="stable")
+        times_ns = times_ns[order]
+        if not len(times_ns):
+            return np.zeros(1, np.int64), np.zeros((len(names), 1), np.int64)
+        used_bytes = np.concatenate(marks, axis=1)[:, order]
+        # A model uses what it used last until the next entry of its own.
+        last = np.maximum.accumulate(np.where(used_bytes >= 0, np.arange(len(times_ns)), -1), axis=1)
+        used_bytes = np.where(last >= 0, np.take_along_axis(used_bytes, np.maximum(last, 0), axis=1), 0)
+        # Of several entries at one time the last one holds.
+        settled = np.append(np.diff(times_ns) > 0, True)
+        return times_ns[settled], used_bytes[:, settled]
+
+    def debts(self) -> tuple[npt.NDArray[np.int64], dict[tuple[str, str], npt.NDArray[np.float64]]]:
+        """Return times, and the bytes owed from each on, by lender and borrower, as `debts` computes them."""
+        config = self.config
+        names = list(self.logs)
+        times_ns, used_bytes = self.used()
+        if config.static_split:
+            return times_ns, {}
+        parts = np.array([config.guaranteed_bytes[name] for name in names])[:, None]
+        excess, unused = np.maximum(used_bytes - parts, 0), np.maximum(parts - used_bytes, 0)
+        total_excess, total_unused = excess.sum(axis=0), unused.sum(axis=0)
+        owed = np.maximum(total_excess - (config.kv_bytes - int(parts.sum())), 0)
+        owed[total_unused == 0] = 0
+        found = {}
+        for lender, borrower in product(range(len(names)), repeat=2):
+            if lender != borrower:
+                part = (unused[lender] / np.maximum(total_unused, 1)) * (excess[borrower] / np.maximum(total_excess, 1))
+                if (owed * part).any():
+                    found[names[lender], names[borrower]] = owed * part
+        return times_ns, found
+
+    def loan_totals(self, duration_ms: float) -> list[dict[str, Any]]:
+        """Return the totals of loans by lender and borrower."""
+        pairs: dict[tuple[str, str], list[LoanPeriod]] = {}
+        for period in self.loans:
+            pairs.setdefault((period.lender, period.borrower), []).append(period)
+        return [
+            {
+                "lender": lender,
+                "borrower": borrower,
+                "num_loans": len(periods),
+                "peak_bytes": max(period.peak_bytes for period in periods),
+                "mean_bytes": ratio(
+                    sum(period.mean_bytes * (period.until_ms - period.since_ms) for period in periods), duration_ms
+                ),
+                "share_of_time": ratio(sum(period.until_ms - period.since_ms for period in periods), duration_ms),
+            }
+            for (lender, borrower), periods in sorted(pairs.items())
+        ]
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """Return a part of the whole; None of nothing."""
+    return part / whole if whole else None

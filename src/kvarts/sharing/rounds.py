@@ -1,0 +1,143 @@
+"""Which model has the next turn on a device, and how many tokens it may compute.
+
+Models take turns in the order in which they were registered; a round is a turn of each. Budgets are divided when a
+model has prompt tokens to compute, at most once a round, among the models that have work: a model that only decodes
+counts with the tokens of its decodes, a model with prompts with all that it may have. If all models only decode, each
+has what it needs. A budget that is too small for all decodes of its model is saved until it is not: a step decodes all
+or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvarts.sharing.device import SharedDevice
+from kvarts.sharing.tenant import Tenant
+
+__all__ = ["Rounds"]
+
+
+class Rounds:
+    """Owner of the place in the round, and of the tokens that are given and spent in it."""
+
+    def __init__(self, device: SharedDevice, tenants: Sequence[Tenant]) -> None:
+        self._device = device
+        self._tenants = tenants
+        self._place = 0
+        """The index of the model that has the next turn."""
+        self._granted: dict[str, int] | None = None
+        """The budgets of this round; None if they were not divided."""
+        self._num_working = 0
+        """How many models had work when budgets were divided in this round."""
+        self._num_spent = 0
+        """Tokens computed in this round since budgets were divided."""
+        self._contestants: list[Tenant] = []
+        """The models that could have computed more than their budgets in this round, if there are several."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether budgets were divided in this round."""
+        return self._granted is not None
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._place = 0
+        self._granted = None
+        self._contestants = []
+
+    def next(self, now_ns: int) -> Tenant | None:
+        """Go on to the model that has the next turn, of those that can step, and return it; None if none can.
+
+        A round ends with its last model.
+        """
+        tenants = self._tenants
+        for _ in tenants:
+            if self._place == len(tenants):
+                self.begin()
+            tenant = tenants[self._place]
+            if self._can_step(tenant, now_ns):
+                return tenant
+            self._place += 1
+        return None
+
+    def pass_turn(self, tenant: Tenant) -> None:
+        """Go on to the model after `tenant`."""
+        self._place = self._tenants.index(tenant) + 1
+
+    def in_turn(self) -> list[Tenant]:
+        """Return all models that are not stalled, the one with the next turn first."""
+        tenants, place = self._tenants, self._place
+        return [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.is_stalled]
+
+    def _can_step(self, tenant: Tenant, now_ns: int) -> bool:
+        return not tenant.is_stalled or self._device.may_make_way(tenant.name, now_ns)
+
+    # Budgets ----------------------------------------------------------------------------------------------
+
+    def take_budget(self, tenant: Tenant, now_ns: int) -> int | None:
+        """Return the tokens that `tenant` may compute in its turn, which is over if these are too few: then None."""
+        budget = self._budget(tenant, now_ns)
+        if budget < max(1, tenant.scheduler.wheel.num_decoding):
+            tenant.saved = budget
+            return None
+        tenant.saved = 0
+        return min(budget, tenant.config.max_num_batched_tokens)
+
+    def _budget(self, tenant: Tenant, now_ns: int) -> int:
+        budgets = self._device.budgets
+        if self._granted is None:
+            working = [other for other in self._tenants if self._can_step(other, now_ns)]
+            if self.only_decode(working):
+                return budgets.total
+            self._granted = self._divide(working)
+            self._num_working = len(working)
+            self._num_spent = 0
+        granted = self._granted.get(tenant.name)
+        if granted is None:
+            # It had no work when budgets were divided: it may have what no model has used or may still use.
+            self._num_working += 1
+            to_come = self._tenants[self._place :]
+            granted = budgets.total - self._num_spent - sum(self._granted.get(other.name, 0) for other in to_come)
+            granted = max(0, min(granted, budgets.ceiling_for(tenant.name, self._num_working)))
+        return granted + tenant.saved
+
+    def only_decode(self, working: Sequence[Tenant]) -> bool:
+        """Return whether each model needs a token for each decode only, and all of them together fit in the round."""
+        budgets = self._device.budgets
+        total = 0
+        for tenant in working:
+            if tenant.wants_tokens:
+                return False
+            num_decoding = tenant.scheduler.wheel.num_decoding
+            total += num_decoding
+            if self._device.is_static:
+                most = budgets.budget_for(tenant.name)
+            else:
+                most = budgets.ceiling_for(tenant.name, len(working))
+            if num_decoding > most:
+                return False
+        return total <= budgets.total
+
+    def _divide(self, working: Sequence[Tenant]) -> dict[str, int]:
+        budgets = self._device.budgets
+        demands: dict[str, int | None] = {}
+        contestants = []
+        for tenant in working:
+            demands[tenant.name] = tenant.scheduler.wheel.num_decoding
+            if tenant.wants_tokens:
+                demands[tenant.name] = None
+                contestants.append(tenant)
+        self._contestants = contestants if len(contestants) > 1 else []
+        if self._device.is_static:
+            return budgets.next_round()
+        granted = budgets.next_round(demands)
+        return {name: granted[name] for name in demands}
+
+    def spend(self, tenant: Tenant, num_tokens: int) -> None:
+        """Count tokens that `tenant` computed; in a contested round also as shares of all models that contended."""
+        self._num_spent += num_tokens
+        if tenant in self._contestants:
+            tenant.contested_tokens += num_tokens
+            total = sum(other.weight for other in self._contestants)
+            for other in self._contestants:
+                other.contested_share += num_tokens * other.weight / total
