@@ -170,7 +170,8 @@ class Drill:
     def _run_tests(self) -> None:
         folders = [] if self.name in WHOLE_SUITE else tested_folders(self.copy, self.rooms)
         left_out = [] if self.name == ALL else [f"--deselect={test}" for test in SLOW]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *left_out, *folders]
+        options = ["-q", "--maxfail=20", "-n", "0", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, *left_out, *folders]
         output = self._check("pytest", command)
         self.account.append(f"tests of {' '.join(folders) or 'everything'}: {output.strip().splitlines()[-1]}")
 

@@ -4,6 +4,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,26 @@ from hypothesis import HealthCheck, settings
 
 from kvarts.cli.main import main
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Test processes share the cores; set before the first import of torch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Scripts can be imported, behind everything that is installed.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
 pytest.register_assert_rewrite("builders.laws", "builders.serving")
 
 settings.register_profile(
-    "fast", max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "fast", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("few", parent=settings.get_profile("fast"), max_examples=20)
-settings.register_profile("long", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=150)
 settings.register_profile("drill", parent=settings.get_profile("fast"), max_examples=10)
+settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=300, derandomize=False)
+settings.register_profile("long", parent=settings.get_profile("many"), max_examples=5000)
 settings.load_profile(os.environ.get("KVARTS_HYPOTHESIS", "fast"))
+
+
+DATA = Path(str(files("kvarts") / "data"))
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +82,19 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         sys.argv = before
     return path
+
+
+@pytest.fixture(scope="session")
+def short_traces(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for a replay of two models, `chat` and `code`: the first 300 requests of each bundled Azure trace."""
+    folder = tmp_path_factory.mktemp("traces")
+    options = []
+    for name, kind in (("chat", "conv"), ("code", "code")):
+        path = folder / f"{name}.csv"
+        with (DATA / f"azure-{kind}-1000.csv").open() as rows:
+            path.write_text("".join(islice(rows, 301)))
+        options += ["--trace", f"{name}={path}"]
+    return options
 
 
 @pytest.fixture(scope="module")

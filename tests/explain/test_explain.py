@@ -115,7 +115,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Journal:
 
 def test_the_story_of_a_request_names_every_cause(told: Journal) -> None:
     assert story_of_request(told, "B") == [
-        "step 0               0.001 s  arrived: 20 prompt tokens (5 pages), up to 20 to make, with nobody ahead",
+        "step 0               0.001 s  arrived: 20 prompt tokens (5 pages), up to 20 to make, with none ahead",
         "step 1               0.001 s  admitted after 0.0 ms: hit 16 tokens (4 pages, last touched by A)",
         "step 1               0.001 s  computes tokens 16 to 20 of 20, makes its first token",
         "step 20              0.021 s  finished: 20 tokens made, 20.0 ms after it arrived",
@@ -146,7 +146,7 @@ def test_the_story_of_a_block(told: Journal) -> None:
         "step 0               0.000 s  stored: A filled it",
         "step 1               0.001 s  hit by B; 2 hold it",
         "step 5               0.006 s  A finished; 1 hold it",
-        "step 20              0.021 s  B finished; nobody holds it",
+        "step 20              0.021 s  B finished; nothing holds it",
     ]
     own = story_of_block(told, "A:4")
     assert any("evicted after" in said and "idle, last touched by A" in said for said in own)

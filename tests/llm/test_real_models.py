@@ -23,10 +23,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvarts.calibrate.stepfit import load_steps
-from kvarts.config import EngineConfig
 from kvarts.content import Content, pack_units
 from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.events import LoadStarted
 from kvarts.executor.cost import CallableCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.torch.attention import ATTENTION
@@ -35,11 +33,10 @@ from kvarts.executor.torch.flash import FlashBackend
 from kvarts.executor.torch.flex import FlexBackend
 from kvarts.executor.torch.loading import check_architecture, load_model
 from kvarts.executor.torch.packing import PackedLinear
-from kvarts.executor.torch.tiny import FAMILIES, SIZES, byte_tokenizer, write_tiny
+from kvarts.executor.torch.tiny import FAMILIES, SIZES, byte_tokenizer
 from kvarts.hardware import load_geometry
 from kvarts.llm.llm import LLM
 from kvarts.llm.text import Generation
-from kvarts.offload.config import OffloadConfig
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.verify.verifier import verify_file
@@ -48,72 +45,8 @@ from builders.engines import make_replica
 from builders.flash_standin import flash_module
 from builders.kept import Kept
 from builders.pages import paged
-from builders.rooms import HAS_AUDIT, HAS_RECORD
-
-PAGE_SIZE = 4
-VOCABULARY = 257
-Ids = list[int]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a small model of a family."""
-    root = tmp_path_factory.mktemp("models")
-
-    def directory(family: str) -> Path:
-        path = root / family
-        if not path.exists():
-            write_tiny(family, path)
-        return path
-
-    return directory
-
-
-@pytest.fixture(scope="session")
-def models(tiny: Callable[[str], Path]) -> Callable[[str], tuple[Any, Any]]:
-    """A family's model with pages, and the same with transformers' own attention and cache."""
-    loaded: dict[str, tuple[Any, Any]] = {}
-
-    def pair(family: str) -> tuple[Any, Any]:
-        if family not in loaded:
-            path = tiny(family)
-            reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-            loaded[family] = load_model(path), reference
-        return loaded[family]
-
-    return pair
-
-
-def undisturbed(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
-    """What transformers' generate says."""
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        out = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    tokens: Ids = out[0, len(prompt) :].tolist()
-    return tokens
-
-
-def engine_of(model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int = 4, **kwargs: Any) -> LLM:
-    config = EngineConfig(
-        num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=budget, max_num_seqs=min(seqs, budget)
-    )
-    return LLM(model, None, config, audit=HAS_AUDIT, **kwargs)
-
-
-def prompts_with_prefixes(seed: int = 1) -> list[Ids]:
-    random = Random(seed)
-    prompts = [[random.randrange(VOCABULARY) for _ in range(length)] for length in (5, 40, 70, 33, 8)]
-    return [*prompts, [*prompts[2][:50], 1, 2, 3], prompts[1]]
-
-
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.rooms import HAS_RECORD
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -221,68 +154,6 @@ def test_packed_layers_compute_the_same() -> None:
             inputs = torch.randn(shape, dtype=torch.bfloat16)
             with torch.inference_mode():
                 torch.testing.assert_close(packed(inputs), linear(inputs))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_pages_that_went_through_host_memory_say_the_same(
-    models: Callable[[str], tuple[Any, Any]], family: str, policy: Any
-) -> None:
-    model, reference = models(family)
-    kept = Kept()
-    offload = OffloadConfig(host_pages=200, policy=policy, kv_bytes_per_token=1)
-    engine = engine_of(model, num_pages=30, budget=64, offload=offload, readers=[kept])
-    prompts = prompts_with_prefixes()
-    for prompt in [*prompts, *reversed(prompts)]:
-        completion = engine.generate([prompt], GREEDY)[0]
-        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
-    loads = [event for event in kept.events if isinstance(event, LoadStarted)]
-    assert loads, "nothing ever came back from host memory"
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_pages_that_went_through_files_say_the_same(
-    models: Callable[[str], tuple[Any, Any]], family: str, tmp_path: Path
-) -> None:
-    """L6 with host memory for little and files below it, and again in a second engine that finds the files."""
-    model, reference = models(family)
-    prompts = prompts_with_prefixes()
-    expected = [undisturbed(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
-    offload = OffloadConfig(host_pages=8, disk_pages=300)
-    kept = Kept()
-    engine = engine_of(model, num_pages=30, budget=64, offload=offload, disk_path=tmp_path, readers=[kept])
-    for prompt, tokens in [*zip(prompts, expected, strict=True)] * 2:
-        assert list(engine.generate([prompt], GREEDY)[0].tokens) == tokens
-    loads = [event for event in kept.events if isinstance(event, LoadStarted)]
-    assert sum(dict(load.by_tier).get("disk", 0) for load in loads) > 0
-    written = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert len(written) > 30, "more than the device holds"
-    again = engine_of(model, num_pages=30, budget=64, offload=offload, disk_path=tmp_path)
-    for prompt, tokens in zip(prompts, expected, strict=True):
-        completion = again.generate([prompt], GREEDY)[0]
-        assert list(completion.tokens) == tokens
-    assert again.generate([prompts[2]], GREEDY)[0].cached_tokens > 0
-
-
-def test_files_of_another_model_are_not_read(tmp_path: Path) -> None:
-    """Two models of one config with other weights: each finds its own pages, and none of the other's."""
-    offload = OffloadConfig(host_pages=8, disk_pages=300)
-    prompt = prompts_with_prefixes()[2]
-    cached = []
-    for seed in (0, 1, 0):
-        write_tiny("qwen3", tmp_path / "model", seed=seed)
-        engine = engine_of(load_model(tmp_path / "model"), offload=offload, disk_path=tmp_path / "pages")
-        cached.append(engine.generate([prompt], GREEDY)[0].cached_tokens)
-        engine.generate([[1]], GREEDY)  # steps that finish what is under way
-    assert cached[:2] == [0, 0]
-    assert cached[2] > 0
-
-
-def test_tiers_that_cannot_be_are_refused(models: Callable[[str], tuple[Any, Any]], tmp_path: Path) -> None:
-    model, _ = models("qwen3")
-    for offload, path in ((OffloadConfig(host_pages=8, disk_pages=8), None), (OffloadConfig(host_pages=8), tmp_path)):
-        with pytest.raises(ConfigError, match="disk_path: a tier of files needs both its size and its directory"):
-            engine_of(model, offload=offload, disk_path=path)
 
 
 def test_a_page_that_is_not_what_it_should_be_changes_what_is_said(models: Callable[[str], tuple[Any, Any]]) -> None:

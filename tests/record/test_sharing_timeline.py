@@ -18,9 +18,11 @@ DATA = Path(str(files("kvarts") / "data"))
 CHAT, CODE = DATA / "azure-conv-1000.csv", DATA / "azure-code-1000.csv"
 
 
-def test_each_model_has_a_timeline_of_its_own(tmp_path: Path, run_command: Callable[..., int]) -> None:
+def test_each_model_has_a_timeline_of_its_own(
+    tmp_path: Path, run_command: Callable[..., int], short_traces: list[str]
+) -> None:
     models = ["--model", "chat=llama-3.1-8b:weight=2", "--model", "code=qwen3-8b:weight=1", "--device", "h100-80gb"]
-    traces = ["--trace", f"chat={CHAT}", "--trace", f"code={CODE}", "--kv-memory", "4GiB"]
+    traces = [*short_traces, "--kv-memory", "4GiB"]
     run = tmp_path / "run"
     assert run_command("replay", *models, *traces, "--run-dir", run, "--timeline", tmp_path / "t.json") == 0
     for name in ("chat", "code"):
@@ -46,7 +48,7 @@ def test_memory_that_others_have_is_withheld_in_a_timeline(tmp_path: Path) -> No
     assert timeline.preemption_count == len(asked)
     timeline.write(tmp_path / "timeline.json")
     assert verify_file(tmp_path / "timeline.json").verdict == "ok"
-    # Without what is withheld, nobody would have had to give way.
+    # Without what is withheld, no request would have had to give way.
     rows = msgspec.json.decode((tmp_path / "timeline.json").read_bytes())
     for row in rows["timeline"]:
         row.pop("withheld_blocks", None)

@@ -68,10 +68,13 @@ def test_waiting_for_pages_asks_for_more_of_them() -> None:
 
 
 def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
-    assert advice(agents()) == (
+    lost = (
         "eviction costs compute: 85.9 % of prompt tokens were hits, and about 95.0 % would be if nothing were evicted; "
-        "the working set is 3.06 times the pool; try --host-pages 86925"
+        "the working set is 3.06 times the pool; try "
     )
+    summary = agents()
+    assert advice(summary, tier_flag="--below") == f"{lost}--below 86925"
+    assert advice(summary) == f"{lost}--tensor-parallel 2, or more --kv-memory if the device has it"
 
 
 def test_hits_lost_to_routing_ask_for_another_router() -> None:

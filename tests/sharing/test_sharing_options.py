@@ -97,11 +97,6 @@ def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, An
         ("models = 3", "", "c.toml: models: must be a table, got 3"),
         ("model = 'qwen3-8b'\n[models.a]", "", "c.toml: model: is for a replay of one model."),
         ("trace = 'x'\n[models.a]", "", "c.toml: trace: is for a replay of one model."),
-        (
-            "[offload]\nhost_pages = 9\nkv_bytes_per_token = 2\n[models.a]",
-            "",
-            "c.toml: offload.kv_bytes_per_token: is for a replay of one model: a token of each of several weighs what",
-        ),
         ("pages = 2\n[models.a]", "", "c.toml: pages: is for a replay of one model: pages of several differ in bytes"),
         ("health = ['a=dead@3']", "", "c.toml: health: is for several models on one device."),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +25,7 @@ from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
 
 from builders.kept import Kept
+from builders.rooms import HAS_AUDIT, HAS_RECORD
 
 pytestmark = pytest.mark.laws
 
@@ -59,7 +62,7 @@ def test_a_model_alone_with_tiers_is_a_replay_of_one(case: Sharing, tiers: Offlo
     report = shared.reports["m0"]
     config = shared.config.configs["m0"]
     assert config.offload == tiers.for_model(case.page_bytes[0] // case.page_size)
-    alone = replay(of_model.trace(), config)
+    alone = replay(of_model.trace(), msgspec.structs.replace(config, audit=HAS_AUDIT))
     assert report.requests_jsonl() == alone.requests_jsonl()
     assert report.summary == alone.summary
     for name, column in alone.steps.items():
@@ -134,3 +137,50 @@ def test_a_model_goes_when_its_transfers_have_ended() -> None:
     assert engine.tiers.advance_to(engine.tiers.next_ns)
     assert device.deregister("a") == []
     assert device.memory.num_empty_bytes == 64
+
+
+# The command -----------------------------------------------------------------------------------------------
+
+MODELS = ["--model", "chat=llama-3.1-8b:weight=2", "--model", "code=qwen3-8b:weight=1"]
+DEVICE = ["--device", "h100-80gb", "--kv-memory", "4GiB"]
+
+
+def test_each_model_has_host_memory_of_its_own(
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
+) -> None:
+    command = [
+        "replay",
+        *MODELS,
+        *short_traces,
+        "--device",
+        "h100-80gb",
+        "--kv-memory",
+        "4GiB",
+        "--host-memory",
+        "1GiB",
+        "--offload",
+        "lazy",
+        "--json",
+    ]
+    assert run_command(*command) == 0
+    printed = capsysbinary.readouterr().out
+    assert run_command(*command, "--run-dir", tmp_path) == 0
+    assert capsysbinary.readouterr().out == printed
+    models = msgspec.json.decode(printed)["models"]
+    for name, token_bytes in (("chat", 131_072), ("code", 147_456)):
+        assert models[name]["config"]["offload"]["kv_bytes_per_token"] == token_bytes
+        assert models[name]["transfers"]["num_stores"] > 0
+        capsysbinary.readouterr()
+        if HAS_RECORD:
+            assert run_command("verify", tmp_path / name / "timeline.json.gz") == 0
+        assert "host" in (tmp_path / name / "report.json").read_text()
+
+
+def test_bytes_of_a_token_are_those_of_each_model(
+    tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("[offload]\nhost_pages = 9\nkv_bytes_per_token = 2\n[models.a]")
+    assert run_command("replay", "--config", config) == 2
+    says = f"{config}: offload.kv_bytes_per_token: is for a replay of one model: a token of each of several weighs what"
+    assert capsys.readouterr().err.startswith(f"kvarts: {says}")

@@ -15,6 +15,7 @@ class OffloadPart(Part):
     """Host memory and files: options, and the table [offload]."""
 
     sections = (Section(struct=OffloadConfig, title="Host memory and files", table=TABLE),)
+    tier_flag = "--host-pages"
 
     def check(self, given: Given) -> None:
         """Raise ConfigError where an option says how to offload, and nothing says how much."""

@@ -66,6 +66,8 @@ class Part:
 
     sections: tuple[Section, ...] = ()
     """Settings: options of the command line and tables of a file."""
+    tier_flag: str | None = None
+    """The option that adds pages below the device."""
 
     def options(self) -> Sequence[click.Option]:
         """Return options besides those of `sections`. One stands in for any other with the same flag."""

@@ -62,7 +62,7 @@ def render_shared_table(summary: dict[str, Any]) -> str:
 
 def _fairness(device: dict[str, Any]) -> str:
     fairness = device["jain_index"]
-    return "nobody had to be fair" if fairness is None else f"Jain's index {fairness:.3f} of contested tokens by weight"
+    return "nothing was contested" if fairness is None else f"Jain's index {fairness:.3f} of contested tokens by weight"
 
 
 def _loans(device: dict[str, Any]) -> list[str]:

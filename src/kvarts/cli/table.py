@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import Any
 
+from kvarts.cli.parts import load_parts
 from kvarts.report.advice import advice
 
 __all__ = ["as_bytes", "as_number", "as_percent", "render_table"]
@@ -123,7 +124,7 @@ def _limit(limited_by: dict[str, Any]) -> str:
 
 def _advice(summary: dict[str, Any]) -> list[str]:
     """Return what to try next, behind an empty line."""
-    sentence = advice(summary)
+    sentence = advice(summary, tier_flag=next((part.tier_flag for part in load_parts() if part.tier_flag), None))
     if sentence is None:
         return []
     return ["", *wrap(f"{sentence[0].upper()}{sentence[1:]}.", width=80, break_on_hyphens=False)]

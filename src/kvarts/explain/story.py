@@ -91,7 +91,7 @@ class _RequestStory:
             case ArrivedLine():
                 self._since_ms = self._arrived_ms = line.t_ms
                 num_pages = -(-line.prompt_tokens // size)
-                ahead = f"behind {line.num_ahead:,} others" if line.num_ahead else "with nobody ahead"
+                ahead = f"behind {line.num_ahead:,} others" if line.num_ahead else "with none ahead"
                 urgent = f", priority {line.priority}" if line.priority else ""
                 self._say(
                     line,
@@ -117,12 +117,12 @@ class _RequestStory:
                 self._say(line, f"of its sequence, {_which(line)} could not be stored in {line.tier}")
             case PreemptedLine():
                 self._count_made(line.step - 1)
-                who = "itself" if line.asker == line.request else names[line.asker]
+                by = "itself" if line.asker == line.request else names[line.asker]
                 self._lost = line.lost_tokens
                 self._since_ms = line.t_ms
                 self._say(
                     line,
-                    f"preempted by {who}, which asked for {_pages(line.pages_asked)} and was {line.pages_short:,} "
+                    f"preempted by {by}, which asked for {_pages(line.pages_asked)} and was {line.pages_short:,} "
                     f"short with {line.used_pages:,} in use: lost {line.lost_tokens:,} computed tokens, keeps "
                     f"{self._made:,} made",
                 )
@@ -213,7 +213,7 @@ class _BlockStory:
         journal, size = self._journal, self._journal.page_size
         content = journal.contents[self._request]
         is_known = self._page < content.num_known_pages
-        key = BlockKeys(content)[self._page].hex() if is_known else "without a key, of tokens nobody else knows"
+        key = BlockKeys(content)[self._page].hex() if is_known else "without a key, of tokens that no other request has"
         others = len(self._sharing) - 1
         also = f", and of {others:,} other requests" if others else ""
         self._said = [
@@ -233,7 +233,7 @@ class _BlockStory:
             names = ", ".join(journal.names[holder] for holder in self._holders)
             self._said.append(f"in the end it is held by {names}")
         else:
-            self._said.append("in the end it is cached, and nobody holds it")
+            self._said.append("in the end it is cached, and nothing holds it")
         return self._said
 
     def _say(self, line: Line, what: str) -> None:
@@ -297,7 +297,7 @@ class _BlockStory:
         self._say(line, f"{name} {what}{self._held()}")
 
     def _held(self) -> str:
-        return f"; {len(self._holders):,} hold it" if self._holders else "; nobody holds it"
+        return f"; {len(self._holders):,} hold it" if self._holders else "; nothing holds it"
 
     def _idle(self, line: Line) -> str:
         last = "" if self._last is None else f", last touched by {self._journal.names[self._last]}"

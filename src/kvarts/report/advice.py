@@ -10,8 +10,10 @@ WORTHWHILE = 0.1
 """Of the prompt tokens that were computed, the least that an unbounded pool must save before that is advised."""
 
 
-def advice(summary: dict[str, Any]) -> str | None:
+def advice(summary: dict[str, Any], *, tier_flag: str | None = None) -> str | None:
     """Return what to try next and why, for a report's `summary`; None where nothing was completed or rejected.
+
+    `tier_flag`: the option that adds pages below the device, where there is one.
 
     The first of these that holds: requests that can never fit; the sequence cap; waiting for pages; hits lost to
     routing or eviction; waiting for the token budget; nothing, so that there is room for more. Numbers are those of
@@ -26,7 +28,7 @@ def advice(summary: dict[str, Any]) -> str | None:
         return _sequence_cap(summary)
     if cause == "kv_pages":
         return _kv_pages(summary)
-    if (lost := _lost_hits(summary)) is not None:
+    if (lost := _lost_hits(summary, tier_flag)) is not None:
         return lost
     return _compute(summary) if cause == "compute" else _nothing(summary)
 
@@ -55,7 +57,7 @@ def _kv_pages(summary: dict[str, Any]) -> str:
     )
 
 
-def _lost_hits(summary: dict[str, Any]) -> str | None:
+def _lost_hits(summary: dict[str, Any], tier_flag: str | None) -> str | None:
     """Return what would bring more hits, if many prompt tokens were computed that had been computed before."""
     unbounded, ratio = unbounded_hit_ratio(summary), summary["prefix_hit_ratio"]
     if unbounded is None or unbounded - ratio < WORTHWHILE * (1 - ratio):
@@ -70,10 +72,15 @@ def _lost_hits(summary: dict[str, Any]) -> str | None:
     lowest = _lowest_tier(summary)
     if not _has_evicted(summary, lowest):
         return None
-    size = f"--host-pages {summary['working_set_pages']}" if lowest is None else f"more --{lowest}-pages"
+    if lowest is not None:
+        more = f"more --{lowest}-pages"
+    elif tier_flag is not None:
+        more = f"{tier_flag} {summary['working_set_pages']}"
+    else:
+        more = _more_memory(summary)
     return (
         f"eviction costs compute: {hits} if nothing were evicted; the working set is "
-        f"{summary['working_set_to_pool']:,.2f} times the pool; try {size}"
+        f"{summary['working_set_to_pool']:,.2f} times the pool; try {more}"
     )
 
 

@@ -31,7 +31,7 @@ from kvarts.traffic.trace import Trace
 
 __all__ = ["replay_several", "replay_shared"]
 
-MANY_EVENTS = 512
+MANY_EVENTS = 16
 """So many events wait in virtual time before readers get them: nothing there has to be on time."""
 
 

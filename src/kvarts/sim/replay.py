@@ -24,8 +24,9 @@ from kvarts.traffic.workload import Workload
 
 __all__ = ["Replayable", "Traffic", "open_replica", "replay", "replay_one", "trace_of"]
 
-MANY_EVENTS = 512
-"""So many events wait in virtual time before readers get them: nothing there has to be on time."""
+MANY_EVENTS = 16
+"""So many events wait in virtual time before readers get them, as nothing there has to be on time; more would only
+push what the engine works on out of the processor's cache."""
 
 Traffic = Trace | Workload | Path | str
 """A Trace, a Workload to make one from, or the path of a file."""

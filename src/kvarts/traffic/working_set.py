@@ -17,7 +17,8 @@ SLAB = 20_000
 def working_set_pages(trace: Trace, page_size: int) -> int | None:
     """Return the distinct full pages of all prompts, plus the pages that outputs add; None for a stream.
 
-    Sorted by content, a prompt shares with all prompts before it just what it shares with the one right before it.
+    Sorted by content and length, a prompt shares with all prompts before it just what it shares with the one right
+    before it.
     """
     requests = trace.requests
     if not requests:
@@ -29,7 +30,8 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     num_pages = int(((num_prompt + num_output - 1) // page_size).sum())
     units = [spell(request.units) for request in requests]
     for members in _by_tenant(requests):
-        members.sort(key=units.__getitem__)
+        # The last unit may be cut short, so equal units can be prompts of different lengths.
+        members.sort(key=lambda index: (units[index], requests[index].num_prompt_tokens))
         for start in range(1, len(members), SLAB):
             slab = members[start - 1 : start + SLAB]
             num_pages -= _shared_pages(

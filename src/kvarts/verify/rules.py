@@ -189,12 +189,12 @@ class PreemptionNeeded(Rule):
             preempted, free = int(chunk.columns["preempted_seqs"][place]), int(chunk.columns["free_blocks"][place])
             free -= max(0, int(chunk.columns["withheld_blocks"][place]))
             if not preempted:
-                self.add("says what was asked for, and preempted nobody", step=step, row=row, asks=len(asks))
+                self.add("says what was asked for, and preempted no request", step=step, row=row, asks=len(asks))
             for ask in asks:
-                who = "" if ask.request is None else f" by {ask.request}"
+                by = "" if ask.request is None else f" by {ask.request}"
                 if ask.blocks <= ask.free_blocks:
                     self.add(
-                        f"{ask.blocks} blocks were asked for{who} with {ask.free_blocks} free: it fitted",
+                        f"{ask.blocks} blocks were asked for{by} with {ask.free_blocks} free: it fitted",
                         step=step,
                         row=row,
                         blocks=ask.blocks,
@@ -202,7 +202,7 @@ class PreemptionNeeded(Rule):
                     )
                 elif ask.model is None and ask.free_blocks < free:
                     self.add(
-                        f"{ask.free_blocks} blocks were free when {ask.blocks} were asked for{who}, but the step never "
+                        f"{ask.free_blocks} blocks were free when {ask.blocks} were asked for{by}, but the step never "
                         f"had fewer than {free} free",
                         step=step,
                         row=row,
@@ -312,7 +312,7 @@ class Leak(Rule):
             idle & (columns["used_blocks"] > 0),
             chunk,
             ("used_blocks",),
-            lambda used_blocks: f"{used_blocks} blocks are in use and nobody is active",
+            lambda used_blocks: f"{used_blocks} blocks are in use and no sequence is active",
         )
 
     def finish(self, top: dict[str, Any]) -> None:

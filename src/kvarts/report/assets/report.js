@@ -157,7 +157,7 @@
       make("summary", { parent: entry, text: `${name}: waited ${waited}` });
       make("pre", { parent: entry, text: lines.join("\n") });
     }
-    if (!data.waits.length) note(section("waits"), "Nobody was admitted.");
+    if (!data.waits.length) note(section("waits"), "No request was admitted.");
   } else note(section("waits"), data.no_journal);
 
   // Columns get their width when all of them are there.

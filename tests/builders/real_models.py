@@ -1,0 +1,50 @@
+"""Engines of small real models, prompts for them, and what transformers says. Needs PyTorch."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+
+from kvarts.config import EngineConfig
+from kvarts.llm.llm import LLM
+from kvarts.sampling import SamplingParams
+
+from builders.rooms import HAS_AUDIT
+
+PAGE_SIZE = 4
+VOCABULARY = 257
+Ids = list[int]
+
+
+def undisturbed(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
+    """What transformers' generate says."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    tokens: Ids = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def engine_of(model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int = 4, **kwargs: Any) -> LLM:
+    config = EngineConfig(
+        num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=budget, max_num_seqs=min(seqs, budget)
+    )
+    return LLM(model, None, config, audit=HAS_AUDIT, **kwargs)
+
+
+def prompts_with_prefixes(seed: int = 1) -> list[Ids]:
+    random = Random(seed)
+    prompts = [[random.randrange(VOCABULARY) for _ in range(length)] for length in (5, 40, 70, 33, 8)]
+    return [*prompts, [*prompts[2][:50], 1, 2, 3], prompts[1]]
+
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -1,0 +1,83 @@
+"""L6 with tiers below the device, on real models; skipped where PyTorch is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+
+from kvarts.errors import ConfigError
+from kvarts.events import LoadStarted
+from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.tiny import write_tiny
+from kvarts.offload.config import OffloadConfig
+
+from builders.kept import Kept
+from builders.real_models import GREEDY, engine_of, prompts_with_prefixes, undisturbed
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_pages_that_went_through_host_memory_say_the_same(
+    models: Callable[[str], tuple[Any, Any]], family: str, policy: Any
+) -> None:
+    model, reference = models(family)
+    kept = Kept()
+    offload = OffloadConfig(host_pages=200, policy=policy, kv_bytes_per_token=1)
+    engine = engine_of(model, num_pages=30, budget=64, offload=offload, readers=[kept])
+    prompts = prompts_with_prefixes()
+    for prompt in [*prompts, *reversed(prompts)]:
+        completion = engine.generate([prompt], GREEDY)[0]
+        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+    loads = [event for event in kept.events if isinstance(event, LoadStarted)]
+    assert loads, "nothing ever came back from host memory"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_pages_that_went_through_files_say_the_same(
+    models: Callable[[str], tuple[Any, Any]], family: str, tmp_path: Path
+) -> None:
+    """L6 with host memory for little and files below it, and again in a second engine that finds the files."""
+    model, reference = models(family)
+    prompts = prompts_with_prefixes()
+    expected = [undisturbed(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
+    offload = OffloadConfig(host_pages=8, disk_pages=300)
+    kept = Kept()
+    engine = engine_of(model, num_pages=30, budget=64, offload=offload, disk_path=tmp_path, readers=[kept])
+    for prompt, tokens in [*zip(prompts, expected, strict=True)] * 2:
+        assert list(engine.generate([prompt], GREEDY)[0].tokens) == tokens
+    loads = [event for event in kept.events if isinstance(event, LoadStarted)]
+    assert sum(dict(load.by_tier).get("disk", 0) for load in loads) > 0
+    written = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(written) > 30, "more than the device holds"
+    again = engine_of(model, num_pages=30, budget=64, offload=offload, disk_path=tmp_path)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        completion = again.generate([prompt], GREEDY)[0]
+        assert list(completion.tokens) == tokens
+    assert again.generate([prompts[2]], GREEDY)[0].cached_tokens > 0
+
+
+def test_files_of_another_model_are_not_read(tmp_path: Path) -> None:
+    """Two models of one config with other weights: each finds its own pages, and none of the other's."""
+    offload = OffloadConfig(host_pages=8, disk_pages=300)
+    prompt = prompts_with_prefixes()[2]
+    cached = []
+    for seed in (0, 1, 0):
+        write_tiny("qwen3", tmp_path / "model", seed=seed)
+        engine = engine_of(load_model(tmp_path / "model"), offload=offload, disk_path=tmp_path / "pages")
+        cached.append(engine.generate([prompt], GREEDY)[0].cached_tokens)
+        engine.generate([[1]], GREEDY)  # steps that finish what is under way
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
+
+
+def test_tiers_that_cannot_be_are_refused(models: Callable[[str], tuple[Any, Any]], tmp_path: Path) -> None:
+    model, _ = models("qwen3")
+    for offload, path in ((OffloadConfig(host_pages=8, disk_pages=8), None), (OffloadConfig(host_pages=8), tmp_path)):
+        with pytest.raises(ConfigError, match="disk_path: a tier of files needs both its size and its directory"):
+            engine_of(model, offload=offload, disk_path=path)

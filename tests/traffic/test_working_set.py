@@ -1,0 +1,15 @@
+"""The working set of a trace, in cases that a random one met seldom."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.traffic.working_set import working_set_pages
+
+
+@pytest.mark.parametrize("lengths", [[2, 1, 2], [1, 2, 2], [2, 2, 1]])
+def test_equal_units_of_different_lengths(lengths: list[int]) -> None:
+    """One unit of two tokens, and a prompt that has only the first of them: it must not part the two others."""
+    requests = [TraceRequest(row, 0, (range(1),), num_tokens, 1) for row, num_tokens in enumerate(lengths)]
+    assert working_set_pages(Trace(requests, unit_tokens=2), page_size=2) == 1
