@@ -22,6 +22,7 @@ from kvarts.report.report import Report
 from kvarts.report.steps import StepLog
 from kvarts.sharing.report import SharedReport
 
+from builders.case import Case, Row
 from builders.guide_policies import LeastHits
 from builders.kept import Kept
 from builders.orders import FewestHits
@@ -179,33 +180,16 @@ def test_known_arrivals_are_those_of_a_loop_in_which_requests_could_wait(
 
 def test_turns_after_one_without_a_step_end_before_the_next_arrival() -> None:
     """A turn in which only the head was found not to fit was followed by turns past requests that arrived."""
-    b = Trace([TraceRequest(0, 296_000_000, bytes(72), 35, 1)], unit_tokens=4)
-    a = [
-        TraceRequest(0, 0, bytes(72), 18, 7),
-        TraceRequest(1, 200_000_000, bytes(48), 12, 8),
-        TraceRequest(2, 335_000_000, bytes(80), 20, 1),
-    ]
-    models = {
-        "a": ModelShare(cost="polynomial", kv_bytes_per_token=3, guarantee="24B", ceiling=1000),
-        "b": ModelShare(cost="polynomial", kv_bytes_per_token=2, guarantee="0B", ceiling=1000),
-    }
+    of_a = [Row(200, [0] * 6, 12, 8, None, 0, None), Row(200, [0] * 9, 18, 7, None, 0, None),
+            Row(335, [0] * 10, 20, 1, None, 0, None)]  # fmt: skip
+    a = Case(of_a, 2, 4, 5, 16, 2, "default", 1)
+    b = Case([Row(296, [0] * 9, 35, 1, None, 0, None)], 4, 4, 7, 64, 2, "default", 1)
+    case = Sharing([a, b], 4, [12, 8], [24, 0], [19, 19], [0, 0], [1000, 1000], 97, 16, 1)
+    traces = {"m0": a.trace(), "m1": b.trace()}
+    for trace in traces.values():
+        trace.has_sessions = True
     fast, slow = (
-        replay(
-            {"a": Trace(a, unit_tokens=2, has_sessions=True), "b": b},
-            SharingConfig(
-                models=models,
-                kv_memory=97,
-                each=ReplayConfig(
-                    page_size=4,
-                    max_num_batched_tokens=16,
-                    max_num_seqs=1,
-                    replicas=2,
-                    router="least-loaded",
-                    step_by_step=slowly,
-                ),
-            ),
-        )
-        for slowly in (False, True)
+        replay(traces, case.config(replicas=2, router="least-loaded", step_by_step=slowly)) for slowly in (False, True)
     )
     assert everything(fast) == everything(slow)
 
