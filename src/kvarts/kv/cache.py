@@ -77,9 +77,11 @@ class PageCache:
         """
         self.num_free -= count
         pool = self.pool
+        make_room = pool.make_room
+        if make_room is not None:
+            make_room(count)
+            return pool.take(count)
         num_empty = pool.num_empty
-        if count > num_empty and pool.can_make_room:
-            num_empty = pool.make_room(count)
         if count <= num_empty:
             return pool.take(count)
         taken_ids = None

@@ -6,7 +6,7 @@ executor writes into them. A page that is taken is the taker's until given back;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NewType, Protocol, cast
 
 __all__ = ["CountPool", "IdPool", "PageId", "Pool"]
@@ -41,14 +41,10 @@ class Pool(Protocol):
         """Return whether `count` pages are empty, and stay so until they are taken."""
 
     @property
-    def can_make_room(self) -> bool:
-        """Whether `make_room` may have more pages empty than before."""
+    def make_room(self) -> Callable[[int], object] | None:
+        """Has so many pages empty, here or from others, where that many are empty or cached.
 
-    def make_room(self, count: int) -> int:
-        """Return how many pages are empty, after making more of them so where the pool can.
-
-        Is asked where fewer than `count` are empty, and that many are empty or cached. If the answer is less than
-        `count`, the taker has to evict the rest of what it has cached itself.
+        None where the taker has to evict what it has cached itself.
         """
 
     def take(self, count: int) -> list[PageId] | None:
@@ -64,11 +60,10 @@ class Pool(Protocol):
 class CountPool:
     """Pages without names."""
 
-    can_make_room = False
-
     __slots__ = ("num_empty", "num_taken", "total")
 
     has_ids = False
+    make_room = None
     empty_ids: Sequence[PageId] = ()
 
     def __init__(self, total: int) -> None:
@@ -79,10 +74,6 @@ class CountPool:
     def has_empty(self, count: int) -> bool:
         """Return whether `count` pages are empty."""
         return count <= self.num_empty
-
-    def make_room(self, count: int) -> int:
-        """Return how many pages are empty: there is nothing to make room of."""
-        return self.num_empty
 
     def take(self, count: int) -> None:
         """Take `count` pages."""
@@ -105,10 +96,10 @@ class CountPool:
 class IdPool:
     """Pages by id, the most recently emptied first: its memory is the likeliest to be warm."""
 
-    can_make_room = False
     __slots__ = ("_empty_ids", "num_empty", "num_taken", "total")
 
     has_ids = True
+    make_room = None
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -124,10 +115,6 @@ class IdPool:
     def has_empty(self, count: int) -> bool:
         """Return whether `count` pages are empty."""
         return count <= self.num_empty
-
-    def make_room(self, count: int) -> int:
-        """Return how many pages are empty: there is nothing to make room of."""
-        return self.num_empty
 
     def take(self, count: int) -> list[PageId]:
         """Take `count` pages; return their ids."""

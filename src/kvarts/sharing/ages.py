@@ -36,17 +36,19 @@ class AgedOrder:
     old that run is can be compared with the runs of other orders that have the same clock.
     """
 
-    __slots__ = ("_clock", "_inner", "_stamps")
+    __slots__ = ("_clock", "_inner", "_stamps", "next_run")
 
     def __init__(self, inner: EvictionOrder, clock: ReleaseClock) -> None:
         self._inner = inner
+        self.next_run = inner.next_run
+        """Returns what `inner` would evict next."""
         self._clock = clock
         self._stamps: dict[Node, int] = {}
 
     @property
     def next_stamp(self) -> int:
         """When the run that is evicted next was released; something is cached."""
-        return self._stamps[self._inner.next_run()]
+        return self._stamps[self.next_run()]
 
     def __iter__(self) -> Iterator[Node]:
         """Return all listed runs, in the order of `inner`."""
@@ -90,7 +92,3 @@ class AgedOrder:
     def unheld(self, node: Node) -> None:
         """Stop passing `node` by."""
         self._inner.unheld(node)
-
-    def next_run(self) -> Node:
-        """Return what `inner` would evict next."""
-        return self._inner.next_run()

@@ -35,6 +35,7 @@ class DeviceMemory:
         self.num_bytes = num_bytes
         self.num_empty_bytes = num_bytes
         self.parts: dict[str, DevicePart] = {}
+        self._part_of: dict[SharedPool, DevicePart] = {}
         self.clock = ReleaseClock()
         """Of all parts together."""
         self.last_claim = 0
@@ -51,13 +52,14 @@ class DeviceMemory:
                 field=f"{part.name}.guarantee",
             )
         self.parts[part.name] = part
+        self._part_of[part.pool] = part
 
     def remove(self, part: DevicePart) -> None:
         """Evict what `part`, of which nothing is used, has cached, and let it go."""
         cache = part.cache
         assert cache.num_used == 0, f"L2: {cache.num_used} pages of {part.name} are in use"
         cache.shed(cache.num_cached)
-        del self.parts[part.name]
+        del self.parts[part.name], self._part_of[part.pool]
 
     # Questions --------------------------------------------------------------------------------------------
 
@@ -76,16 +78,18 @@ class DeviceMemory:
 
         What goes is what would go if they were taken one by one: pages there is room for count as taken.
         """
-        asker = next(part for part in self.parts.values() if part.pool is pool)
+        asker = self._part_of[pool]
         page_bytes = asker.page_bytes
         needed = num_pages * page_bytes
         while (missing := needed - self.num_empty_bytes) > 0:
             ready = self.num_empty_bytes // page_bytes * page_bytes
             beyond = pool.num_taken * page_bytes + ready - asker.guaranteed_bytes
+            # `num_beyond_bytes` is spelled out: this runs for every page that is taken from a full device.
             over = [
                 part
                 for part in self.parts.values()
-                if part.cache.tree.num_cached and (beyond if part is asker else part.num_beyond_bytes) > 0
+                if part.cache.tree.num_cached
+                and (beyond if part is asker else part.pool.num_taken * part.page_bytes - part.guaranteed_bytes) > 0
             ]
             if over:
                 oldest, num_evicted = _oldest(over)

@@ -96,13 +96,14 @@ class Strides:
         strides = self._strides[:num_models]
         # What is taken is no longer free. A model with memory of its own has its own count.
         free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
+        sizes = [stride.tenant.part.page_bytes for stride in strides]
         is_apart, until_ns, num_turns = self._is_apart, self._until_ns, self._num_turns
         turn = 0
         while turn < num_turns and now_ns < until_ns:
             which = turn % num_models
             stride = strides[which]
             cache = stride.cache
-            page_bytes = stride.tenant.part.page_bytes
+            page_bytes = sizes[which]
             place = turn // num_models
             num_due = stride.due[place]
             num_free = free[which] // page_bytes

@@ -128,13 +128,14 @@ class TurnLoop:
             if tenant.tiers is not None:
                 tenant.is_fresh = True
                 self._to_store = tenant
-            self._check()
         else:
             assert self._last is not None
             stride, self._last = self._last, None
             finished = self._end_stride(stride)
-            self._check()
-        self._change()
+        if self._audit:
+            self._device.check()
+        if self._changes:
+            self._change()
         return finished
 
     def run_until(self, until_ns: int, finished: list[Request]) -> None:
@@ -235,15 +236,12 @@ class TurnLoop:
         if tenant.tiers is not None:
             tenant.is_fresh = False
             self._store(tenant)
-        self._check()
+        if self._audit:
+            self._device.check()
         return False
 
     def _end_turn(self, tenant: Tenant) -> None:
         self._device.end_turn(tenant.name, has_released=tenant.cache.num_released != self._num_released)
-
-    def _check(self) -> None:
-        if self._audit:
-            self._device.check()
 
     # Tiers ------------------------------------------------------------------------------------------------
 
