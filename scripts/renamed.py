@@ -31,7 +31,24 @@ def new_line(prefix: str, why: str, *, artefact: str = "*stderr") -> Renamed:
     return Renamed(artefact, pattern, b"", why, side="after")
 
 
+TEXTS = [
+    (b"with nobody ahead", b"with none ahead"),
+    (b"of tokens nobody else knows", b"of tokens that no other request has"),
+    (b"and nobody holds it", b"and nothing holds it"),
+    (b"; nobody holds it", b"; nothing holds it"),
+    (b"and preempted nobody", b"and preempted no request"),
+    (b"and nobody is active", b"and no sequence is active"),
+    (b"nobody had to be fair", b"nothing was contested"),
+    (b"and admitted nobody until the end", b"and admitted no request until the end"),
+    (b"Nobody was admitted.", b"No request was admitted."),
+]
+"""Sentences of stories, verdicts, tables and pages."""
+
 RENAMED: list[Renamed] = [
+    *(
+        Renamed("*", re.compile(re.escape(before)), after, "requests and sequences are not spoken of as persons")
+        for before, after in TEXTS
+    ),
     Renamed(
         "docs/*stderr",
         re.compile(
