@@ -10,6 +10,7 @@ from kvarts.config import EngineConfig
 from kvarts.event_log import EventLog
 from kvarts.events import Arrived, AtRest, Cancelled, Rejected, StepDone, StepEnded, StepStarted
 from kvarts.executor.base import Executor
+from kvarts.moved import moved_name
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
@@ -147,3 +148,7 @@ class Engine:
             self.log.tell(
                 AtRest(step - 1, self.now_ns, cache.num_used, cache.num_cached, cache.num_released, tier_pages)
             )
+
+
+def __getattr__(name: str) -> object:
+    return moved_name(__name__, name)

@@ -12,6 +12,7 @@ from enum import IntEnum
 import msgspec
 
 from kvarts.content import Content
+from kvarts.moved import moved_name
 
 __all__ = [
     "Admitted",
@@ -317,3 +318,7 @@ Event = (
     | LeapDone
     | AtRest
 )
+
+
+def __getattr__(name: str) -> object:
+    return moved_name(__name__, name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:  # their module is slow to import, and the import system asks only for their methods
     Loader = MetaPathFinder = object
 
-__all__ = ["MOVED", "MOVED_NAMES", "install"]
+__all__ = ["MOVED", "MOVED_NAMES", "install", "moved_name"]
 
 MOVED = {
     "kvarts.executor.sim": "kvarts.executor.simulated",
@@ -28,7 +28,6 @@ MOVED = {
     "kvarts.live.profile": "kvarts.llm.profile",
     "kvarts.live.record": "kvarts.executor.recorder",
     "kvarts.live.text": "kvarts.llm.text",
-    "kvarts.offload.lane": "kvarts.offload.channel",
     "kvarts.offload.policy": "kvarts.offload.store_policy",
     "kvarts.offload.transfer": "kvarts.kv.transfer",
     "kvarts.planner": "kvarts.hardware",
@@ -57,7 +56,6 @@ MOVED = {
     "kvarts.sched.device": "kvarts.sharing.device",
     "kvarts.sched.donors": "kvarts.sharing.donors",
     "kvarts.sched.loans": "kvarts.sharing.loans",
-    "kvarts.sched.rows": "kvarts.sched.input_batch",
     "kvarts.timeline.auditbelow": "kvarts.audit.tiers",
     "kvarts.timeline.auditor": "kvarts.audit.auditor",
     "kvarts.timeline.chunk": "kvarts.verify.chunk",
@@ -69,8 +67,6 @@ MOVED = {
     "kvarts.timeline.record": "kvarts.record.timeline",
     "kvarts.timeline.render": "kvarts.report.render",
     "kvarts.timeline.rows": "kvarts.columns",
-    "kvarts.timeline.rules": "kvarts.verify.rules",
-    "kvarts.timeline.rundir": "kvarts.report.run_directory",
     "kvarts.timeline.spans": "kvarts.report.steps",
     "kvarts.timeline.story": "kvarts.explain.story",
     "kvarts.timeline.turnlog": "kvarts.sharing.steps",
@@ -79,7 +75,10 @@ MOVED = {
 """New names of modules by their old names."""
 
 MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "kvarts.engine": {"kvarts.event_log": ("Observer=EventReader",), "kvarts.sched.policy": ("NEVER_NS",)},
+    "kvarts.events": {"kvarts.event_log": ("StepSink=EventReader",)},
     "kvarts.live": {},
+    "kvarts.offload.lane": {"kvarts.offload.channel": ("Lane=Channel",)},
     "kvarts.replayer": {
         "kvarts.report.report": ("Report",),
         "kvarts.sim.config": ("ReplayConfig",),
@@ -89,6 +88,7 @@ MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "kvarts.traffic.trace": ("Trace", "TraceRequest"),
         "kvarts.traffic.workload": ("Workload",),
     },
+    "kvarts.sched.rows": {"kvarts.sched.input_batch": ("LiveRows=InputBatch",)},
     "kvarts.timeline": {
         "kvarts.audit.auditor": ("AuditError", "Auditor", "Finding"),
         "kvarts.audit.ledger": (
@@ -135,13 +135,44 @@ MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "kvarts.record.journal": ("JournalWriter",),
     },
+    "kvarts.timeline.rules": {
+        "kvarts.verify.rule": ("MAX_LISTED", "RuleResult", "Status", "Violation"),
+        "kvarts.verify.rules": ("Limits", "make_rules"),
+    },
+    "kvarts.timeline.rundir": {
+        "kvarts.report.run_directory": (
+            "DISTRIBUTIONS",
+            "EVENTS",
+            "REPORT",
+            "REQUESTS",
+            "TIMELINE",
+            "RunDir=RunDirectory",
+            "named",
+            "per_replica",
+        ),
+    },
 }
-"""Modules and packages with names that have moved to several modules: by new module, the names it has now."""
+"""Modules and packages with names that have moved to other modules: by new module, the names it has now.
+
+OLD=NEW is a name that has changed as well. Modules that are still there ask `moved_name`.
+"""
 
 
 def warn_moved(old: str, new: str) -> None:
     """Warn that `old` is called `new` now, on behalf of the code that imports it."""
     warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=3)
+
+
+def moved_name(module: str, name: str) -> object:
+    """Return what `name` of `module` stands for now, and warn. Raise AttributeError if it was never there."""
+    for new, names in MOVED_NAMES.get(module, {}).items():
+        for spelled in names:
+            old_name, _, new_name = spelled.partition("=")
+            if name == old_name:
+                new_name = new_name or name
+                warn_moved(f"{module}.{name}", f"{new}.{new_name}")
+                return getattr(import_module(new), new_name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 class _MovedLoader(Loader):
@@ -174,11 +205,7 @@ class _SplitModule(ModuleType):
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> object:
-        for new, names in MOVED_NAMES.get(self.__name__, {}).items():
-            if name in names:
-                warn_moved(f"{self.__name__}.{name}", f"{new}.{name}")
-                return getattr(import_module(new), name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return moved_name(self.__name__, name)
 
 
 class _MovedFinder(MetaPathFinder):
