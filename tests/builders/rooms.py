@@ -10,6 +10,7 @@ from kvarts.report.report import Report
 
 ROOMS = frozenset(module.name for module in iter_modules(kvarts.__path__))
 HAS_AUDIT = "audit" in ROOMS
+HAS_OFFLOAD = "offload" in ROOMS
 HAS_RECORD = "record" in ROOMS
 
 NAMES = {
