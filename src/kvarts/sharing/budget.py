@@ -22,8 +22,8 @@ PER_MILLE = 1000
 DEFAULT_CEILING = 900
 """Per mille of the total, if at least two models are active."""
 
-
 MOST_KNOWN = 4096
+"""Rounds remembered for one set of active models."""
 
 Exact = int | Fraction
 
@@ -51,7 +51,8 @@ class TokenBudgets:
         self._weights: dict[str, int] = {}
         """Weights as whole numbers in the same proportions: their sums are faster than those of fractions."""
         self._bounds: dict[tuple[str, ...], _Bounds] = {}
-        self._shares: dict[str, Exact] = {}
+        self._owed: dict[str, Exact] = {}
+        """What each model of the present round is owed after it."""
         self.total = total
 
     @property
@@ -150,9 +151,9 @@ class TokenBudgets:
         tokens that it could use in the next round, or None for any number. Models left out have no work.
         """
         if self._budgets is not None:  # None if the budgets of the round were never asked for
-            for name, share in self._shares.items():
+            for name, owed in self._owed.items():
                 if name in self._members:
-                    self._members[name].owed += share - self._budgets[name]
+                    self._members[name].owed = owed
         if demands is not None:
             for name, member in self._members.items():
                 member.is_active = name in demands
@@ -188,15 +189,24 @@ class TokenBudgets:
                 ceilings,
                 min(self._total, sum(ceilings.values())),
             )
-        shares = self._shares = bounds.share(tuple([members[name].used for name in counting]))
-        owed = {name: share + members[name].owed for name, share in shares.items()}
-        return {**dict.fromkeys(members, 0), **_whole(owed, bounds.floors, bounds.ceilings, bounds.total)}
+        used = tuple([members[name].used for name in counting])
+        owed = tuple([members[name].owed for name in counting])
+        of_round = bounds.rounds.get((used, owed)) or bounds.divide(used, owed)
+        self._owed = of_round.owed
+        return {**dict.fromkeys(members, 0), **of_round.budgets}
 
     def _ceiling(self, member: _Member, num_active: int) -> int:
         """Return the ceiling of `member` in tokens, at least 1 if it is above 0 per mille."""
         default = DEFAULT_CEILING if num_active > 1 else PER_MILLE
         per_mille = default if member.ceiling is None else member.ceiling
         return min(self._total, max(1, self._total * per_mille // PER_MILLE))
+
+
+class _Round(msgspec.Struct, frozen=True):
+    """One division: whole tokens by model, and what each is owed after it because shares are not whole."""
+
+    budgets: dict[str, int]
+    owed: dict[str, Exact]
 
 
 class _Bounds(msgspec.Struct):
@@ -207,16 +217,18 @@ class _Bounds(msgspec.Struct):
     ceilings: dict[str, int]
     total: int
     """The sum of their shares."""
-    known: dict[tuple[int | None, ...], dict[str, Exact]] = {}
+    rounds: dict[tuple[tuple[int | None, ...], tuple[Exact, ...]], _Round] = {}
+    """Rounds by what models were measured to use and are owed: rounding comes back to the same few states."""
 
-    def share(self, used: tuple[int | None, ...]) -> dict[str, Exact]:
-        """Return the shares of models that were measured to use `used`, or could use more (None)."""
-        shares = self.known.get(used)
-        if shares is None:
-            if len(self.known) >= MOST_KNOWN:
-                self.known.clear()
-            shares = self.known[used] = self._share(used)
-        return shares
+    def divide(self, used: tuple[int | None, ...], owed: tuple[Exact, ...]) -> _Round:
+        """Return a round of models that were measured to use `used`, or could use more (None), and are owed `owed`."""
+        shares = self._share(used)
+        due = {name: share + before for (name, share), before in zip(shares.items(), owed, strict=True)}
+        budgets = _whole(due, self.floors, self.ceilings, self.total)
+        if len(self.rounds) >= MOST_KNOWN:
+            self.rounds.clear()
+        of_round = self.rounds[used, owed] = _Round(budgets, {name: due[name] - budgets[name] for name in due})
+        return of_round
 
     def _share(self, used: tuple[int | None, ...]) -> dict[str, Exact]:
         floors, ceilings = self.floors, self.ceilings
