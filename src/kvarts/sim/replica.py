@@ -62,7 +62,8 @@ class Replica:
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run. Ends a pause."""
-        self.wake(now_ns)
+        if self.is_pausing:
+            self.wake(now_ns)
         return self.engine.submit(request, now_ns)
 
     def cancel(self, request: Request) -> None:

@@ -30,8 +30,10 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     num_pages = int(((num_prompt + num_output - 1) // page_size).sum())
     units = [spell(request.units) for request in requests]
     for members in _by_tenant(requests):
-        # The last unit may be cut short, so equal units can be prompts of different lengths.
-        members.sort(key=lambda index: (units[index], requests[index].num_prompt_tokens))
+        # The last unit may be cut short: equal units can be prompts of different lengths. Sorting keeps the order of
+        # equals, so two sorts do, and neither compares contents twice.
+        members.sort(key=lambda index: requests[index].num_prompt_tokens)
+        members.sort(key=units.__getitem__)
         for start in range(1, len(members), SLAB):
             slab = members[start - 1 : start + SLAB]
             num_pages -= _shared_pages(
