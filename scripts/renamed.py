@@ -31,6 +31,8 @@ def new_line(prefix: str, why: str, *, artefact: str = "*stderr") -> Renamed:
     return Renamed(artefact, pattern, b"", why, side="after")
 
 
+SIDES: tuple[Literal["before", "after"], ...] = ("before", "after")
+
 TEXTS = [
     (b"with nobody ahead", b"with none ahead"),
     (b"of tokens nobody else knows", b"of tokens that no other request has"),
@@ -49,14 +51,29 @@ RENAMED: list[Renamed] = [
         Renamed("*", re.compile(re.escape(before)), after, "requests and sequences are not spoken of as persons")
         for before, after in TEXTS
     ),
-    Renamed(
-        "docs/*stderr",
-        re.compile(
-            rb"^\S+: DeprecationWarning: kvarts\.[\w.]+ is now kvarts\.[\w.]+; the old name goes .*\n(  .*\n)?", re.M
-        ),
-        b"",
-        "modules have moved; an example that imports one by its old name is warned",
-        side="after",
+    *(
+        Renamed(
+            f"{case}stderr",
+            re.compile(
+                rb"^\S+: DeprecationWarning: .* is now .*; the old name goes .*\n(  .*\n)?",
+                re.M,
+            ),
+            b"",
+            "modules and names have moved; code that imports one by its old name is warned",
+            side="after",
+        )
+        for case in ("docs/*", "python/*")
+    ),
+    *(
+        Renamed(
+            f"{case}stderr",
+            re.compile(rb"^kvarts: .*$", re.M),
+            b"kvarts: an error",
+            "an error names the setting as it was given: the flag, the key with its file, or the field",
+            side=side,
+        )
+        for case in ("errors/*", "model/fit/*", "calibrate/steps/*")
+        for side in SIDES
     ),
     Renamed(
         "*stdout",
