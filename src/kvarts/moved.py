@@ -158,9 +158,10 @@ OLD=NEW is a name that has changed as well. Modules that are still there ask `mo
 """
 
 
-def warn_moved(old: str, new: str) -> None:
-    """Warn that `old` is called `new` now, on behalf of the code that imports it."""
-    warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=3)
+def warn_moved(old: str, new: str, *, num_frames: int) -> None:
+    """Warn that `old` is called `new` now, on behalf of the code that imports it, `num_frames` above the caller."""
+    message = f"{old} is now {new}; the old name goes with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=num_frames + 2)
 
 
 def moved_name(module: str, name: str) -> object:
@@ -170,7 +171,8 @@ def moved_name(module: str, name: str) -> object:
             old_name, _, new_name = spelled.partition("=")
             if name == old_name:
                 new_name = new_name or name
-                warn_moved(f"{module}.{name}", f"{new}.{new_name}")
+                # Above are the `__getattr__` of the module and the code that asks.
+                warn_moved(f"{module}.{name}", f"{new}.{new_name}", num_frames=2)
                 return getattr(import_module(new), new_name)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
@@ -186,7 +188,7 @@ class _MovedLoader(Loader):
         new = MOVED.get(spec.name)
         if new is None:
             return _SplitModule(spec.name)
-        warn_moved(spec.name, new)
+        warn_moved(spec.name, new, num_frames=1)
         module = import_module(new)
         self._spec = module.__spec__
         return module

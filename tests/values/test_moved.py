@@ -36,8 +36,9 @@ def test_every_new_name_is_a_module(new: str) -> None:
 def test_a_name_of_a_module_that_was_split_is_found_and_warns(old: str, new: str, spelled: str) -> None:
     name, _, new_name = spelled.partition("=")
     new_name = new_name or name
-    with pytest.warns(DeprecationWarning, match=rf"{old}\.{name} is now {new}\.{new_name}"):
+    with pytest.warns(DeprecationWarning, match=rf"{old}\.{name} is now {new}\.{new_name}") as warned:
         found = getattr(import_module(old), name)
+    assert {warning.filename for warning in warned} == {__file__}, "the warning is about the code that asks"
     assert found is getattr(import_module(new), new_name)
 
 
