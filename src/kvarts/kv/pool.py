@@ -42,9 +42,9 @@ class Pool(Protocol):
 
     @property
     def make_room(self) -> Callable[[int], object] | None:
-        """Has so many pages empty, here or from others, where that many are empty or cached.
+        """Evicts, here or from others, until the given number of pages is empty; that many are empty or cached.
 
-        None where the taker has to evict what it has cached itself.
+        None from a pool that evicts nothing: the taker evicts what it has cached.
         """
 
     def take(self, count: int) -> list[PageId] | None:

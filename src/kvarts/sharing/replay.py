@@ -24,15 +24,12 @@ from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import Traffic, trace_of
+from kvarts.sim.replay import MANY_EVENTS, Traffic, trace_of
 from kvarts.sim.router import make_router
 from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
 
 __all__ = ["replay_several", "replay_shared"]
-
-MANY_EVENTS = 16
-"""So many events wait in virtual time before readers get them: nothing there has to be on time."""
 
 
 class TurnExecutor(SimExecutor):

@@ -174,7 +174,7 @@ class Driver:
             self._on_progress(num_ended)
 
     def _settle(self) -> None:
-        """Do what is left to do when no engine can go on and no request is known to come: nothing."""
+        """End what is left when no runner can go on and no request is known to come; engines leave nothing."""
 
     def _start(self, now_ns: int, arrival_ns: int) -> None:
         """Start a step wherever there is work and no step under way.
