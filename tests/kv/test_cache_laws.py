@@ -67,3 +67,20 @@ def test_what_no_holder_accounts_for_is_found() -> None:
     cache.check([(holding, 3)])
     with pytest.raises(AssertionError, match="L2"):
         cache.check([])
+
+
+def test_new_pages_after_a_run_that_was_hit_have_no_hits() -> None:
+    """What an order remembers of a run is not said of pages that are computed later."""
+    order = FewestHits()
+    cache = PageCache(CountPool(3), PrefixTree(order))
+
+    def run(content: Content, num_pages: int) -> None:
+        holding = cache.open(cache.match(content, num_pages))
+        cache.grow(holding, num_pages)
+        cache.close(holding, content, num_pages, num_pages)
+
+    first, second = (Content.from_tokens([0], page_size=1, owner=owner) for owner in (0, 1))
+    run(first, 1)
+    run(first, 2)  # hits its page and computes another
+    run(second, 2)  # hits the same page, and computes one of its own
+    assert [(node.content, node.start) for node in order] == [(first, 1), (second, 1), (first, 0)]

@@ -22,8 +22,8 @@ class Node(msgspec.Struct, eq=False):
     `holds`: how many transfers do; at 0 of both the run is cached. `children` is by their keys, and one dict for all
     twins. `page_ids` is None where pages are only counted. A root has neither content nor key.
 
-    `place` belongs to the eviction order: what it keeps about the run, referenced or not. A new run has None; the parts
-    of a run that is split have the same. `older` and `newer` are links for an order that keeps runs in lists. `notes`
+    `place` belongs to the eviction order: what it keeps about the run, referenced or not. A new run has None, and only
+    then does it grow; the parts of a run that is split have the same. `older` and `newer` are links for an order that keeps runs in lists. `notes`
     belongs to the tree's watcher: one object for all twins.
     """
 

@@ -174,10 +174,11 @@ class PrefixTree:
                 return
             if (
                 last.refs == 1
+                and last.place is None
                 and not (last.children or last.twins or last.holds)
                 and (watcher is None or watcher.may_grow(last))
             ):
-                # The holder is alone with a leaf: the run grows.
+                # The holder is alone with a leaf of which the order remembers nothing: the run grows.
                 last.end = end
                 before = last.content
                 last.content = content
