@@ -23,8 +23,8 @@ class Node(msgspec.Struct, eq=False):
     twins. `page_ids` is None where pages are only counted. A root has neither content nor key.
 
     `place` belongs to the eviction order: what it keeps about the run, referenced or not. A new run has None, and only
-    then does it grow; the parts of a run that is split have the same. `older` and `newer` are links for an order that keeps runs in lists. `notes`
-    belongs to the tree's watcher: one object for all twins.
+    then does it grow; the parts of a run that is split have the same. `older` and `newer` are links for an order that
+    keeps runs in lists. `notes` belongs to the tree's watcher: one object for all twins.
     """
 
     content: Content
