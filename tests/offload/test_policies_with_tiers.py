@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from kvarts import OffloadConfig
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.safe_first import SafeFirst
 
+from builders.case import Case, Row
 from builders.eviction_contract import EvictionOrderContract
-from builders.guide_policies import LeastHits
+from builders.guide_policies import LeastHits, shortest_first
 from builders.laws import assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
 from builders.policies import assert_closed_loop_fast_as_slow, closed_loops, policies
@@ -45,3 +47,18 @@ def test_every_token_is_counted_once(tiers: Tiered, chosen: dict[str, Any]) -> N
     """L7: whatever is evicted and admitted when."""
     tiers.case.profile = "default"
     assert_tokens_counted_once(run_kvarts(tiers.case, offload=tiers.offload, **chosen))
+
+
+def test_runs_that_become_safe_together_go_in_a_fixed_order() -> None:
+    """They are of different paths: an order is told of them one by one, so that no two have the same place."""
+
+    def row(units: list[int], tenant: str | None = None) -> Row:
+        return Row(0, units, 2 * len(units), 1, None, 0, tenant)
+
+    long = [0] * 4
+    rows = [row(long), row(long), row([0] * 6), row([0]), row(long, "a"), *(row(long) for _ in range(13)), row([0] * 8)]
+    case = Case(rows, 2, 4, 7, 16, 1, "default", 1)
+    offload = OffloadConfig(
+        host_pages=8, policy="lazy", target_free=4, h2d=50_000, d2h=50_000, latency_us=0.0, kv_bytes_per_token=1000
+    )
+    assert_fast_as_slow(case, offload=offload, eviction=LeastHits, admission=shortest_first(0))

@@ -38,7 +38,10 @@ class EvictionOrder(Protocol):
         """Unlist `node`, which is evicted as a whole or listed elsewhere from now on."""
 
     def put_back(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`, which were listed elsewhere and should go before what is listed here, in this order."""
+        """List `nodes`, which were listed elsewhere and should go before what is listed here, in this order.
+
+        They may be of different paths.
+        """
 
     def split(self, head: Node, tail: Node) -> None:
         """List `head`, the first part of a run that was split; `tail`, the rest, is listed already and goes before it.
@@ -81,8 +84,9 @@ class BaseOrder:
             self.removed(node)
 
     def put_back(self, nodes: Sequence[Node]) -> None:
-        """List `nodes` as if they had just been released."""
-        self.released(nodes)
+        """List `nodes` as if they had just been released, one after the other."""
+        for node in nodes:
+            self.released((node,))
 
     def held(self, node: Node) -> None:
         """Do nothing: `next_run` looks."""

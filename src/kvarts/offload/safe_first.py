@@ -110,6 +110,8 @@ class SafeFirst:
                 now_safe.append(node)
         if now_safe:
             self._list_safe(now_safe)
+            for node in now_safe:
+                self._safe.released((node,))  # one by one: they are of different paths
         if now_unsafe:
             self._rest.put_back(now_unsafe)
             for node in reversed(now_unsafe):
@@ -165,6 +167,7 @@ class SafeFirst:
         if safe:
             # What follows a safe run is safe: these are the deepest.
             self._list_safe(safe)
+            self._safe.released(safe)
         if rest:
             self._rest.released(rest)
 
@@ -309,12 +312,12 @@ class SafeFirst:
     # Inside -----------------------------------------------------------------------------------------------
 
     def _list_safe(self, nodes: Sequence[Node]) -> None:
+        """Note that `nodes` are in the list of safe runs from now on."""
         for node in nodes:
             self._last_stamp += 1
             self._safe_stamps[node] = self._last_stamp
             if not node.holds:
                 self.num_safe += node.end - node.start
-        self._safe.released(nodes)
 
     def _toggle(self, notes: Notes) -> None:
         """Count a run as safe that was not, or the other way round; and with it, perhaps, what is before it."""
