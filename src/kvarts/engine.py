@@ -54,7 +54,8 @@ class Engine:
         if tell is not None:
             asked = request.num_prompt_tokens, request.max_tokens, request.priority
             num_ahead = self.scheduler.waiting.num_ahead(request)
-            tell(Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead))
+            has_own = request.own is not None
+            tell(Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead, has_own))
         return None
 
     def cancel(self, request: Request) -> None:

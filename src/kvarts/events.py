@@ -136,6 +136,14 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     priority: int
     request_id: str | None
     num_ahead: int
+    has_own_pages: bool = False
+    """It brings its pages along, and takes no others."""
+
+
+class PagesReserved(msgspec.Struct, frozen=True, gc=False):
+    """Pages that requests bring along, and that are in use whether these run or not, are `num_pages` from now on."""
+
+    num_pages: int
 
 
 class Rejected(msgspec.Struct, frozen=True, gc=False):
@@ -302,6 +310,7 @@ class AtRest(msgspec.Struct, frozen=True, gc=False):
 Event = (
     PageEvent
     | Arrived
+    | PagesReserved
     | Rejected
     | HeadBlocked
     | Admitted

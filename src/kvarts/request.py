@@ -13,6 +13,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
+from kvarts.kv.sink_window import OwnPages
 
 __all__ = ["NEXT_STATES", "Request", "RequestState"]
 
@@ -74,6 +75,12 @@ class Request(msgspec.Struct, eq=False):
     priority: int = 0
     request_id: str | None = None
     """Its id outside this engine."""
+    own: OwnPages | None = None
+    """Pages that it brings along; it takes no others, hits none, is never preempted, and leaves them as they are."""
+    start: int = 0
+    """How many of its tokens are computed in the pages that it brings."""
+    computes_only: bool = False
+    """It ends when its prompt is computed, and samples nothing; `max_tokens` is 0."""
 
     state: RequestState = RequestState.NEW
     """Written through `become` only."""

@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvarts.errors import ConfigError
@@ -22,10 +23,17 @@ from kvarts.executor.torch.attention import PagedAttention
 from kvarts.executor.torch.backend import BACKENDS, choose_backend
 from kvarts.executor.torch.flash import FlashBackend
 from kvarts.executor.torch.flex import FlexBackend
-from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams, ChunkMetadata
+from kvarts.executor.torch.metadata import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    ChunkMetadata,
+    DecodeMetadata,
+)
 from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.executor.torch.sdpa import GROUP_TOKENS, SdpaBackend
+from kvarts.kv.sink_window import SinkWindow
 
 from builders.flash_standin import flash_module
 
@@ -49,8 +57,17 @@ MAKERS: dict[str, Any] = {
 class Batch:
     """Sequences with pages in any order, some of them shared, the first `num_decodes` of which decode."""
 
-    def __init__(self, seed: int, *, page_size: int, spans: list[tuple[int, int]], num_decodes: int) -> None:
-        """`spans`: for each sequence, the positions [start, end) that the batch computes."""
+    def __init__(
+        self,
+        seed: int,
+        *,
+        page_size: int,
+        spans: list[tuple[int, int]],
+        num_decodes: int,
+        keeps: list[SinkWindow | None] | None = None,
+    ) -> None:
+        """`spans`: for each sequence, the positions [start, end) that the batch computes. `keeps`: what it retains."""
+        self.keeps: list[SinkWindow | None] = [None] * len(spans) if keeps is None else keeps
         random = np.random.default_rng(seed)
         torch.manual_seed(seed)
         needed = [-(-end // page_size) for _, end in spans]
@@ -79,31 +96,62 @@ class Batch:
             where = np.arange(start, end)
             slots.append(pages[where // size] * size + where % size)
             if number >= self.num_decodes:
-                chunks.append(ChunkMetadata(first, first + end - start, start, pages))
+                keeps, gap = self.keeps[number], self.gap(number)
+                chunks.append(ChunkMetadata(first, first + end - start, start, self.table(number), keeps, gap))
             first += end - start
         tables = np.zeros((self.num_decodes, max(map(len, self.pages[: self.num_decodes]), default=1)), np.int64)
-        for row, pages in enumerate(self.pages[: self.num_decodes]):
+        for row in range(self.num_decodes):
+            pages = self.table(row)
             tables[row, : len(pages)] = pages
         metadata = AttentionMetadata(
             self.pools.device,
             slots=np.concatenate(slots),
             chunks=chunks,
-            decode_positions=np.array([start for start, _ in self.spans[: self.num_decodes]], np.int64),
-            decode_tables=tables,
+            decodes=self.decodes(tables),
         )
         attention = PagedAttention(self.pools, backend)
         attention.begin(metadata)
         return attention.attend(0, self.queries, self.keys, self.values, params)
 
+    def gap(self, number: int) -> int:
+        """Tokens of pages that the sequence dropped before this batch."""
+        keeps = self.keeps[number]
+        return 0 if keeps is None else keeps.num_dropped(self.spans[number][0], self.page_size) * self.page_size
+
+    def table(self, number: int) -> npt.NDArray[np.int64]:
+        """The pages of a sequence without those that it dropped."""
+        keeps, pages = self.keeps[number], self.pages[number]
+        if keeps is None:
+            return pages
+        begin = keeps.num_sink_pages(self.page_size)
+        return np.delete(pages, range(begin, begin + self.gap(number) // self.page_size))
+
+    def decodes(self, tables: npt.NDArray[np.int64]) -> DecodeMetadata:
+        """The decodes of the batch."""
+        keeps = self.keeps[: self.num_decodes]
+        positions = np.array([start for start, _ in self.spans[: self.num_decodes]], np.int64)
+        if not any(keeps):
+            return DecodeMetadata.plain(positions, tables)
+        return DecodeMetadata(
+            positions,
+            tables,
+            np.array([0 if kept is None else kept.sink for kept in keeps], np.int64),
+            np.array([1 << 62 if kept is None else kept.window for kept in keeps], np.int64),
+            np.array([self.gap(number) for number in range(self.num_decodes)], np.int64),
+        )
+
     def expected(self, params: AttentionParams) -> torch.Tensor:
         """Token by token, head by head, place by place; after `answer`."""
         out = torch.zeros_like(self.queries)
         token = 0
-        for (start, end), pages in zip(self.spans, self.pages, strict=True):
+        for (start, end), pages, keeps in zip(self.spans, self.pages, self.keeps, strict=True):
             for position in range(start, end):
                 begin = 0 if params.window is None else max(0, position + 1 - params.window)
-                slots = [int(pages[at // self.page_size]) * self.page_size + at % self.page_size
-                         for at in range(begin, position + 1)]  # fmt: skip
+                slots = [
+                    int(pages[at // self.page_size]) * self.page_size + at % self.page_size
+                    for at in range(begin, position + 1)
+                    if keeps is None or at < keeps.sink or at >= position - keeps.window
+                ]
                 for head in range(4):
                     scores = self.pools.keys_flat[0][slots, head // 2] @ self.queries[token, head] * params.scaling
                     if params.softcap is not None:
@@ -143,6 +191,39 @@ def test_every_backend_computes_attention(
     if not spans:
         return
     batch = Batch(seed, page_size=page_size, spans=spans, num_decodes=len(decodes))
+    with torch.inference_mode():
+        computed = batch.answer(MAKERS[name](batch.pools), params)
+        torch.testing.assert_close(computed, batch.expected(params), rtol=1e-4, atol=1e-5)
+
+
+KEEPS = st.none() | st.builds(SinkWindow, st.integers(0, 9), st.integers(1, 12))
+
+
+@pytest.mark.laws
+@pytest.mark.parametrize("name", ["sdpa", "numba"])
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 99),
+    page_size=st.sampled_from([1, 4, 8]),
+    decodes=st.lists(st.tuples(st.integers(0, 60), KEEPS), max_size=4),
+    chunks=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 12), KEEPS), max_size=3),
+    params=PARAMS,
+)
+def test_sequences_that_dropped_pages_attend_to_their_sink_and_window(
+    name: str,
+    seed: int,
+    page_size: int,
+    decodes: list[tuple[int, SinkWindow | None]],
+    chunks: list[tuple[int, int, SinkWindow | None]],
+    params: AttentionParams,
+) -> None:
+    """L12: beside sequences that retain all, in layers with windows, caps and attention sinks of their own."""
+    spans = [(position, position + 1) for position, _ in decodes]
+    spans += [(start, start + count) for start, count, _ in chunks]
+    if not spans:
+        return
+    keeps = [kept for _, kept in decodes] + [kept for _, _, kept in chunks]
+    batch = Batch(seed, page_size=page_size, spans=spans, num_decodes=len(decodes), keeps=keeps)
     with torch.inference_mode():
         computed = batch.answer(MAKERS[name](batch.pools), params)
         torch.testing.assert_close(computed, batch.expected(params), rtol=1e-4, atol=1e-5)

@@ -37,6 +37,7 @@ from kvarts.events import (
     Finished,
     LoadStarted,
     PagesRemoved,
+    PagesReserved,
     PagesStored,
     Preemption,
     StepEnded,
@@ -99,6 +100,8 @@ class Auditor:
         self._loaded: list[int] = []
         """Requests with a load that has ended since the last step began."""
         self._digests = PageDigests()
+        self._with_own_pages: set[int] = set()
+        self._reserved: list[Block] = []
         self._expected: list[tuple[int, str, bytes]] = []
         self._told: list[tuple[int, str, bytes]] = []
 
@@ -136,8 +139,16 @@ class Auditor:
                 self._keep(event)
             case TransferEnded():
                 self._end_transfer(event)
+            case PagesReserved():
+                self._reserve(event.num_pages)
+            case Arrived() if event.has_own_pages:
+                self._with_own_pages.add(event.request)
             case Arrived():
                 self._requests[event.request] = KnownRequest(event.content, event.num_prompt_tokens)
+            case Finished() | Cancelled() if event.request in self._with_own_pages:
+                self._with_own_pages.remove(event.request)
+            case Admitted() | ChunkComputed() if event.request in self._with_own_pages:
+                pass  # the pages it brought are reserved
             case StepStarted():
                 self._pass_steps(event.step - 1)
                 self._begin(event.step)
@@ -351,6 +362,18 @@ class Auditor:
                 self._find("was taken where none is free", known.content.owner, len(known.blocks))
                 return
             known.blocks.append(block)
+
+    def _reserve(self, num_pages: int) -> None:
+        """Take pages that no request of the ledger has, or give them back."""
+        while len(self._reserved) < num_pages:
+            block = PartialBlock(UUID(int=self._num_partials))
+            self._num_partials += 1
+            if not self.ledger.use([block]):
+                self._find("pages were reserved where none is free")
+                return
+            self._reserved.append(block)
+        self.ledger.destroy(self._reserved[num_pages:])
+        del self._reserved[num_pages:]
 
     def _fill(self, known: KnownRequest, num_full: int) -> None:
         """Count the first `num_full` pages of a request as full. A page that is resident already gets one copy more."""

@@ -104,6 +104,12 @@ class PageCache:
         if self.on_evicted is not None:
             self.on_evicted()
 
+    def give(self, count: int, page_ids: list[PageId] | None) -> None:
+        """Give back `count` pages that were taken and hold nothing to be found."""
+        self.pool.give(count, page_ids)
+        self.num_free += count
+        self.num_released += count
+
     def open(self, match: Match) -> Holding:
         """Pin what was found; the tree must not have changed since."""
         tree = self.tree

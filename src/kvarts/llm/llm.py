@@ -25,6 +25,7 @@ from kvarts.executor.torch.probe import layer_shapes
 from kvarts.executor.torch.sampling import BatchSampler
 from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.detokenizing import DetokenizingExecutor
+from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.text import Completion, Generation
@@ -146,6 +147,7 @@ class LLM:
         if files is not None and self.offload is not None:
             below = self.offload.with_known(files.keys(), fingerprint(model))
         self._core = build_engine(config, executor, readers=readers, audit=audit, offload=below)
+        self._clock = clock
         engine = LLMEngine(
             self._core,
             sampler,
@@ -155,15 +157,34 @@ class LLM:
             tokenizer=tokenizer,
             eos_ids=_eos_ids(model),
         )
+        self._model = model
         self._loop = EngineLoop(engine)
         text = model.config.get_text_config(decoder=True)
         self._vocab_size = text.vocab_size
-        self._max_tokens = getattr(text, "max_position_embeddings", None) or 1 << 62
+        self._max_positions: int | None = getattr(text, "max_position_embeddings", None)
+        self._max_tokens = self._max_positions or 1 << 62
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **settings: Any) -> LLM:
         """Load the model in `path`. Settings are those of the constructor."""
         return cls(path, **settings)
+
+    def host(self) -> ModelHost:
+        """Return what rooms above this one need."""
+        pools = self._executor.pools
+        return ModelHost(
+            loop=self._loop,
+            core=self._core,
+            config=self.config,
+            clock=self._clock,
+            slots=self._executor.slots,
+            rotation=self._executor.rotation,
+            token_bytes=pools.page_bytes // pools.page_size,
+            kv_bytes=pools.num_bytes,
+            vocab_size=self._vocab_size,
+            max_positions=self._max_positions,
+            fingerprint=lambda: fingerprint(self._model),
+        )
 
     # Requests ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from kvarts.clock import Clock
@@ -87,23 +87,44 @@ class LLMEngine:
 
     def submit(self, tokens: Sequence[int], params: SamplingParams, *, priority: int = 0) -> int:
         """Queue a prompt, and return its index. Raise ConfigError for one that can never run."""
+
+        def make(index: int, now_ns: int) -> Request:
+            return Request(
+                index,
+                Content.from_tokens(tokens, page_size=self._page_size, owner=index),
+                num_prompt_tokens=len(tokens),
+                max_tokens=params.max_tokens,
+                arrival_ns=now_ns,
+                priority=priority,
+            )
+
+        return self.start(make, params, tokenizer=self._tokenizer)
+
+    def start(
+        self,
+        make: Callable[[int, int], Request],
+        params: SamplingParams,
+        *,
+        stop_ids: Collection[int] = (),
+        tokenizer: Any = None,
+    ) -> int:
+        """Queue the request that `make` returns, given its index and the time, and return the index.
+
+        `stop_ids`: tokens that end it, beside those of `params` and the model's own. Without a `tokenizer`, no text is
+        made. Raise ConfigError for a request that can never run.
+        """
         # An index is used up even if the prompt is rejected: events name requests by it.
         index = self._num_submitted
         self._num_submitted += 1
-        content = Content.from_tokens(tokens, page_size=self._page_size, owner=index)
-        request = Request(
-            index,
-            content,
-            num_prompt_tokens=len(tokens),
-            max_tokens=params.max_tokens,
-            arrival_ns=self._clock.now_ns(),
-            priority=priority,
-        )
+        request = make(index, self._clock.now_ns())
         reason = self._core.submit(request, request.arrival_ns)
         if reason is not None:
             raise ConfigError(reason, field="prompt", hint="Give the engine more kv_memory, or lower max_tokens.")
-        self._sampling.add(index, params, tokens, () if params.ignore_eos else self._eos_ids)
-        self._generations.add(Generation(request, params, self._tokenizer))
+        # Only what is changed by tokens before it needs them, and a long history is many.
+        prompt = () if params.is_argmax else request.content.tokens(0, request.num_prompt_tokens)
+        own_ids = frozenset() if params.ignore_eos else self._eos_ids
+        self._sampling.add(index, params, prompt, own_ids.union(stop_ids))
+        self._generations.add(Generation(request, params, tokenizer))
         return index
 
     def cancel(self, index: int) -> Completion | None:

@@ -21,7 +21,7 @@ from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.text import Completion, Generation
 from kvarts.sampling import SamplingParams
 
-__all__ = ["EngineDeadError", "EngineLoop"]
+__all__ = ["EngineDeadError", "EngineLoop", "Gone", "Listener"]
 
 T = TypeVar("T")
 Prompt = tuple[Sequence[int], SamplingParams]
@@ -103,6 +103,31 @@ class EngineLoop:
         future: Future[T] = Future()
         self._post(_Task(task, future), in_thread=False)
         return future.result()
+
+    # Requests that somebody listens to ---------------------------------------------------------------------
+
+    def start(self, begin: Callable[[LLMEngine], int | None], listener: Listener) -> None:
+        """Have `begin` start a request between steps; `listener` is told what becomes of it.
+
+        `begin` returns the index of the request, or None if there is none after all. What it raises is told as well.
+        """
+
+        def start(engine: LLMEngine) -> None:
+            index = begin(engine)
+            if index is not None:
+                self._listeners[index] = listener
+
+        self._post(_Task(start, _Failures(listener)), in_thread=True)
+
+    def end(self, index: int) -> None:
+        """End a request now, and tell its listener. For tasks, which have the engine."""
+        self._cancel(index)
+
+    def post(self, task: Callable[[LLMEngine], T]) -> Future[T]:
+        """Have `task` run between steps, and return at once what will have its result."""
+        future: Future[T] = Future()
+        self._post(_Task(task, future), in_thread=True)
+        return future
 
     # Requests that are waited for -------------------------------------------------------------------------
 
@@ -275,10 +300,31 @@ class EngineLoop:
                 listener.fail(error)
 
 
-class _Task:
-    """Something to do with the engine between steps, and where its result goes: a Future, or a listener's failure."""
+class _Outcome(Protocol):
+    def set_result(self, result: Any, /) -> None: ...
 
-    def __init__(self, function: Callable[[LLMEngine], Any], outcome: Future[Any] | _StreamListener) -> None:
+    def set_exception(self, error: BaseException, /) -> None: ...
+
+
+class _Failures:
+    """The outcome of a task that starts a request: its failure is the listener's."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def set_result(self, result: None) -> None:
+        """Do nothing: the listener is told when the request ends."""
+
+    def set_exception(self, error: BaseException) -> None:
+        """Tell the listener."""
+        with suppress(Gone):
+            self._listener.fail(error)
+
+
+class _Task:
+    """Something to do with the engine between steps, and where its result goes."""
+
+    def __init__(self, function: Callable[[LLMEngine], Any], outcome: _Outcome) -> None:
         self.function = function
         self._outcome = outcome
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from tokenizers.decoders import DecodeStream
 
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
@@ -41,7 +40,10 @@ class Generation:
         self.text = ""
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        if self._backend is not None:
+            from tokenizers.decoders import DecodeStream
+
+            self._stream = DecodeStream(skip_special_tokens=True)
 
     def take(self, token: int, *, is_end: bool = False) -> bool:
         """Add the next token, which is an end by its id or not. Return whether the request ends with it.

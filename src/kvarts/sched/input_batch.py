@@ -63,8 +63,12 @@ class InputBatch:
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
         """Return a chunk of `request` that names its row, tokens and pages."""
-        holding = request.holding
-        assert holding is not None and holding.page_ids is not None
+        own, holding = request.own, request.holding
+        if own is None:
+            assert holding is not None and holding.page_ids is not None
+            page_ids = tuple(holding.page_ids)
+        else:
+            page_ids = tuple(own.page_ids)
         return Chunk(
             start,
             num_tokens,
@@ -73,7 +77,10 @@ class InputBatch:
             row=request.row,
             request_index=request.index,
             tokens=np.frombuffer(request.content.tokens(start, start + num_tokens).tobytes(), np.uint64),
-            page_ids=tuple(holding.page_ids),
+            page_ids=page_ids,
+            samples=not request.computes_only,
+            keeps=None if own is None else own.keeps,
+            num_dropped=0 if own is None else own.num_dropped,
         )
 
     def start_decoding(self, request: Request) -> None:
@@ -95,10 +102,13 @@ class InputBatch:
             steps = np.arange(step - count, step) % self._sampled_steps
             request.content.append(self._sampled[steps, request.row].tobytes())
 
-    def decodes(self, step: int, with_new_page: Iterable[Request]) -> DecodeRows:
+    def decodes(
+        self, step: int, with_new_page: Iterable[Request], with_new_table: Iterable[Request] = ()
+    ) -> DecodeRows:
         """Return the decodes of `step`, each of which sampled a token in the step before.
 
-        `with_new_page`: the requests that got a page for this step.
+        `with_new_page`: the requests that got a page for this step. `with_new_table`: those with pages of their own
+        that changed.
         """
         rows = self._rows
         if rows is None:
@@ -109,6 +119,11 @@ class InputBatch:
             positions=self._bases[rows] + step,
             tokens=self._sampled[(step - 1) % self._sampled_steps][rows],
             new_pages=tuple(self._last_page(request) for request in with_new_page),
+            new_tables=tuple(
+                (request.row, tuple(own.page_ids), own.num_dropped)
+                for request in with_new_table
+                if (own := request.own) is not None
+            ),
         )
 
     def _last_page(self, request: Request) -> tuple[int, int, PageId]:

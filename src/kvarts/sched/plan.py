@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvarts.events import Preemption
 from kvarts.kv.pool import PageId
+from kvarts.kv.sink_window import SinkWindow
 from kvarts.kv.transfer import Transfer, TransferReport
 
 __all__ = ["Batch", "Chunk", "DecodeRows", "StepPlan", "StepResult"]
@@ -36,16 +37,35 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """npt.NDArray[np.uint64] of shape [num_tokens], or None."""
     page_ids: tuple[PageId, ...] | None = None
     """All pages of the sequence so far, in order of position, or None."""
+    samples: bool = True
+    """Whether a token is sampled where known tokens end."""
+    keeps: SinkWindow | None = None
+    """Which tokens the sequence retains; None for all."""
+    num_dropped: int = 0
+    """Pages that were dropped after those of the sink, and are not in `page_ids`."""
 
     @property
     def end(self) -> int:
         """The position after the last computed token."""
         return self.start + self.num_tokens
 
+    def as_seen(self) -> Chunk:
+        """Return the chunk as a cost model should see it: of a sequence that has only what this one retains."""
+        if self.keeps is None:
+            return self
+        shift = max(0, self.start - self.keeps.sink - self.keeps.window)
+        return Chunk(
+            self.start - shift,
+            self.num_tokens,
+            self.num_prompt_tokens - shift,
+            self.num_known_tokens - shift,
+            samples=self.samples,
+        )
+
     @property
     def is_last(self) -> bool:
         """Whether a token is sampled after this chunk."""
-        return self.start + self.num_tokens == self.num_known_tokens
+        return self.samples and self.start + self.num_tokens == self.num_known_tokens
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
@@ -60,6 +80,11 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     decode_known_tokens: int
     pool_tokens: int
 
+    def as_seen(self) -> Batch:
+        """Return the batch as a cost model should see it, see Chunk.as_seen."""
+        chunks = tuple(chunk.as_seen() for chunk in self.chunks)
+        return Batch(chunks, self.num_decodes, self.decode_known_tokens, self.pool_tokens)
+
     @property
     def num_tokens(self) -> int:
         """The number of tokens computed in the step."""
@@ -70,13 +95,15 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     """The decodes of a step, row by row; all arrays have shape [num_decodes].
 
     `positions`: of the token that is computed. `tokens`: its id. `new_pages`: (row, index in the page table of the
-    sequence, page id) of every page that a decode got in this step.
+    sequence, page id) of every page that a decode got in this step. `new_tables`: (row, all pages, pages dropped) of
+    every decode with pages of its own that got or dropped one.
     """
 
     rows: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.uint64]
     new_pages: tuple[tuple[int, int, PageId], ...]
+    new_tables: tuple[tuple[int, tuple[PageId, ...], int], ...] = ()
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
@@ -84,7 +111,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
     `left_rows`: rows left by requests that finished, were cancelled or were preempted since the last plan.
     `transfers`: to be begun with this step; what they read is complete before it, and what they write is not read
-    before they are reported.
+    before they are reported. `page_copies`: (from, to) of pages to be copied before anything is written.
     """
 
     step: int
@@ -94,6 +121,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     decodes: DecodeRows | None = None
     left_rows: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    page_copies: tuple[tuple[PageId, PageId], ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

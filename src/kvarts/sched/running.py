@@ -15,33 +15,41 @@ __all__ = ["Running", "RunningOrder"]
 class RunningOrder:
     """Running requests in the order of priority, then admission."""
 
-    __slots__ = ("_by_priority", "num_running")
+    __slots__ = ("_by_priority", "_with_own_pages", "num_running")
 
     def __init__(self) -> None:
         self._by_priority: dict[int, dict[int, Request]] = {}
+        self._with_own_pages: dict[int, Request] = {}
         self.num_running = 0
 
     def add(self, request: Request) -> None:
         """Add `request`, which has a larger `admission` than all before."""
+        self.num_running += 1
+        if request.own is not None:
+            self._with_own_pages[request.admission] = request
+            return
         same = self._by_priority.get(request.priority)
         if same is None:
             same = self._by_priority[request.priority] = {}
         same[request.admission] = request
-        self.num_running += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request that ended or was preempted."""
+        self.num_running -= 1
+        if request.own is not None:
+            del self._with_own_pages[request.admission]
+            return
         same = self._by_priority[request.priority]
         del same[request.admission]
         if not same:
             del self._by_priority[request.priority]
-        self.num_running -= 1
 
     def victim(self) -> Request:
         """Return the request to preempt when a page is missing: the last admitted of the lowest priority.
 
         The request that asks for a page is among the candidates. So a victim never has a higher priority, and of the
-        same priority only requests admitted later are preempted before it.
+        same priority only requests admitted later are preempted before it. Requests with pages of their own, which
+        nobody else could use, are none.
         """
         lowest = self._by_priority[min(self._by_priority)]
         return lowest[next(reversed(lowest))]
@@ -49,6 +57,7 @@ class RunningOrder:
     def __iter__(self) -> Iterator[Request]:
         for priority in sorted(self._by_priority):
             yield from self._by_priority[priority].values()
+        yield from self._with_own_pages.values()
 
 
 class Running(RunningOrder):
@@ -108,8 +117,10 @@ class Running(RunningOrder):
                 self.num_sharing -= 1
 
     def shares(self, request: Request) -> bool:
-        """Return whether other requests may hit pages that `request` generates."""
-        return self.batch is not None or request.content.num_known_tokens > request.num_prompt_tokens
+        """Return whether other requests may hit pages that `request` generates, or its tokens are to be kept."""
+        if self.batch is not None:
+            return True
+        return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
 
     def release(self, request: Request, num_unused: int = 0) -> None:
         """Give back all pages of `request`, which is off the wheel; its computed pages stay cached.
@@ -118,8 +129,15 @@ class Running(RunningOrder):
         """
         page_size, batch = self._page_size, self.batch
         holding = request.holding
-        assert holding is not None
         num_computed = request.num_computed
+        if request.own is not None:
+            if batch is not None:
+                batch.append_sampled(request, request.num_known, self.wheel.step)
+                batch.leave(request)
+            self.remove(request)
+            request.admission = -1
+            return
+        assert holding is not None
         if batch is not None:
             batch.append_sampled(request, request.num_known, self.wheel.step)
             batch.leave(request)
@@ -158,6 +176,8 @@ class Running(RunningOrder):
         for request in self:
             expected = RequestState.PREFILLING if request is self.chunked else RequestState.DECODING
             assert request.state is expected, f"{request!r} runs, and should be {expected.name}"
+            if request.own is not None:
+                continue
             assert request.holding is not None
             held.append((request.holding, self.num_pages_of(request)))
         return held

@@ -19,6 +19,7 @@ from kvarts.request import Request, RequestState
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
+from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
 from kvarts.sched.policy import AdmissionPolicy, WaitingQueue
@@ -59,6 +60,7 @@ class Scheduler:
         self.waiting = WaitingQueue(policy)
         self.running = Running(cache, self.wheel, batch)
         self.loads = None if tiers is None else Loads(tiers, cache, config.page_size, tell)
+        self.own_pages = OwnPagesInUse(cache, tell)
         self.mark = PageMark(cache)
         self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell)
         self.blocked = Blocked.NOT
@@ -84,11 +86,11 @@ class Scheduler:
         Raise ConfigError for a request without prompt tokens, or without tokens to generate.
         """
         config = self.config
-        if request.num_prompt_tokens < 1 or request.max_tokens < 1:
+        if request.num_prompt_tokens < 1 or request.max_tokens < (0 if request.computes_only else 1):
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
-        num_pages = config.pages_for(request.num_prompt_tokens + request.max_tokens - 1)
+        num_pages = config.pages_for(max(1, request.num_prompt_tokens + request.max_tokens - 1))
         num_most = self.pages.num_most
-        if num_pages > num_most:
+        if request.own is None and num_pages > num_most:
             request.become(RequestState.REJECTED)
             is_alone = num_most == config.num_pages
             room = "the pool has" if is_alone else "beside what is guaranteed to other models there are"
@@ -150,6 +152,7 @@ class Scheduler:
             loads.tiers.plan_stores(now_ns)
         if num_due := wheel.pages_due():
             preemptor.take_due(num_due, now_ns)
+        with_new_table = self.own_pages.turn(wheel) if self._batch is not None else ()
         budget = self.pages.token_budget - wheel.num_decoding
         chunks: list[Chunk] = []
         chunked = self.running.chunked
@@ -168,9 +171,10 @@ class Scheduler:
         batch = self._batch
         if batch is None:
             return StepPlan(wheel.step, plan_batch, admitted, preempted)
-        decodes = batch.decodes(wheel.step, wheel.needing_page()) if wheel.num_decoding else None
+        decodes = batch.decodes(wheel.step, wheel.needing_page(), with_new_table) if wheel.num_decoding else None
         transfers = () if loads is None else loads.tiers.take_planned()
-        return StepPlan(wheel.step, plan_batch, admitted, preempted, decodes, batch.take_left(), transfers)
+        copies = self.own_pages.take_copies()
+        return StepPlan(wheel.step, plan_batch, admitted, preempted, decodes, batch.take_left(), transfers, copies)
 
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
@@ -182,6 +186,8 @@ class Scheduler:
         if self.tiers is not None and result is not None and result.transfer_reports:
             self.tiers.report(result.transfer_reports, end_ns)
             self.blocked = Blocked.NOT
+        if self.own_pages.computed:
+            self.own_pages.settle()
         if self._completing:
             self._commit_completing(end_ns, finished)
         if batch is not None and result is not None and result.stopped_rows:
@@ -239,18 +245,24 @@ class Scheduler:
     # Inside: prompts --------------------------------------------------------------------------------------
 
     def _continue_chunked(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
-        """Compute the next chunk of the chunked request; return its number of tokens. Preempts for its pages."""
+        """Compute the next chunk of the chunked request; return the tokens used up of `budget`.
+
+        Preempts for its pages.
+        """
         start = request.num_computed
         num_known = request.num_prompt_tokens + request.num_output_tokens
         num_tokens = num_known - start
         if num_tokens > budget:
             num_tokens = budget
-        assert request.holding is not None
-        num_pages = -(-(start + num_tokens) // self._page_size) - request.holding.num_pages
-        if num_pages > self.cache.num_free and not self.preemptor.make_room(request, num_pages, now_ns):
-            return 0
+        if request.own is not None:
+            num_tokens = request.own.most_tokens(start, num_tokens)
+        else:
+            assert request.holding is not None
+            num_pages = -(-(start + num_tokens) // self._page_size) - request.holding.num_pages
+            if num_pages > self.cache.num_free and not self.preemptor.make_room(request, num_pages, now_ns):
+                return 0
         self._compute_chunk(request, num_tokens, num_known, chunks)
-        return num_tokens
+        return budget if request is self.running.chunked else num_tokens
 
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
@@ -275,6 +287,14 @@ class Scheduler:
             if budget <= 0:
                 self.blocked = Blocked.BUDGET
                 break
+            if request.own is not None:
+                waiting.remove(request)
+                if tell is not None:
+                    self._told_blocked = None
+                    tell(Admitted(request.index, request.content, 0))
+                budget -= self._enter(request, request.start, budget, now_ns, chunks)
+                admitted.append(request.index)
+                continue
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
             match = cache.match(request.content, (num_known - 1) // page_size)
@@ -305,30 +325,30 @@ class Scheduler:
         return tuple(admitted)
 
     def _enter(self, request: Request, hit_tokens: int, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
-        """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens computed of `budget`."""
+        """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens used up of `budget`.
+
+        A request that does not get all its tokens uses up all, so that at most one is chunked.
+        """
         self.running.enter(request, hit_tokens, now_ns)
         num_known = request.num_prompt_tokens + request.num_output_tokens
         num_tokens = num_known - hit_tokens
         if num_tokens > budget:
             num_tokens = budget
+        if request.own is not None:
+            num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
         self._compute_chunk(request, num_tokens, num_known, chunks)
-        return num_tokens
+        return budget if request is self.running.chunked else num_tokens
 
     def _compute_chunk(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Take the pages of a chunk and count it as computed; its full pages can be hit from now on."""
-        cache, page_size = self.cache, self._page_size
-        holding, content = request.holding, request.content
-        assert holding is not None
         start = request.num_computed
         end = request.num_computed = start + num_tokens
         if self._tell is not None:
             self._tell(ChunkComputed(request.index, start, end, num_known))
-        cache.grow(holding, -(-end // page_size))
-        # No other request can hit a page of unknown tokens; its own can, once it has released the page.
-        num_full = min(end // page_size, content.num_known_pages)
-        cache.publish(holding, content, num_full)
-        if self.loads is not None and num_full > start // page_size:
-            self.loads.add_computed(content, num_full, holding)
+        if request.own is None:
+            self._fill_pages(request, start, end)
+        else:
+            self.own_pages.compute(request.own, start, end)
         running = self.running
         if end == num_known:
             self._completing.append(request)
@@ -337,13 +357,38 @@ class Scheduler:
         else:
             running.chunked = request
         if self._batch is None:
-            chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
+            keeps = None if request.own is None else request.own.keeps
+            chunk = Chunk(
+                start,
+                num_tokens,
+                request.num_prompt_tokens,
+                num_known,
+                samples=not request.computes_only,
+                keeps=keeps,
+            )
+            chunks.append(chunk.as_seen())
         else:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
+
+    def _fill_pages(self, request: Request, start: int, end: int) -> None:
+        """Take pages for tokens [start, end), and make the full ones findable."""
+        cache, page_size = self.cache, self._page_size
+        holding, content = request.holding, request.content
+        assert holding is not None
+        cache.grow(holding, -(-end // page_size))
+        # No other request can hit a page of unknown tokens; its own can, once it has released the page.
+        num_full = min(end // page_size, content.num_known_pages)
+        cache.publish(holding, content, num_full)
+        if self.loads is not None and num_full > start // page_size:
+            self.loads.add_computed(content, num_full, holding)
 
     def _commit_completing(self, end_ns: int, finished: list[Request]) -> None:
         """Count the sampled token of each request that computed its last known token off the wheel."""
         for request in self._completing:
+            if request.computes_only:
+                finished.append(request)
+                self._finish(request, end_ns)
+                continue
             request.num_output_tokens += 1
             if request.first_token_ns < 0:
                 request.first_token_ns = end_ns
@@ -367,6 +412,8 @@ class Scheduler:
             if batch is not None:
                 # The token computed in this step is the one sampled in the step before.
                 batch.append_sampled(request, num_computed, wheel.step)
+            if request.own is not None:
+                continue
             num_full = min(num_computed // page_size, request.content.num_known_pages)
             holding = request.holding
             assert holding is not None
@@ -394,6 +441,9 @@ class Scheduler:
             held += self.loads.holdings()
             holds = self.loads.tiers.holds()
             self.loads.tiers.check()
-        self.cache.check(held, holds)
+        reserved = self.own_pages.holding()
+        if reserved is not None:
+            held.append((reserved, reserved.num_pages))
         if not held and not holds:
             assert self.cache.num_used == 0, f"L2: {self.cache.num_used} pages in use and no request runs"
+        self.cache.check(held, holds)

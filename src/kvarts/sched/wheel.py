@@ -3,14 +3,16 @@
 Each decoding request computes one token a step, so a request that needs a page in some step needs its next one
 page_size steps later. The wheel has page_size slots; a request is in the slot of the steps in which it needs a page.
 The pages that the decodes need over k steps are a sum over slots, whatever requests are in them; k steps pass by
-turning the wheel, and no request is touched but those that finish.
+turning the wheel, and no request is touched but those that finish. Requests with pages of their own need none.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
+from kvarts.kv.sink_window import SinkWindow
 from kvarts.request import Request
 
 __all__ = ["DecodeWheel"]
@@ -22,7 +24,19 @@ class DecodeWheel:
     In step s a request on the wheel has `wheel_base + s` tokens computed before the step and one more after it.
     """
 
-    __slots__ = ("_base_sum", "_finishing", "_members", "_num_due", "num_decoding", "page_size", "step")
+    __slots__ = (
+        "_base_sum",
+        "_filling",
+        "_finishing",
+        "_full_tokens",
+        "_members",
+        "_num_due",
+        "num_decoding",
+        "num_full",
+        "page_size",
+        "step",
+        "window_places",
+    )
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -31,6 +45,13 @@ class DecodeWheel:
         self._base_sum = 0
         self._num_due = [0] * page_size
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
+        self.num_full = 0
+        """Bounded requests that retain all that they may, so that what they see does not grow."""
+        self._full_tokens = 0
+        # (step from which it is full, admission, request), as in `_finishing`.
+        self._filling: list[tuple[int, int, Request]] = []
+        self.window_places: Counter[int] = Counter()
+        """By place in a page, how many requests with pages of their own drop one when they compute a token there."""
         # (stop step, admission, request); entries of requests that left early are recognised and dropped.
         self._finishing: list[tuple[int, int, Request]] = []
 
@@ -40,20 +61,26 @@ class DecodeWheel:
         request.wheel_base = base
         request.stop_step = self.step + request.max_tokens - request.num_output_tokens - 1
         slot = -base % self.page_size
-        self._num_due[slot] += 1
         self._members[slot][request.admission] = request
-        self._base_sum += base
         self.num_decoding += 1
+        if request.own is None:
+            self._num_due[slot] += 1
+            self._base_sum += base
+        else:
+            self._join_bounded(request, request.own.keeps)
         heappush(self._finishing, (request.stop_step, request.admission, request))
 
     def leave(self, request: Request) -> None:
         """Remove `request` and bring its `num_computed` and `num_output_tokens` up to date."""
         base = request.wheel_base
         slot = -base % self.page_size
-        self._num_due[slot] -= 1
         del self._members[slot][request.admission]
-        self._base_sum -= base
         self.num_decoding -= 1
+        if request.own is None:
+            self._num_due[slot] -= 1
+            self._base_sum -= base
+        else:
+            self._leave_bounded(request, request.own.keeps)
         num_steps = base + self.step - request.num_computed
         request.num_computed += num_steps
         request.num_output_tokens += num_steps
@@ -63,8 +90,8 @@ class DecodeWheel:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens that all decoding requests together know in the next step."""
-        return self._base_sum + self.num_decoding * (self.step + 1)
+        """Tokens that all decoding requests together know in the next step; of bounded ones, those that they see."""
+        return self._base_sum + (self.num_decoding - self.num_full) * (self.step + 1) + self._full_tokens
 
     def num_computed(self, request: Request) -> int:
         """Return how many tokens of `request`, which is on the wheel, are computed before the next step."""
@@ -86,7 +113,11 @@ class DecodeWheel:
 
     def needing_page(self) -> Iterable[Request]:
         """Return the requests that need a page in the next step, in admission order."""
-        members = self._members[self.step % self.page_size]
+        return [request for request in self.computing_at(0) if request.own is None]
+
+    def computing_at(self, place: int) -> list[Request]:
+        """Return the requests that compute a token at `place` in its page in the next step, in admission order."""
+        members = self._members[(self.step - place) % self.page_size]
         return [members[admission] for admission in sorted(members)]
 
     def completing_page(self, num_steps: int) -> list[Request]:
@@ -118,6 +149,12 @@ class DecodeWheel:
         Remove the requests that sampled their last token in the last of them, and return them in admission order.
         """
         step = self.step = self.step + num_steps
+        filling = self._filling
+        while filling and filling[0][0] <= step:
+            _, admission, request = heappop(filling)
+            if request.admission == admission and request.own is not None:
+                self._base_sum -= request.wheel_base
+                self._fill(request.own.keeps)
         finished: list[Request] = []
         finishing = self._finishing
         while finishing and finishing[0][0] < step:
@@ -126,3 +163,33 @@ class DecodeWheel:
                 finished.append(request)
                 self.leave(request)
         return finished
+
+    # Bounded requests -------------------------------------------------------------------------------------
+
+    def _join_bounded(self, request: Request, keeps: SinkWindow) -> None:
+        self.window_places[keeps.window % self.page_size] += 1
+        full_step = keeps.sink + keeps.window - request.wheel_base
+        if full_step <= self.step:
+            self._fill(keeps)
+        else:
+            self._base_sum += request.wheel_base
+            heappush(self._filling, (full_step, request.admission, request))
+
+    def _leave_bounded(self, request: Request, keeps: SinkWindow) -> None:
+        place = keeps.window % self.page_size
+        self.window_places[place] -= 1
+        if not self.window_places[place]:
+            del self.window_places[place]
+        full_step = keeps.sink + keeps.window - request.wheel_base
+        if full_step <= self.step:
+            self.num_full -= 1
+            self._full_tokens -= keeps.sink + keeps.window + 1
+        else:
+            self._base_sum -= request.wheel_base
+            self._filling.remove((full_step, request.admission, request))
+            heapify(self._filling)
+
+    def _fill(self, keeps: SinkWindow) -> None:
+        """Count a bounded request as one that sees as many tokens in every step from now on, its own included."""
+        self.num_full += 1
+        self._full_tokens += keeps.sink + keeps.window + 1

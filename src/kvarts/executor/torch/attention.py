@@ -44,6 +44,11 @@ class PagedAttention:
         self._backend = backend
         self._slots = torch.empty(0, dtype=torch.long)
 
+    @property
+    def reads_sinks(self) -> bool:
+        """Whether sequences may retain a sink and a window."""
+        return self._backend.reads_sinks
+
     def begin(self, metadata: AttentionMetadata) -> None:
         """Prepare for the step that `metadata` describes."""
         self._slots = metadata.slots

@@ -36,6 +36,8 @@ def flash_fits(pools: KVPools) -> str | None:
 class FlashBackend:
     """An AttentionBackend that calls `flash_attn_varlen_func`; its block tables are made once a step."""
 
+    reads_sinks = False
+
     def __init__(self, pools: KVPools) -> None:
         from flash_attn import flash_attn_varlen_func
 
@@ -44,13 +46,13 @@ class FlashBackend:
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Prepare for a step."""
-        num_decodes = len(metadata.decode_positions)
+        num_decodes = len(metadata.decodes.positions)
         lengths = [1] * num_decodes + [chunk.num_tokens for chunk in metadata.chunks]
-        ends = (metadata.decode_positions + 1).tolist() + [chunk.end for chunk in metadata.chunks]
+        ends = (metadata.decodes.positions + 1).tolist() + [chunk.end for chunk in metadata.chunks]
         num_pages = [-(-end // self._pools.page_size) for end in ends]
         tables = np.zeros((len(ends), max(num_pages)), np.int32)
-        width = min(tables.shape[1], metadata.decode_tables.shape[1])
-        tables[:num_decodes, :width] = metadata.decode_tables[:, :width]
+        width = min(tables.shape[1], metadata.decodes.tables.shape[1])
+        tables[:num_decodes, :width] = metadata.decodes.tables[:, :width]
         for row, chunk in enumerate(metadata.chunks, num_decodes):
             tables[row, : num_pages[row]] = chunk.page_ids[: num_pages[row]]
         self._tables = metadata.tensor(tables)

@@ -48,6 +48,8 @@ class FlexBackend:
     `is_compiled`: False runs it without a compiler and without a GPU, slowly.
     """
 
+    reads_sinks = False
+
     def __init__(self, pools: KVPools, *, is_compiled: bool = True) -> None:
         self._pools = pools
         self._flex = _compiled() if is_compiled else flex_attention
@@ -94,9 +96,9 @@ class FlexBackend:
     def _make_parts(self, window: int | None) -> list[_Part]:
         metadata = self._metadata
         parts = []
-        count = len(metadata.decode_positions)
+        count = len(metadata.decodes.positions)
         if count:
-            mask = self._make_mask(metadata.decode_tables, metadata.decode_positions, 1, window)
+            mask = self._make_mask(metadata.decodes.tables, metadata.decodes.positions, 1, window)
             parts.append(_Part(0, count, count, mask))
         for chunk in metadata.chunks:
             mask = self._make_mask(chunk.page_ids[None], np.array([chunk.start]), chunk.num_tokens, window)

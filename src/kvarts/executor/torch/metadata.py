@@ -10,9 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionParams", "ChunkMetadata"]
+from kvarts.executor.flat_batch import ChunkMetadata, DecodeMetadata, Ints
 
-Ints = npt.NDArray[np.int64]
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionParams",
+    "ChunkMetadata",
+    "DecodeMetadata",
+    "Ints",
+    "Rotary",
+]
 
 
 class AttentionParams(msgspec.Struct, frozen=True):
@@ -35,30 +43,18 @@ class AttentionParams(msgspec.Struct, frozen=True):
         return attended * torch.sigmoid(log_sums - self.sinks.float())[..., None].to(attended.dtype)
 
 
-class ChunkMetadata(msgspec.Struct):
-    """Tokens [first, last) of the batch: positions from `start` on of one sequence, with pages `page_ids`."""
+class Rotary(Protocol):
+    """The rotation of a model's queries and keys by their positions."""
 
-    first: int
-    last: int
-    start: int
-    page_ids: Ints
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the chunk."""
-        return self.last - self.first
-
-    @property
-    def end(self) -> int:
-        """The position after its last token."""
-        return self.start + self.num_tokens
+    def rotate(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return `states` [tokens, heads, head_dim] as the layer rotates them at `positions` [tokens]."""
 
 
 class AttentionMetadata:
     """Where each token of one step is written, and which pages it attends to.
 
     `slots` [tokens]: where in the pools each token's keys and values go. Decodes are the first tokens of the batch, one
-    a sequence: `decode_positions` has shape [decodes], `decode_tables` [decodes, pages]. Chunks follow.
+    a sequence; chunks follow. `rotary`: for chunks that come with queries and keys that are not rotated yet.
     """
 
     def __init__(
@@ -67,19 +63,19 @@ class AttentionMetadata:
         *,
         slots: Ints,
         chunks: Sequence[ChunkMetadata],
-        decode_positions: Ints,
-        decode_tables: Ints,
+        decodes: DecodeMetadata,
+        rotary: Rotary | None = None,
     ) -> None:
         self.device = device
         self.chunks = chunks
-        self.decode_positions = decode_positions
-        self.decode_tables = decode_tables
+        self.decodes = decodes
+        self.rotary = rotary
         self.slots = self.tensor(slots)
 
-    def decode_spans(self, window: int | None) -> tuple[Ints, Ints]:
-        """Return for each decode the positions [begin, end) that it attends to, its own included."""
-        ends = self.decode_positions + 1
-        return np.zeros_like(ends) if window is None else np.maximum(0, ends - window), ends
+    @property
+    def is_plain(self) -> bool:
+        """Whether all sequences retain all tokens."""
+        return self.decodes.is_plain and all(chunk.keeps is None for chunk in self.chunks)
 
     def tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         """Return `values` as a tensor on the device of the batch."""
@@ -88,6 +84,9 @@ class AttentionMetadata:
 
 class AttentionBackend(Protocol):
     """Computes attention over pages. What depends on the step, and not on the layer, is prepared once a step."""
+
+    reads_sinks: bool
+    """Whether it can read sequences that retain a sink and a window, and have dropped pages between them."""
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Prepare for a step; every `forward` until the next `begin` belongs to it."""

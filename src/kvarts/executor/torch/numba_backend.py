@@ -29,13 +29,18 @@ def numba_fits(pools: KVPools) -> str | None:
 
 
 class _Decodes(msgspec.Struct):
-    """The decodes of a step in the order of computation: positions [begin, end) of the pages in `tables`."""
+    """The decodes of a step in the order of computation: places [begin, end) of the pages in `tables`, after the sink.
+
+    `sink_begins` and `sink_ends`: the places of the sink that are read before.
+    """
 
     order: torch.Tensor
     back: torch.Tensor
     tables: Ints
     begins: Ints
     ends: Ints
+    sink_begins: Ints
+    sink_ends: Ints
 
 
 class NumbaBackend(SdpaBackend):
@@ -89,6 +94,8 @@ class NumbaBackend(SdpaBackend):
             decodes.tables,
             decodes.begins,
             decodes.ends,
+            decodes.sink_begins,
+            decodes.sink_ends,
             np.float32(params.scaling),
             np.float32(params.softcap or 0.0),
             sinks,
@@ -102,19 +109,27 @@ class NumbaBackend(SdpaBackend):
         nothing = torch.empty(0, shape.num_heads, shape.head_dim)
         none = np.empty(0, np.int64)
         decodes = _Decodes(
-            torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), none[:, None], none, none
+            torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), none[:, None], none, none, none, none
         )
         self._call(layer, nothing, AttentionParams(1.0), decodes)
 
     def _order_decodes(self, window: int | None) -> _Decodes:
         metadata = self._metadata
-        begins, ends = metadata.decode_spans(window)
+        begins, ends = metadata.decodes.spans(window)
+        sink_begins, sink_ends = metadata.decodes.sink_spans(window)
         # Each thread works on sequences in a row: the longest are dealt out to all of them, one after the other.
         by_length = np.argsort(begins - ends, kind="stable")
         order = np.concatenate([by_length[first :: self._num_threads] for first in range(self._num_threads)])
         back = np.argsort(order)
-        tables = np.ascontiguousarray(metadata.decode_tables[order])
-        return _Decodes(metadata.tensor(order), metadata.tensor(back), tables, begins[order], ends[order])
+        return _Decodes(
+            metadata.tensor(order),
+            metadata.tensor(back),
+            np.ascontiguousarray(metadata.decodes.tables[order]),
+            begins[order],
+            ends[order],
+            sink_begins[order],
+            sink_ends[order],
+        )
 
     def _num_parts(self, count: int, num_kv_heads: int) -> int:
         """Return into how many parts the heads of a sequence are split, so that no thread is idle."""

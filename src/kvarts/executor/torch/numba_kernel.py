@@ -67,8 +67,8 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
     Sizes that are known make loops of a known length. Arguments of the kernel: `queries` and `out`, flat float32 of
     [sequences, kv_heads, heads_each, head_dim]; `keys` and `values`, flat pools of [pages, page_size, kv_heads,
     head_dim], a bfloat16 as its bits in uint16; the number of `kv_heads`, and in how many `parts` they are worked on;
-    `tables` [sequences, pages]; the places [begin, end) that each sequence sees; `scaling`; `softcap`, 0 for none;
-    `sinks` [heads], NO_SINK for none.
+    `tables` [sequences, pages]; the places [begin, end) that each sequence sees, and the places [sink_begin, sink_end)
+    before these; `scaling`; `softcap`, 0 for none; `sinks` [heads], the scores of attention sinks, NO_SINK for none.
     """
     # Nothing but numbers: what is compiled is kept on disk, by their values.
     dim, each, size = index(head_dim), index(heads_each), index(page_size)
@@ -84,6 +84,8 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
         tables: Any,
         begins: Any,
         ends: Any,
+        sink_begins: Any,
+        sink_ends: Any,
         scaling: Any,
         softcap: Any,
         sinks: Any,
@@ -95,7 +97,11 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
             own = index(kv_heads) // index(parts)
             head = part * own
             begin, end = index(begins[sequence]), index(ends[sequence])
-            count, rows = end - begin, own * each
+            # The places of the sink come first, then those from `begin` on.
+            first_place, first_limit = index(sink_begins[sequence]), index(sink_ends[sequence])
+            count, rows = end - begin + first_limit - first_place, own * each
+            if first_place == first_limit:
+                first_place, first_limit = begin, end
             first = (sequence * index(kv_heads) + head) * each
             query = np.empty(rows * dim, np.float32)
             for d in range(rows * dim):
@@ -103,13 +109,13 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
             scores = np.empty(rows * count, np.float32)
             total = np.zeros(rows * dim, np.float32)
 
-            place = begin
-            while place < end:
+            place, limit, seen = first_place, first_limit, index(0)
+            while seen < count:
                 offset = place % size
-                num = min(size - offset, end - place)
+                num = min(size - offset, limit - place)
                 at = ((index(tables[sequence, place // size]) * size + offset) * index(kv_heads) + head) * dim
                 for token in range(num):
-                    score = place - begin + token
+                    score = seen + token
                     for kv in range(own):
                         key = at + kv * dim
                         row = kv * each
@@ -130,20 +136,23 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
                             scores[row * count + score] = one_score
                     at += step
                 place += num
+                seen += num
+                if place == limit:
+                    place, limit = begin, end
 
             for row in range(rows):
                 softmax(scores, row * count, count, softcap, sinks[first % (index(kv_heads) * each) + row])
 
-            place = begin
-            while place < end:
+            place, limit, seen = first_place, first_limit, index(0)
+            while seen < count:
                 offset = place % size
-                num = min(size - offset, end - place)
+                num = min(size - offset, limit - place)
                 at = ((index(tables[sequence, place // size]) * size + offset) * index(kv_heads) + head) * dim
                 token = index(0)
                 while token + block <= num:
                     for row in range(rows):
                         value = at + row // each * dim
-                        score = row * count + place - begin + token
+                        score = row * count + seen + token
                         w0, w1, w2, w3 = scores[score], scores[score + one], scores[score + two], scores[score + three]
                         for d in range(dim):
                             total[row * dim + d] += (
@@ -157,12 +166,15 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
                 while token < num:
                     for row in range(rows):
                         value = at + row // each * dim
-                        weight = scores[row * count + place - begin + token]
+                        weight = scores[row * count + seen + token]
                         for d in range(dim):
                             total[row * dim + d] += weight * widen(values[value + d])
                     at += step
                     token += one
                 place += num
+                seen += num
+                if place == limit:
+                    place, limit = begin, end
 
             for d in range(rows * dim):
                 out[first * dim + d] = total[d]

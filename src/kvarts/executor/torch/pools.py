@@ -67,6 +67,11 @@ class KVPools:
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
         self.values_flat = [values.flatten(0, 1) for values in self.values]
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy all that is in one page to another."""
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Each that is allocated, once."""

@@ -49,7 +49,7 @@ class BatchSampler:
         """Sample for a request from now on. `stop_ids`: tokens that end it, beside those that `params` name."""
         sampler = None if params.is_argmax else Sampler(params, request_index, self._device)
         ends = frozenset(params.stop_token_ids) | frozenset(stop_ids)
-        self._requests[request_index] = _Sampled(sampler, ends, list(prompt), [])
+        self._requests[request_index] = _Sampled(sampler, ends, [] if sampler is None else list(prompt), [])
 
     def drop(self, request_index: int) -> tuple[float, ...]:
         """Forget a request, and return the log-probabilities of its tokens; none if the largest logit decided."""

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, ChunkMetadata, Ints
 from kvarts.executor.torch.pools import KVPools
+from kvarts.kv.sink_window import SinkWindow
 
 __all__ = ["SdpaBackend"]
 
@@ -40,6 +41,18 @@ class _Group(msgspec.Struct):
     bias: torch.Tensor | None
 
 
+class _LateRotation(msgspec.Struct):
+    """Positions of queries and keys that are rotated when they are read: `keys` [places] and `queries` [tokens].
+
+    Keys of the sink, where `is_sink` [places], are read by queries at `queries_to_sink` [tokens].
+    """
+
+    keys: torch.Tensor
+    queries: torch.Tensor
+    queries_to_sink: torch.Tensor
+    is_sink: torch.Tensor
+
+
 class _Chunk(msgspec.Struct):
     """Tokens [first, last) of the batch. `bias` [tokens, places]; None for a plain causal mask."""
 
@@ -47,10 +60,13 @@ class _Chunk(msgspec.Struct):
     last: int
     pages: _Pages
     bias: torch.Tensor | None
+    late: _LateRotation | None = None
 
 
 class SdpaBackend:
     """An AttentionBackend for every device and number format."""
+
+    reads_sinks = True
 
     def __init__(self, pools: KVPools) -> None:
         self._pools = pools
@@ -68,7 +84,7 @@ class SdpaBackend:
         """Return what `queries` of one layer read."""
         window = params.window
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        if len(self._metadata.decode_positions):
+        if len(self._metadata.decodes.positions):
             self._read_decodes(layer, queries, params, out)
         if window not in self._chunks:
             self._chunks[window] = [self._make_chunk(chunk, window) for chunk in self._metadata.chunks]
@@ -98,13 +114,27 @@ class SdpaBackend:
     def _prefill(self, queries: torch.Tensor, chunk: _Chunk, layer: int, params: AttentionParams) -> torch.Tensor:
         """Return what a chunk reads. `queries` [tokens, heads, head_dim] of one sequence."""
         num, num_heads, head_dim = queries.shape
+        key_states, value_states = self._fetch(layer, chunk.pages)
+        num_kv_heads = key_states.shape[1]
+        late = chunk.late
+        to_sink = None
+        if late is not None:
+            rotary = self._metadata.rotary
+            assert rotary is not None
+            key_states = rotary.rotate(layer, key_states, late.keys)
+            to_sink = _grouped(rotary.rotate(layer, queries, late.queries_to_sink), num_kv_heads)
+            queries = rotary.rotate(layer, queries, late.queries)
         # [kv_heads, 1, places, head_dim]
-        keys, values = (states.transpose(0, 1)[:, None] for states in self._fetch(layer, chunk.pages))
-        num_kv_heads = keys.shape[0]
-        # [kv_heads, heads of each, tokens, head_dim]: as many batches as there are KV heads, each with its own keys.
-        grouped = queries.transpose(0, 1).view(num_kv_heads, num_heads // num_kv_heads, num, head_dim)
+        keys, values = (states.transpose(0, 1)[:, None] for states in (key_states, value_states))
+        grouped = _grouped(queries, num_kv_heads)
         sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1, 1)
-        attended = _attend(grouped, keys, values, chunk.bias, params, sinks, is_causal=chunk.bias is None)
+        if late is not None and to_sink is not None:
+            scores = (grouped @ keys.transpose(-1, -2)) * params.scaling
+            scores_of_sink = (to_sink @ keys.transpose(-1, -2)) * params.scaling
+            scores = torch.where(late.is_sink, scores_of_sink, scores)
+            attended = _weigh(scores, values, chunk.bias, params, sinks)
+        else:
+            attended = _attend(grouped, keys, values, chunk.bias, params, sinks, is_causal=chunk.bias is None)
         return attended.reshape(num_heads, num, head_dim).transpose(0, 1)
 
     # Pages ------------------------------------------------------------------------------------------------
@@ -134,8 +164,11 @@ class SdpaBackend:
     def _make_groups(self, window: int | None) -> list[_Group]:
         """Return the decodes in groups, for layers that attend to the last `window` tokens, or to all."""
         metadata, page_size = self._metadata, self._pools.page_size
-        begins, ends = metadata.decode_spans(window)
-        first_pages = begins // page_size
+        tables = metadata.decodes.tables
+        begins, ends = metadata.decodes.spans(window)
+        sink_begins, sink_ends = metadata.decodes.sink_spans(window)
+        has_sink = sink_begins < sink_ends
+        first_pages = np.where(has_sink, sink_begins, begins) // page_size
         num_pages = -(-ends // page_size) - first_pages
         order = np.argsort(num_pages, kind="stable")
         groups: list[_Group] = []
@@ -146,10 +179,10 @@ class SdpaBackend:
             chosen, order = order[-count:], order[:-count]
             count = len(chosen)
             columns = np.arange(longest)
-            places = np.minimum(first_pages[chosen, None] + columns, metadata.decode_tables.shape[1] - 1)
-            page_ids = np.where(columns < num_pages[chosen, None], metadata.decode_tables[chosen[:, None], places], 0)
+            places = np.minimum(first_pages[chosen, None] + columns, tables.shape[1] - 1)
+            page_ids = np.where(columns < num_pages[chosen, None], tables[chosen[:, None], places], 0)
             offset = first_pages[chosen, None] * page_size
-            if count == 1:
+            if count == 1 and not has_sink[chosen[0]]:
                 pages = self._pages(
                     page_ids, int(begins[chosen[0]] - offset[0, 0]), int(ends[chosen[0]] - offset[0, 0])
                 )
@@ -158,12 +191,16 @@ class SdpaBackend:
                 pages = self._pages(page_ids, 0, page_ids.size * page_size)
                 where = offset + np.arange(longest * page_size)
                 seen = (where >= begins[chosen, None]) & (where < ends[chosen, None])
+                if has_sink[chosen].any():
+                    seen |= (where >= sink_begins[chosen, None]) & (where < sink_ends[chosen, None])
                 bias = self._bias(metadata.tensor(seen)[:, None, None, :])
             rows = slice(int(chosen[0]), int(chosen[-1]) + 1) if _are_consecutive(chosen) else metadata.tensor(chosen)
             groups.append(_Group(rows, pages, bias))
         return groups
 
     def _make_chunk(self, chunk: ChunkMetadata, window: int | None) -> _Chunk:
+        if chunk.keeps is not None:
+            return self._make_bounded_chunk(chunk, chunk.keeps, window)
         page_size = self._pools.page_size
         end = chunk.end
         begin = 0 if window is None else max(0, chunk.start + 1 - window)
@@ -179,6 +216,28 @@ class SdpaBackend:
         if window is not None:
             visible &= places > positions - window
         return _Chunk(chunk.first, chunk.last, pages, self._bias(visible))
+
+    def _make_bounded_chunk(self, chunk: ChunkMetadata, keeps: SinkWindow, window: int | None) -> _Chunk:
+        """Return a chunk of a sequence that retains its sink and a window: all its pages are read."""
+        page_size, device = self._pools.page_size, self._metadata.device
+        num_places = chunk.end - chunk.gap
+        pages = self._pages(chunk.page_ids[: -(-num_places // page_size)], 0, num_places)
+        positions = torch.arange(chunk.start, chunk.end, device=device)[:, None]
+        places = torch.arange(num_places, device=device)[None, :]
+        # Where pages were dropped, they follow those of the sink.
+        seen = torch.where(places < keeps.num_sink_pages(page_size) * page_size, places, places + chunk.gap)
+        visible = (seen <= positions) & ((seen < keeps.sink) | (seen >= positions - keeps.window))
+        late = None
+        if keeps.rotates_late:
+            # Places among what is retained: those of the window count on from the end of the sink.
+            own = torch.clamp(positions, max=keeps.sink + keeps.window)
+            late = _LateRotation(places[0], positions[:, 0] - chunk.gap, own[:, 0], seen[0] < keeps.sink)
+            distance = torch.where(seen < keeps.sink, own - seen, positions - seen)
+        else:
+            distance = positions - seen
+        if window is not None:
+            visible &= distance < window
+        return _Chunk(chunk.first, chunk.last, pages, self._bias(visible), late)
 
     def _bias(self, visible: torch.Tensor) -> torch.Tensor:
         """Return a mask as numbers to add. Made once for all layers: from booleans the kernel would make it in each."""
@@ -211,6 +270,28 @@ def _attend(
             queries, keys.expand(shape), values.expand(shape), attn_mask=bias, is_causal=is_causal, scale=params.scaling
         )
     scores = (queries @ keys.transpose(-1, -2)) * params.scaling
+    return _weigh(scores, values, bias, params, sinks, is_causal=is_causal)
+
+
+def _grouped(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Return `queries` [tokens, heads, head_dim] as [kv_heads, heads of each, tokens, head_dim].
+
+    As many batches as there are KV heads, each with its own keys.
+    """
+    num, num_heads, head_dim = queries.shape
+    return queries.transpose(0, 1).view(num_kv_heads, num_heads // num_kv_heads, num, head_dim)
+
+
+def _weigh(
+    scores: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    params: AttentionParams,
+    sinks: torch.Tensor | None,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Return `values` weighted by `scores` [..., rows, places]; the other arguments are those of `_attend`."""
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
     if is_causal:
@@ -224,4 +305,4 @@ def _attend(
         # A sink is one more place to attend to, with no value.
         sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
-    return weights.to(queries.dtype) @ values
+    return weights.to(values.dtype) @ values

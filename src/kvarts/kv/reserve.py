@@ -1,0 +1,86 @@
+"""Pages that are taken out of a cache for good: nobody else gets them until they are given back."""
+
+from __future__ import annotations
+
+from kvarts.event_log import Tell
+from kvarts.events import PagesReserved
+from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.pool import PageId
+
+__all__ = ["PageReserve"]
+
+
+class PageReserve:
+    """Owner of pages that were taken from `cache`, and of how many sequences share each."""
+
+    def __init__(self, cache: PageCache, tell: Tell | None = None) -> None:
+        self._cache = cache
+        self._tell = tell
+        self.num_pages = 0
+        self.has_page_ids = cache.has_page_ids
+        self._free_ids: list[PageId] = []
+        self._num_sharing: dict[PageId, int] = {}
+        """By page that is taken, how many have it."""
+
+    @property
+    def num_taken(self) -> int:
+        """Pages that are taken; none where pages are only counted."""
+        return len(self._num_sharing)
+
+    def has_room(self, num_pages: int) -> bool:
+        """Return whether the cache has `num_pages` for the reserve to grow by."""
+        return num_pages <= self._cache.num_free
+
+    def extend(self, num_pages: int) -> None:
+        """Take `num_pages` from the cache, which must have them."""
+        page_ids = self._cache.take(num_pages)
+        if page_ids is not None:
+            self._free_ids += page_ids
+        self._change(num_pages)
+
+    def shrink(self, num_pages: int) -> None:
+        """Give `num_pages` back, none of which is taken."""
+        page_ids = None
+        if self.has_page_ids:
+            assert num_pages <= len(self._free_ids), f"{num_pages} pages to give back, {len(self._free_ids)} are free"
+            at = len(self._free_ids) - num_pages
+            page_ids = self._free_ids[at:]
+            del self._free_ids[at:]
+        self._cache.give(num_pages, page_ids)
+        self._change(-num_pages)
+
+    def _change(self, num_pages: int) -> None:
+        self.num_pages += num_pages
+        if self._tell is not None:
+            self._tell(PagesReserved(self.num_pages))
+
+    def take(self) -> PageId:
+        """Take a page. There is one: whoever takes pages has reserved the most that it takes."""
+        page_id = self._free_ids.pop()
+        self._num_sharing[page_id] = 1
+        return page_id
+
+    def share(self, page_id: PageId) -> None:
+        """Let one more have a page."""
+        self._num_sharing[page_id] += 1
+
+    def is_shared(self, page_id: PageId) -> bool:
+        """Return whether more than one has a page."""
+        return self._num_sharing[page_id] > 1
+
+    def release(self, page_id: PageId) -> None:
+        """Let one less have a page; what nobody has is not taken any more."""
+        num_sharing = self._num_sharing[page_id] - 1
+        if num_sharing:
+            self._num_sharing[page_id] = num_sharing
+        else:
+            del self._num_sharing[page_id]
+            self._free_ids.append(page_id)
+
+    def holding(self) -> Holding | None:
+        """Return the pages as something that holds them; None if there are none."""
+        if not self.num_pages:
+            return None
+        page_ids = [*self._free_ids, *self._num_sharing] if self.has_page_ids else None
+        assert page_ids is None or len(page_ids) == self.num_pages, "L1: the reserve has lost a page"
+        return Holding([], self.num_pages, page_ids)

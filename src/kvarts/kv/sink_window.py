@@ -1,0 +1,70 @@
+"""Which tokens a bounded sequence retains, and the pages of its own that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvarts.kv.pool import PageId
+
+__all__ = ["OwnPages", "SinkWindow"]
+
+
+class SinkWindow(msgspec.Struct, frozen=True):
+    """The first `sink` and the last `window` tokens of a sequence.
+
+    The token at position p attends to itself, and to positions q < p with q < sink or q >= p - window. `rotates_late`:
+    positions are places among the retained tokens, so keys are kept as they are before rotation.
+    """
+
+    sink: int
+    window: int
+    rotates_late: bool = False
+
+    def num_retained(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens a later token can see."""
+        return min(num_tokens, self.sink + self.window)
+
+    def num_sink_pages(self, page_size: int) -> int:
+        """Return the pages that hold the sink."""
+        return -(-self.sink // page_size)
+
+    def most_pages(self, page_size: int) -> int:
+        """Return the most pages that a sequence holds between steps: ceil(sink/page) + ceil(window/page) + 1."""
+        return -(-self.sink // page_size) + -(-self.window // page_size) + 1
+
+    def num_dropped(self, position: int, page_size: int) -> int:
+        """Return how many pages after those of the sink no token at `position` or later can see."""
+        num_sink_pages = -(-self.sink // page_size)
+        return max(0, max(0, position - self.window) // page_size - num_sink_pages)
+
+
+class OwnPages(Protocol):
+    """Pages that a request brings along, and that stay when it ends. They are in use for as long as they exist.
+
+    Promises: what `grow` needs is there, for as many tokens as `most_tokens` says. Its pages are changed by nothing
+    but these calls. A page table leaves out the pages that were dropped, which are the first after those of the sink.
+    """
+
+    keeps: SinkWindow
+
+    num_dropped: int
+    """Pages that were dropped so far."""
+
+    @property
+    def page_ids(self) -> Sequence[PageId]:
+        """The pages that are left, in order of position; none where pages are only counted."""
+
+    def settle(self, position: int) -> bool:
+        """Drop pages that no token at `position` or later can see; return whether there were any."""
+
+    def most_tokens(self, start: int, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens from `start` on may be computed in this step: at least one."""
+
+    def grow(self, start: int, end: int) -> bool:
+        """Make tokens [start, end) writable, all before being computed; return whether that took a page."""
+
+    def take_copies(self) -> Sequence[tuple[PageId, PageId]]:
+        """Return what is to be copied before these pages are written, from one page to the other; once."""

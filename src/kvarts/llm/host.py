@@ -1,0 +1,36 @@
+"""What rooms above need of a model that runs, real or not, beside its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvarts.clock import Clock
+from kvarts.config import EngineConfig
+from kvarts.engine import Engine
+from kvarts.executor.page_slots import PageSlots
+from kvarts.executor.rotation import LateRotation
+from kvarts.llm.loop import EngineLoop
+
+__all__ = ["ModelHost"]
+
+
+@dataclass(frozen=True)
+class ModelHost:
+    """A model and the loop that owns its engine. What `core` is asked is asked between steps, by a task of the loop.
+
+    `token_bytes`: bytes of KV of a token, over all layers. `max_positions`: the positions it was trained for, or None.
+    `fingerprint` returns what its KV depends on, beside tokens.
+    """
+
+    loop: EngineLoop
+    core: Engine
+    config: EngineConfig
+    clock: Clock
+    slots: PageSlots
+    rotation: LateRotation
+    token_bytes: int
+    kv_bytes: int
+    vocab_size: int
+    max_positions: int | None
+    fingerprint: Callable[[], str]

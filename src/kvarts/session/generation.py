@@ -1,0 +1,159 @@
+"""A generation under way: from the tokens of requests to the updates of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.loop import EngineLoop
+from kvarts.llm.text import Completion, Generation
+from kvarts.request import Request
+from kvarts.sampling import SamplingParams
+from kvarts.session.errors import SessionNotReadyError
+from kvarts.session.session import Session
+from kvarts.session.streams import UpdateStream
+from kvarts.session.turns import Turns
+from kvarts.session.values import Done, StopReason, Token, Truncated
+
+__all__ = ["AppendTurn", "GenerationTurn"]
+
+
+class AppendTurn:
+    """A Listener of a request that only computes: `done` is called when it has ended, with an error or None."""
+
+    def __init__(
+        self, turns: Turns, session: Session, loop: EngineLoop, done: Callable[[BaseException | None], object]
+    ) -> None:
+        self._turns = turns
+        self._session = session
+        self._loop = loop
+        self._done = done
+        self._request: Request | None = None
+
+    def begin(self, engine: LLMEngine) -> int | None:
+        """Begin the request, between steps; None if all is computed already."""
+        index = self._turns.begin_append(engine, self._session)
+        if index is None:
+            self._done(None)
+            return None
+        generation = engine.generation(index)
+        assert generation is not None
+        self._request = generation.request
+        return index
+
+    def update(self, generation: Generation) -> None:
+        """Do nothing: only the end matters."""
+
+    def end(self, completion: Completion) -> None:
+        """Note the end."""
+        assert self._request is not None
+        self._turns.end(self._session, self._request)
+        self._done(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that it will never end."""
+        self._done(error)
+
+
+class GenerationTurn:
+    """A Listener of a generation: sends Truncated, tokens and Done to `stream`.
+
+    `max_positions`: how long the history may become; None: as long as it gets. When the last token is sampled, its KV
+    is computed before the end is told.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        session: Session,
+        params: SamplingParams,
+        stream: UpdateStream,
+        loop: EngineLoop,
+        *,
+        now_ns: Callable[[], int],
+        max_positions: int | None,
+    ) -> None:
+        self._turns = turns
+        self._session = session
+        self._params = params
+        self._stream = stream
+        self._loop = loop
+        self._now_ns = now_ns
+        self._max_positions = max_positions
+        self._request: Request | None = None
+        self._num_sent = 0
+        self._began_ns = 0
+        self._first_ns = 0
+        self._ends_truncated = False
+        self.is_over = False
+        """Whether no request is under way any more, and the end was told."""
+
+    def begin(self, engine: LLMEngine) -> int | None:
+        """Begin the request, between steps; None if there is no place for a token."""
+        session = self._session
+        if not session.history_length:
+            raise SessionNotReadyError("nothing was appended yet", field="session_id", hint="Append tokens first.")
+        self._began_ns = self._now_ns()
+        num_dropped = session.num_computed - session.num_retained
+        if num_dropped:
+            self._stream.put(Truncated(num_dropped))
+        max_tokens = self._params.max_tokens
+        if self._max_positions is not None and max_tokens > self._max_positions - session.history_length:
+            max_tokens = max(0, self._max_positions - session.history_length)
+            self._ends_truncated = True
+        if not max_tokens:
+            self.is_over = True
+            self._stream.put(Done(StopReason.TRUNCATED, 0, 0.0, 0.0))
+            return None
+        index = self._turns.begin_generation(engine, session, self._params, max_tokens)
+        generation = engine.generation(index)
+        assert generation is not None
+        self._request = generation.request
+        return index
+
+    def cancel(self, engine: LLMEngine) -> None:
+        """End the request at a token boundary, between steps; what was generated stays."""
+        index = self._session.request
+        if not self.is_over and index is not None and self._request is not None and self._request.index == index:
+            self._loop.end(index)
+
+    def update(self, generation: Generation) -> None:
+        """Send the tokens of a step."""
+        self._send(generation.tokens)
+
+    def end(self, completion: Completion) -> None:
+        """Send the rest, and compute the KV of the last token."""
+        assert self._request is not None
+        tokens = completion.tokens
+        self._send(list(tokens))
+        self._turns.end(self._session, self._request)
+        reason = {"stop": StopReason.EOS, "length": StopReason.MAX_TOKENS, "cancelled": StopReason.CANCELLED}[
+            completion.finish_reason
+        ]
+        if reason is StopReason.MAX_TOKENS and self._ends_truncated:
+            reason = StopReason.TRUNCATED
+        now_ns = self._now_ns()
+        first_ns = self._first_ns or now_ns
+        done = Done(reason, len(tokens), (first_ns - self._began_ns) / 1e9, (now_ns - self._began_ns) / 1e9)
+        if self._session.pages is None or self._session.num_computed >= self._session.history_length:
+            self._finish(done)
+            return
+        last = AppendTurn(
+            self._turns, self._session, self._loop, lambda error: self._finish(done if error is None else error)
+        )
+        self._loop.start(last.begin, last)
+
+    def fail(self, error: BaseException) -> None:
+        """Send an error."""
+        self._finish(error)
+
+    def _finish(self, last: Done | BaseException) -> None:
+        self.is_over = True
+        self._stream.put(last)
+
+    def _send(self, tokens: list[int]) -> None:
+        if len(tokens) > self._num_sent:
+            if not self._num_sent:
+                self._first_ns = self._now_ns()
+            self._stream.put(*map(Token, tokens[self._num_sent :]))
+            self._num_sent = len(tokens)

@@ -1,0 +1,144 @@
+"""Opens a session runtime: on a model of transformers, or on a mock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvarts.build import build_engine
+from kvarts.clock import Clock, WallClock
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
+from kvarts.executor.cost import CostModel
+from kvarts.executor.mock import MockExecutor
+from kvarts.executor.roofline import RooflineCost
+from kvarts.llm.detokenizing import DetokenizingExecutor
+from kvarts.llm.host import ModelHost
+from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.loop import EngineLoop
+from kvarts.rooms import from_room
+from kvarts.session.config import AtCapacity, SessionsConfig
+from kvarts.session.sessions import Sessions
+from kvarts.session.table import SessionTable, check_settings
+from kvarts.session.values import SessionSettings
+from kvarts.units import parse_bytes
+
+__all__ = ["mock_host", "open_sessions"]
+
+MOCK_VOCAB_SIZE = 151_936
+MOCK_TOKEN_BYTES = 114_688
+"""Those of Qwen3-0.6B in bfloat16: 28 layers x 8 KV heads x 128 x 2 x 2 bytes."""
+
+
+def mock_host(
+    config: EngineConfig,
+    *,
+    clock: Clock | None = None,
+    cost: CostModel | None = None,
+    speedup: float = 1.0,
+    seed: int = 0,
+    token_bytes: int = MOCK_TOKEN_BYTES,
+    vocab_size: int = MOCK_VOCAB_SIZE,
+    max_positions: int | None = None,
+    audit: bool = False,
+) -> ModelHost:
+    """Return a model that takes as long as `cost` says, by default as llama-3.1-8b on an H100, and computes nothing."""
+    clock = WallClock() if clock is None else clock
+    executor = MockExecutor(
+        config,
+        RooflineCost(llm="llama-3.1-8b", device="h100-80gb") if cost is None else cost,
+        clock,
+        vocab_size=vocab_size,
+        seed=seed,
+        speedup=speedup,
+    )
+    detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=clock)
+    core = build_engine(config, detokenizing, audit=audit)
+    engine = LLMEngine(core, executor, detokenizing, clock, page_size=config.page_size)
+    return ModelHost(
+        loop=EngineLoop(engine),
+        core=core,
+        config=config,
+        clock=clock,
+        slots=executor.slots,
+        rotation=executor.rotation,
+        token_bytes=token_bytes,
+        kv_bytes=config.num_pages * config.page_size * token_bytes,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        fingerprint=lambda: f"mock {seed} {vocab_size} {token_bytes}",
+    )
+
+
+def open_sessions(
+    *,
+    model: str | Path | None = None,
+    mock: bool = False,
+    defaults: SessionSettings | None = None,
+    max_sessions: int | None = None,
+    session_memory: str | int | None = None,
+    at_capacity: AtCapacity = "refuse",
+    state_dir: str | Path | None = None,
+    speedup: float = 1.0,
+    kv_memory: str | int = "auto",
+    page_size: int = 16,
+    max_batched_tokens: int = 2048,
+    max_seqs: int = 256,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str = "auto",
+    clock: Clock | None = None,
+) -> Sessions:
+    """Return sessions on the model in the directory `model`, or on a mock.
+
+    `session_memory`: bytes of KV for bounded sessions, as a number or as 2GiB. The other settings are those of
+    SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. Raise ConfigError for settings
+    that exclude each other, or that leave no room for a session.
+    """
+    if mock == (model is not None):
+        raise ConfigError("is needed, or a mock, and not both", field="model")
+    memory_bytes = parse_bytes(session_memory) if isinstance(session_memory, str) else session_memory
+    config = SessionsConfig(
+        defaults=SessionSettings() if defaults is None else defaults,
+        max_sessions=max_sessions,
+        memory_bytes=memory_bytes,
+        at_capacity=at_capacity,
+    )
+    if mock:
+        mock_bytes = (
+            parse_bytes("4GiB" if kv_memory == "auto" else kv_memory) if isinstance(kv_memory, str) else kv_memory
+        )
+        engine = EngineConfig(
+            num_pages=max(1, mock_bytes // (MOCK_TOKEN_BYTES * page_size)),
+            page_size=page_size,
+            max_num_batched_tokens=max_batched_tokens,
+            max_num_seqs=min(max_seqs, max_batched_tokens),
+        )
+        host = mock_host(engine, clock=clock, speedup=speedup)
+    else:
+        llm: Any = from_room("llm.llm", "LLM", field="model")(
+            model,
+            kv_memory=kv_memory,
+            page_size=page_size,
+            max_num_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_seqs,
+            dtype=dtype,
+            device=device,
+            attention=_attention(attention, device),
+            clock=clock,
+        )
+        host = llm.host()
+    check_settings(config, host)
+    return Sessions(SessionTable(host, config))
+
+
+def _attention(attention: str, device: str) -> str:
+    """Return the backend: of those for a GPU only one reads a sink and a window."""
+    if attention in ("flash", "flex"):
+        raise ConfigError(f"{attention!r} reads no sinks", field="attention", hint="Take sdpa, or numba on a CPU.")
+    if attention == "auto" and device != "cpu":
+        import torch
+
+        if device.startswith("cuda") or torch.cuda.is_available():
+            return "sdpa"
+    return attention

@@ -1,0 +1,75 @@
+"""One session, as the thread of the engine knows it."""
+
+from __future__ import annotations
+
+from kvarts.content import Content
+from kvarts.session.pages import SessionPages
+from kvarts.session.values import SessionSettings
+
+__all__ = ["Session"]
+
+
+class Session:
+    """A history of tokens, and the KV that is kept of it. Written by SessionTable and Turns.
+
+    `content`: the whole history. `num_computed`: tokens of it that were computed. `pages`: its own pages, where it is
+    bounded. `pinned`: pages that it keeps in the prefix cache, where it is not. `request`: the index of the request
+    under way, or None. `touched_ns`: when something last happened to it.
+    """
+
+    __slots__ = (
+        "content",
+        "furthest",
+        "inv1_violations",
+        "inv2_violations",
+        "num_computed",
+        "num_computed_tokens",
+        "num_turns",
+        "owner",
+        "pages",
+        "request",
+        "restored",
+        "session_id",
+        "settings",
+        "state",
+        "touched_ns",
+    )
+
+    def __init__(
+        self,
+        session_id: str,
+        owner: str,
+        settings: SessionSettings,
+        content: Content,
+        pages: SessionPages | None,
+        now_ns: int,
+    ) -> None:
+        self.session_id = session_id
+        self.owner = owner
+        self.settings = settings
+        self.content = content
+        self.pages = pages
+        self.touched_ns = now_ns
+        self.state = "idle"
+        self.request: int | None = None
+        self.num_computed = 0
+        self.furthest = 0
+        """The most tokens that were computed of the history as it is now."""
+        self.num_turns = 0
+        self.num_computed_tokens = 0
+        self.inv1_violations = 0
+        self.inv2_violations = 0
+        self.restored: str | None = None
+
+    @property
+    def history_length(self) -> int:
+        """The number of its tokens."""
+        return self.content.num_known_tokens
+
+    @property
+    def num_retained(self) -> int:
+        """The number of tokens with KV that a later token can see."""
+        return self.settings.num_retained(self.num_computed)
+
+    def __repr__(self) -> str:
+        return f"Session({self.session_id[:8]}, {self.state}, {self.num_computed} of {self.history_length} computed)"

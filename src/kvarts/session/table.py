@@ -1,0 +1,308 @@
+"""The sessions of one engine: who has which, what room they have, and which of them go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from secrets import token_hex
+
+import msgspec
+
+from kvarts.content import Content
+from kvarts.errors import ConfigError
+from kvarts.kv.sink_window import SinkWindow
+from kvarts.llm.host import ModelHost
+from kvarts.session.config import SessionsConfig
+from kvarts.session.errors import SessionsExhaustedError
+from kvarts.session.invariants import count_retained, holds_what_it_should
+from kvarts.session.pages import ChunkRoom, SessionPages
+from kvarts.session.session import Session
+from kvarts.session.tombstones import GoneReason, Tombstone, Tombstones
+from kvarts.session.values import SessionInfo, SessionSettings
+
+__all__ = ["SessionTable", "check_settings", "random_id"]
+
+
+def random_id() -> str:
+    """Return 128 random bits as 32 hexadecimal digits."""
+    return token_hex(16)
+
+
+class SessionTable:
+    """Owner of all sessions, and of the pages that bounded ones have of the engine's. For the thread of the engine.
+
+    A bounded session is admitted if the most that it holds between steps fits beside that of all others; the room for
+    chunks is there once for all. So none ever waits for memory.
+    """
+
+    def __init__(self, host: ModelHost, config: SessionsConfig, *, new_id: Callable[[], str] = random_id) -> None:
+        self.host = host
+        self.config = config
+        self.tombstones = Tombstones(ttl_s=config.tombstone_ttl_s)
+        self._new_id = new_id
+        self._page_size = host.config.page_size
+        self._reserve = host.core.scheduler.own_pages.reserve
+        self._room = ChunkRoom(-(-config.chunk_tokens // self._page_size), self._page_size)
+        self._sessions: dict[str, Session] = {}
+        self._num_bounded = 0
+        self._num_made = 0
+
+    # Finding ----------------------------------------------------------------------------------------------
+
+    def get(self, owner: str, session_id: str) -> Session:
+        """Return a session of `owner`. Raise UnknownSessionError if there is none, which says what became of it."""
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner:
+            raise self.tombstones.error(owner, session_id, self.now_ns())
+        return session
+
+    def of_owner(self, owner: str) -> list[Session]:
+        """Return the sessions of `owner`, the oldest first."""
+        return [session for session in self._sessions.values() if session.owner == owner]
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def now_ns(self) -> int:
+        """Return the time."""
+        return self.host.clock.now_ns()
+
+    # Coming and going -------------------------------------------------------------------------------------
+
+    def create(
+        self, owner: str, settings: SessionSettings, *, session_id: str | None = None, tokens: bytes = b""
+    ) -> Session:
+        """Return a new session with a history of `tokens`, 8 bytes each.
+
+        Raise SessionsExhaustedError if it does not fit, and no other may or can go for it. Raise ConfigError for
+        settings that the model cannot have.
+        """
+        keeps = self._keeps(settings)
+        self._make_room(keeps)
+        pages = None
+        if keeps is not None:
+            self._reserve_pages(keeps)
+            pages = SessionPages(keeps, self._reserve, self._room)
+        return self._add(owner, settings, pages, session_id, tokens)
+
+    def fork(self, session: Session, label: str) -> Session:
+        """Return a new session with the history and settings of `session`, and its pages, which they share."""
+        keeps = None if session.pages is None else session.pages.keeps
+        self._make_room(keeps, spare=session)
+        pages = None
+        if session.pages is not None and keeps is not None:
+            self._reserve_pages(keeps)
+            pages = session.pages.fork()
+        settings = session.settings
+        if label:
+            settings = msgspec.structs.replace(settings, label=label)
+        other = self._add(session.owner, settings, pages, None, bytes(session.content.units))
+        other.num_computed = session.num_computed
+        other.furthest = session.furthest
+        return other
+
+    def remove(self, session: Session, reason: GoneReason) -> None:
+        """Forget a session on which nothing is under way; its pages are free at once."""
+        assert session.request is None, f"{session!r} has a request under way"
+        del self._sessions[session.session_id]
+        if session.pages is not None:
+            most_pages = session.pages.keeps.most_pages(self._page_size)
+            session.pages.release()
+            self._num_bounded -= 1
+            self._reserve.shrink(most_pages if self._num_bounded else most_pages + self._room.num_pages)
+        self.tombstones.add(
+            session.session_id,
+            Tombstone(
+                session.owner,
+                reason,
+                self.now_ns(),
+                session.history_length,
+                session.inv1_violations,
+                session.inv2_violations,
+            ),
+        )
+
+    def expired(self) -> list[Session]:
+        """Return idle sessions whose time is over."""
+        now_ns = self.now_ns()
+        return [
+            session
+            for session in self._sessions.values()
+            if session.state == "idle"
+            and session.settings.ttl_s is not None
+            and now_ns - session.touched_ns >= session.settings.ttl_s * 1e9
+        ]
+
+    def shorten(self, session: Session, length: int) -> None:
+        """Cut a history to `length` tokens, for which its KV is there: nothing that a token would see was dropped."""
+        content = session.content
+        units = bytes(content.units[: length * 8])
+        session.content = Content(
+            bytearray(units), num_tokens=length, page_size=self._page_size, owner=content.owner, salt=content.salt
+        )
+        session.num_computed = min(session.num_computed, length)
+        session.furthest = session.num_computed
+        if session.pages is not None:
+            session.pages.shorten(session.num_computed)
+
+    def can_shorten(self, session: Session, length: int) -> bool:
+        """Return whether the KV for going on after `length` tokens is there."""
+        if session.pages is None or length >= session.num_computed:
+            return True
+        # The last token is computed again before the next is sampled.
+        first = length - 1 - session.pages.keeps.window
+        num_gone = session.pages.num_dropped
+        num_sink_pages = session.pages.keeps.num_sink_pages(self._page_size)
+        return num_gone == 0 or first >= (num_sink_pages + num_gone) * self._page_size
+
+    # What is said of one ----------------------------------------------------------------------------------
+
+    def look(self, session: Session) -> int:
+        """Check the pages of a session with the record of what was written to them, and count violations.
+
+        Return how many of its tokens are computed, those of a request under way included.
+        """
+        num_computed = session.num_computed
+        if session.request is not None and (generation := self.host.loop.generation(session.request)) is not None:
+            running = self.host.core.scheduler.running
+            num_computed = max(num_computed, running.num_computed(generation.request))
+        if num_computed < session.furthest:
+            session.inv2_violations += 1
+        session.furthest = num_computed
+        if session.pages is not None and not holds_what_it_should(
+            self.host.slots, session.pages, self._page_size, num_computed
+        ):
+            session.inv1_violations += 1
+        return num_computed
+
+    def info(self, session: Session) -> SessionInfo:
+        """Return a session as it is now."""
+        host, pages = self.host, session.pages
+        num_computed = self.look(session)
+        length = session.history_length
+        if session.request is not None and (generation := host.loop.generation(session.request)) is not None:
+            # Sampled tokens enter the content some at a time.
+            length = generation.request.num_prompt_tokens + len(generation.tokens)
+        page_bytes = host.token_bytes * self._page_size
+        if pages is None:
+            num_retained = self._num_cached(session)
+            num_pages = num_peak = -(-num_retained // self._page_size)
+            bound = None
+        else:
+            num_retained = count_retained(host.slots, pages, self._page_size, num_computed)
+            num_pages, num_peak = len(pages.page_ids), pages.most_held
+            bound = pages.keeps.most_pages(self._page_size) * page_bytes
+        return SessionInfo(
+            session_id=session.session_id,
+            label=session.settings.label,
+            settings=session.settings,
+            state=session.state,
+            history_length=length,
+            num_retained=num_retained,
+            num_dropped=num_computed - num_retained,
+            kv_live_bytes=num_retained * host.token_bytes,
+            kv_allocated_bytes=num_pages * page_bytes,
+            kv_peak_bytes=num_peak * page_bytes,
+            kv_bound_bytes=bound,
+            inv1_violations=session.inv1_violations,
+            inv2_violations=session.inv2_violations,
+            idle_s=(self.now_ns() - session.touched_ns) / 1e9 if session.state == "idle" else 0.0,
+            num_turns=session.num_turns,
+            num_computed_tokens=session.num_computed_tokens,
+            restored=session.restored,
+        )
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _keeps(self, settings: SessionSettings) -> SinkWindow | None:
+        if settings.positions == "cache":
+            self.host.rotation.enable()
+        if settings.window is None:
+            return None
+        return SinkWindow(settings.sink, settings.window, rotates_late=settings.positions == "cache")
+
+    def _num_wanted(self, keeps: SinkWindow | None) -> int:
+        """Return the pages that the reserve has to grow by for one more session."""
+        if keeps is None:
+            return 0
+        return keeps.most_pages(self._page_size) + (0 if self._num_bounded else self._room.num_pages)
+
+    def _make_room(self, keeps: SinkWindow | None, spare: Session | None = None) -> None:
+        """See to it that one more session fits, and evict idle ones for that where that is wanted."""
+        config = self.config
+        while True:
+            num_wanted = self._num_wanted(keeps)
+            most_pages = self._most_pages()
+            is_full = config.max_sessions is not None and len(self._sessions) >= config.max_sessions
+            fits = self._reserve.num_pages + num_wanted <= most_pages and self._reserve.has_room(num_wanted)
+            if fits and not is_full:
+                return
+            idle = [session for session in self._sessions.values() if session.state == "idle" and session is not spare]
+            if config.at_capacity == "evict" and idle:
+                self.remove(min(idle, key=lambda session: session.touched_ns), "evicted")
+                continue
+            if is_full:
+                raise SessionsExhaustedError(
+                    f"there are {len(self._sessions)} sessions, which is the most",
+                    field="max_sessions",
+                    hint="Close one, or allow more.",
+                )
+            page_bytes = self.host.token_bytes * self._page_size
+            num_free = min(most_pages - self._reserve.num_pages, self.host.core.scheduler.cache.num_free)
+            raise SessionsExhaustedError(
+                f"the session needs {num_wanted} pages ({num_wanted * page_bytes:,} bytes), and {max(0, num_free)} "
+                f"of {most_pages} are free beside {len(self._sessions)} sessions",
+                field="session_memory",
+                hint="Close a session, keep a smaller window, or give sessions more memory.",
+            )
+
+    def _most_pages(self) -> int:
+        num_pages = self.host.config.num_pages
+        if self.config.memory_bytes is None:
+            return num_pages
+        return min(num_pages, self.config.memory_bytes // (self.host.token_bytes * self._page_size))
+
+    def _reserve_pages(self, keeps: SinkWindow) -> None:
+        self._reserve.extend(self._num_wanted(keeps))
+        self._num_bounded += 1
+
+    def _add(
+        self, owner: str, settings: SessionSettings, pages: SessionPages | None, session_id: str | None, tokens: bytes
+    ) -> Session:
+        self._num_made += 1
+        content = Content(
+            bytearray(tokens),
+            num_tokens=len(tokens) // 8,
+            page_size=self._page_size,
+            owner=-1 - self._num_made,  # no request has it
+            salt=owner or None,
+        )
+        session = Session(
+            self._new_id() if session_id is None else session_id, owner, settings, content, pages, self.now_ns()
+        )
+        assert session.session_id not in self._sessions
+        self._sessions[session.session_id] = session
+        return session
+
+    def _num_cached(self, session: Session) -> int:
+        """Return how many tokens of an unbounded session have KV in pages."""
+        cache = self.host.core.scheduler.cache
+        return cache.match(session.content, session.num_computed // self._page_size).num_pages * self._page_size
+
+
+def check_settings(config: SessionsConfig, host: ModelHost) -> None:
+    """Raise ConfigError if no session of the default settings fits."""
+    settings = config.defaults
+    if settings.window is None:
+        return
+    page_size = host.config.page_size
+    keeps = SinkWindow(settings.sink, settings.window)
+    num_wanted = keeps.most_pages(page_size) + -(-config.chunk_tokens // page_size)
+    if num_wanted > host.config.num_pages:
+        raise ConfigError(
+            f"one session needs {num_wanted} pages, and the model has {host.config.num_pages}",
+            field="window",
+            hint="Give the model more kv_memory, or keep a smaller window.",
+        )

@@ -1,0 +1,106 @@
+"""What becomes of a session's turns: appends and generations as requests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kvarts.llm.llm_engine import LLMEngine
+from kvarts.request import Request
+from kvarts.sampling import SamplingParams
+from kvarts.session.errors import SessionBusyError
+from kvarts.session.session import Session
+from kvarts.session.table import SessionTable
+
+__all__ = ["Turns"]
+
+MakeRequest = Callable[[int, int], Request]
+
+COMPUTE_ONLY = SamplingParams(max_tokens=1)
+
+
+class Turns:
+    """Begins and ends the requests of sessions. For the thread of the engine.
+
+    Between turns the KV of the whole history is in pages, of a bounded session. A generation computes the last token
+    again, whose logits nobody kept; its pages still have what that token sees.
+    """
+
+    def __init__(self, table: SessionTable) -> None:
+        self._table = table
+
+    def begin_append(self, engine: LLMEngine, session: Session) -> int | None:
+        """Begin to compute what is not computed of the history; return the request, or None if that is nothing."""
+        self._take(session, "appending")
+        length = session.history_length
+        if session.num_computed >= length:
+            session.state = "idle"
+            return None
+
+        def make(index: int, now_ns: int) -> Request:
+            return Request(
+                index,
+                session.content,
+                num_prompt_tokens=length,
+                max_tokens=0,
+                arrival_ns=now_ns,
+                own=session.pages,
+                start=0 if session.pages is None else session.num_computed,
+                computes_only=True,
+            )
+
+        return self._start(engine, session, make_request=make, params=COMPUTE_ONLY)
+
+    def begin_generation(self, engine: LLMEngine, session: Session, params: SamplingParams, max_tokens: int) -> int:
+        """Begin to generate at most `max_tokens` tokens; return the request."""
+        self._take(session, "generating")
+        session.num_turns += 1
+        length = session.history_length
+
+        def make(index: int, now_ns: int) -> Request:
+            return Request(
+                index,
+                session.content,
+                num_prompt_tokens=length,
+                max_tokens=max_tokens,
+                arrival_ns=now_ns,
+                own=session.pages,
+                start=0 if session.pages is None else min(session.num_computed, length - 1),
+            )
+
+        params = msgspec.structs.replace(params, max_tokens=max_tokens)
+        return self._start(engine, session, make_request=make, params=params)
+
+    def end(self, session: Session, request: Request) -> None:
+        """Note what a request that has ended computed, and look at the pages that it left."""
+        session.request = None
+        session.state = "idle"
+        session.touched_ns = self._table.now_ns()
+        if session.pages is not None:
+            start, end = request.start, max(request.num_computed, request.start)
+            session.num_computed = max(session.num_computed, end)
+            session.num_computed_tokens += end - start
+        else:
+            session.num_computed = request.num_computed
+            session.num_computed_tokens += max(0, request.num_computed - request.cached_tokens)
+        self._table.look(session)
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _take(self, session: Session, state: str) -> None:
+        if session.request is not None:
+            raise SessionBusyError(
+                f"session {session.session_id} is {session.state}", field="session_id", hint="Wait, or queue."
+            )
+        self._table.look(session)
+        session.state = state
+        session.touched_ns = self._table.now_ns()
+
+    def _start(self, engine: LLMEngine, session: Session, *, make_request: MakeRequest, params: SamplingParams) -> int:
+        try:
+            session.request = engine.start(make_request, params, stop_ids=session.settings.eos_token_ids)
+        except BaseException:
+            session.state = "idle"
+            raise
+        return session.request

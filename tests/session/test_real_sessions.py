@@ -1,0 +1,291 @@
+"""L12 with real models: what a bounded session says is what a forward pass over its whole history says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
+from kvarts.llm.llm import LLM
+from kvarts.session.config import SessionsConfig
+from kvarts.session.sessions import Sessions
+from kvarts.session.values import SessionSettings, Token
+
+from builders.rooms import HAS_AUDIT
+from builders.sessions import OWNER, greedy, say, sessions_on
+from oracles.late_rotation import late_greedy
+from oracles.masked_forward import masked_greedy
+
+Models = Callable[[str], tuple[Any, Any]]
+VOCABULARY = 257
+
+
+def open_on(
+    model: Any, *, page_size: int, chunk: int = 16, budget: int = 64, attention: str = "auto"
+) -> tuple[LLM, Sessions]:
+    config = EngineConfig(
+        num_pages=2400 // page_size, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=8
+    )
+    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention)
+    return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
+
+
+def ids(random: Random, count: int) -> list[int]:
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+@pytest.mark.laws
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma3"])
+@settings(max_examples=4)
+@given(
+    seed=st.integers(0, 1000),
+    page_size=st.sampled_from([1, 4, 16]),
+    sink=st.integers(0, 6),
+    window=st.integers(1, 12),
+    chunk=st.sampled_from([1, 7, 16, 64]),
+    attention=st.sampled_from(["sdpa", "numba"]),
+)
+def test_a_session_says_what_a_pass_over_its_whole_history_says(
+    models: Models, family: str, seed: int, page_size: int, sink: int, window: int, chunk: int, attention: str
+) -> None:
+    """Appends, turns, forks, rollbacks and cancels in any order; nothing that pages hold is ever wrong."""
+    model, reference = models(family)
+    llm, sessions = open_on(model, page_size=page_size, chunk=chunk, attention=attention)
+    random = Random(seed)
+
+    def expected(history: list[int], count: int) -> list[int]:
+        return masked_greedy(reference, history, count, sink=sink, window=window)
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER, SessionSettings(sink=sink, window=window))
+        history: list[int] = []
+        for _ in range(4):
+            new = ids(random, random.randrange(1, 30))
+            history += new
+            first = random.randrange(len(new) + 1)
+            for part in (new[:first], new[first:]):
+                await sessions.append(OWNER, session, part)
+            action = random.choice(["generate", "cancel", "fork", "rollback"])
+            if action == "cancel":
+                stream = sessions.generate(OWNER, session, greedy(30))
+                said = [update.token_id async for update in _first(stream, 3) if isinstance(update, Token)]
+                await stream.aclose()
+                info = await sessions.info(OWNER, session)
+                generated = expected(history, info.history_length - len(history))
+                assert generated[: len(said)] == said
+                history += generated
+            elif action == "fork":
+                fork = await sessions.fork(OWNER, session)
+                other = ids(random, 5)
+                both = await asyncio.gather(say(sessions, session, [], 3), say(sessions, fork, other, 3))
+                assert both[0] == expected(history, 3)
+                assert both[1] == expected([*history, *other], 3)
+                history += both[0]
+                await sessions.close(OWNER, fork)
+            elif action == "rollback" and len(history) <= sink + window:
+                del history[random.randrange(1, len(history) + 1) :]
+                await sessions.rollback(OWNER, session, len(history))
+            said = await say(sessions, session, [], 4)
+            assert said == expected(history, 4)
+            history += said
+            info = await sessions.info(OWNER, session)
+            assert info.history_length == len(history)
+            assert info.num_retained == min(len(history), sink + window)
+            assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+            bound = -(-sink // page_size) + -(-window // page_size) + 1
+            assert info.kv_allocated_bytes <= bound * page_size * llm.host().token_bytes == info.kv_bound_bytes
+        await sessions.close(OWNER, session)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    llm.check()
+    assert llm.kv_live_bytes() == 0
+
+
+async def _first(stream: Any, count: int) -> Any:
+    async for update in stream:
+        yield update
+        count -= isinstance(update, Token)
+        if not count:
+            return
+
+
+def test_a_history_of_fifty_windows(models: Models) -> None:
+    model, reference = models("qwen3")
+    llm, sessions = open_on(model, page_size=4)
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER, SessionSettings(sink=4, window=12))
+        history = ids(Random(5), 600)
+        await sessions.append(OWNER, session, history)
+        assert await say(sessions, session, [], 8) == masked_greedy(reference, history, 8, sink=4, window=12)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    llm.check()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_positions_in_the_cache_are_those_of_what_is_retained(models: Models, family: str) -> None:
+    """Keys that were stored before rotation, against attention that rotates every pair by itself."""
+    model, reference = models(family)
+    llm, sessions = open_on(model, page_size=4)
+
+    async def talk() -> None:
+        chosen = SessionSettings(sink=3, window=9, positions="cache")
+        session = await sessions.create(OWNER, chosen)
+        random, history = Random(3), []
+        for count in (5, 11, 12):
+            new = ids(random, count)
+            said = await say(sessions, session, new, 3)
+            history += new
+            assert said == late_greedy(reference, history, 3, sink=3, window=9)
+            history += said
+        # While nothing was dropped, both ways are the same.
+        other = await sessions.create(OWNER, chosen)
+        assert await say(sessions, other, history[:8], 4) == masked_greedy(
+            reference, history[:8], 4, sink=99, window=99
+        )
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    llm.check()
+
+
+def test_sessions_side_by_side_say_what_each_says_alone(models: Models) -> None:
+    """64 of them, in any order, beside prompts of others."""
+    model, reference = models("llama")
+    llm, sessions = open_on(model, page_size=4)
+    random = Random(9)
+    histories: dict[str, list[int]] = {}
+
+    async def turn(session: str, seed: int) -> None:
+        own = Random(seed)
+        for _ in range(2):
+            await asyncio.sleep(own.random() / 50)
+            new = ids(own, own.randrange(1, 16))
+            said = await say(sessions, session, new, 3)
+            histories[session] += new
+            if seed % 4 == 0:  # every one of them would take long
+                assert said == masked_greedy(reference, histories[session], 3, sink=2, window=8)
+            histories[session] += said
+
+    async def talk() -> None:
+        made = [await sessions.create(OWNER, SessionSettings(sink=2, window=8)) for _ in range(64)]
+        histories.update((session, []) for session in made)
+        random.shuffle(made)
+        stream = llm.stream(ids(random, 30), greedy(20))
+        texts = asyncio.ensure_future(_drain(stream))
+        await asyncio.gather(*(turn(session, seed) for seed, session in enumerate(made)))
+        await texts
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    llm.check()
+
+
+async def _drain(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+def test_pages_that_are_mixed_up_are_noticed(models: Models) -> None:
+    """The checks bite: two pages change places, and both the count of violations and the tokens tell."""
+    model, reference = models("llama")
+    llm, sessions = open_on(model, page_size=4)
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER, SessionSettings(sink=4, window=12))
+        history = ids(Random(1), 40)
+        await sessions.append(OWNER, session, history)
+
+        def mix(_: object) -> None:
+            pages = sessions._table.get(OWNER, session).pages
+            assert pages is not None
+            pages._page_ids[1], pages._page_ids[2] = pages._page_ids[2], pages._page_ids[1]
+
+        llm.host().loop.call(mix)
+        said = await say(sessions, session, [], 6)
+        assert said != masked_greedy(reference, history, 6, sink=4, window=12)
+        assert (await sessions.info(OWNER, session)).inv1_violations > 0
+        await sessions.close(OWNER, session)
+        assert sessions._table.tombstones.inv1_violations > 0
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+
+
+def test_bytes_of_the_shape_of_qwen3_06b() -> None:
+    """28 layers of 8 KV heads of 128 in bfloat16: 114,688 bytes a token, and 68 tokens when full."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from kvarts.executor.torch.attention import ATTENTION
+
+    shape = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+    )
+    shape._attn_implementation = ATTENTION
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(shape).to(torch.bfloat16).eval()
+    config = EngineConfig(num_pages=64, page_size=16, max_num_batched_tokens=256, max_num_seqs=4)
+    llm = LLM(model, None, config)
+    sessions = sessions_on(llm.host(), SessionsConfig(chunk_tokens=128))
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER)
+        for length in (10, 68, 69, 200):
+            info = await sessions.info(OWNER, session)
+            await sessions.append(OWNER, session, ids(Random(1), length - info.history_length))
+            info = await sessions.info(OWNER, session)
+            assert info.kv_live_bytes == min(length, 68) * 114_688
+        stream = sessions.generate(OWNER, session, greedy(20))
+        async for update in stream:
+            if isinstance(update, Token):
+                info = await sessions.info(OWNER, session)
+                assert info.kv_live_bytes == 7_798_784
+                break
+        await stream.aclose()
+        info = await sessions.info(OWNER, session)
+        assert info.kv_live_bytes == 7_798_784
+        assert info.kv_bound_bytes == 6 * 16 * 114_688
+        assert info.kv_allocated_bytes <= info.kv_bound_bytes
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    assert llm.kv_bytes() == 64 * 16 * 114_688
+
+
+def test_a_model_without_a_rotation_keeps_global_positions() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from kvarts.executor.torch.attention import ATTENTION
+
+    shape = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=128)
+    shape._attn_implementation = ATTENTION
+    _, sessions = open_on(GPT2LMHeadModel(shape).eval(), page_size=4)
+
+    async def talk() -> None:
+        with pytest.raises(ConfigError, match="positions"):
+            await sessions.create(OWNER, SessionSettings(positions="cache"))
+        await sessions.shut_down()
+
+    asyncio.run(talk())
