@@ -85,7 +85,7 @@ def read_owners(path: Path) -> Owners:
         if is_alone:
             owner, token = "", line
         problem = None
-        if not owner and not is_alone:
+        if not is_alone and not (owner and colon):
             problem = "has no owner"
         elif not token or " " in token or not (token.isascii() and token.isprintable()):
             problem = "a token is printable ASCII, without spaces"

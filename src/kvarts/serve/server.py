@@ -29,6 +29,9 @@ OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
 ]
 
+WATCHERS_S = 0.5
+"""What is still open at the end, calls that watch the server's health, is given as long to read that it ends."""
+
 SERVICES = ("", CONTRACT, SERVICE)
 
 
@@ -72,7 +75,7 @@ class SessionServer:
         try:
             await self._door.close(grace_s)
         finally:
-            await self._server.stop(None)
+            await self._server.stop(WATCHERS_S)
 
 
 async def serve_until_signal(server: SessionServer, listening: Callable[[str], None]) -> None:
