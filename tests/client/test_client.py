@@ -214,10 +214,14 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 
 def test_a_session_that_ends_with_an_error_raises_that(runtime: FakeRuntime, address: str) -> None:
-    with Sessions(address) as sessions:
-        with pytest.raises(KeyError), sessions.create():
+    def fail_twice(sessions: Sessions) -> None:
+        with sessions.create():
             runtime.fault = ZeroDivisionError("at the close")
-            {}["what went wrong first"]
+            raise KeyError
+
+    with Sessions(address) as sessions:
+        with pytest.raises(KeyError):
+            fail_twice(sessions)
         with pytest.raises(ServerError, match="at the close"), sessions.create():
             runtime.fault = ZeroDivisionError("at the close")
         with sessions.create() as session:

@@ -18,10 +18,21 @@ from kvarts.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvarts.llm.llm import LLM
 
-__all__ = ["llm_options", "need_torch", "open_llm", "read_prompts", "sampling_options", "sampling_params"]
+__all__ = [
+    "MODEL_HELP",
+    "SAMPLING",
+    "engine_options",
+    "llm_options",
+    "need_torch",
+    "open_llm",
+    "read_prompts",
+    "sampling_options",
+    "sampling_params",
+]
 
 Command = Callable[..., None]
 
+MODEL_HELP = "Directory of a model, or name in the hub's cache."
 SAMPLING: list[tuple[str, Any, str]] = [
     ("max_tokens", int, "Tokens to generate at most. [128]"),
     ("temperature", float, "0 is greedy. [0]"),
@@ -48,9 +59,14 @@ def need_torch() -> None:
 
 def llm_options(command: Command) -> Command:
     """Add the options that `open_llm` reads."""
+    command = engine_options(offload_llm.add_options(command))
+    return click.option("--model", metavar="DIR", required=True, help=MODEL_HELP)(command)
+
+
+def engine_options(command: Command, **attributes: Any) -> Command:
+    """Add the options of an engine that runs a model, with `attributes` of each."""
     at_least_one = click.IntRange(min=1)
     options: list[tuple[str, dict[str, Any]]] = [
-        ("--model", {"metavar": "DIR", "required": True, "help": "Directory of a model, or name in the hub's cache."}),
         ("--kv-memory", {"metavar": "SIZE", "default": "auto", "help": "KV memory: auto, or 2GiB."}),
         ("--page-size", {"metavar": "TOKENS", "type": at_least_one, "default": 16, "help": "Tokens a page."}),
         (
@@ -65,9 +81,8 @@ def llm_options(command: Command) -> Command:
             {"metavar": "NAME", "default": "auto", "help": "Attention backend: auto, flash, flex, numba or sdpa."},
         ),
     ]
-    command = offload_llm.add_options(command)
     for name, settings in reversed(options):
-        command = click.option(name, show_default="default" in settings, **settings)(command)
+        command = click.option(name, show_default=True, **settings, **attributes)(command)
     return command
 
 
