@@ -40,7 +40,7 @@ def _sampling_options(command: Any) -> Any:
 
 @click.command("chat")
 @click.option("--address", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True, help="Of the server.")
-@click.option("--model", metavar="DIR", help="Model whose tokenizer and chat template to use. [bytes are tokens]")
+@click.option("--model", metavar="DIR", help="Use this model's tokenizer and chat template. [bytes are tokens]")
 @click.option("--sink", metavar="N", type=click.IntRange(min=0), help="Keep the KV of the first N tokens,")
 @click.option("--window", metavar="N", type=WINDOW, help="and of the last N; all: of all. [as the server has it]")
 @click.option("--token-file", metavar="FILE", type=FILE, help="File with the bearer token.")

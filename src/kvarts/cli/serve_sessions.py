@@ -58,7 +58,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
             show_default=True, help="Refuse longer requests.")  # fmt: skip
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 def sessions_command(**values: Any) -> None:
-    """Serve sessions over gRPC: conversations whose state stays here, in bounded memory."""
+    """Serve sessions over gRPC: conversations with their state here, in bounded memory."""
     if (values["model"] is None) == (not values["mock"]):
         raise ConfigError("give either", field="model", hint="Give --model DIR or --mock.")
     if values["speedup"] is not None and not values["mock"]:

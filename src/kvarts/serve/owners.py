@@ -32,7 +32,7 @@ class Owners:
         self._owners = [(sha256(token.encode()).digest(), owner) for token, owner in owners_by_token.items()]
 
     def owner_of(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-        """Return the owner whose token is in `authorization: Bearer TOKEN`; None if there is none.
+        """Return the owner of the token in `authorization: Bearer TOKEN`; None if it has none.
 
         The time that it takes says nothing of the tokens: digests are compared, all of them, and each to its end.
         """

@@ -142,7 +142,7 @@ class SessionsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rollback(self, request, context):
-        """Shortens the history to a length whose KV is still there.
+        """Shortens the history to a length for which KV is still there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
