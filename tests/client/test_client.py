@@ -14,6 +14,8 @@ import msgspec
 import pytest
 
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
+import grpc
+
 from kvarts.client import (
     AsyncSessions,
     CallCancelledError,
@@ -23,6 +25,8 @@ from kvarts.client import (
     Sessions,
 )
 from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
+from kvarts.proto.kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kvarts.serve.binding import Binding
 from kvarts.serve.owners import Owners
 from kvarts.session.errors import (
@@ -111,6 +115,24 @@ def test_the_same_with_asyncio() -> None:
             assert runtime.sessions == {}
 
     asyncio.run(run())
+
+
+def test_a_client_of_the_contract(runtime: FakeRuntime, address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = RuntimeServiceStub(channel)
+        session_id = stub.CreateSession(contract.CreateSessionRequest(client_label="old")).session_id
+        append = contract.AppendTokensRequest(session_id=session_id, token_ids=range(100))
+        assert stub.AppendTokens(append).history_length == 100
+        tokens = []
+        for response in stub.Generate(contract.GenerateRequest(session_id=session_id, max_tokens=3, top_k=1)):
+            if response.WhichOneof("payload") == "token_id":
+                tokens.append(response.token_id)
+            if response.WhichOneof("payload") == "done":
+                break  # without reading on to the end of the stream
+        assert tokens == runtime.sessions["", session_id].history[100:]
+        info = stub.GetSessionInfo(contract.GetSessionInfoRequest(session_id=session_id))
+        assert (info.history_length, info.kv_live_bytes) == (103, 68 * BYTES_PER_TOKEN)
+        assert stub.CloseSession(contract.CloseSessionRequest(session_id=session_id)).final_history_length == 103
 
 
 def test_settings_that_are_left_out_are_the_servers() -> None:

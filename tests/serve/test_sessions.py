@@ -386,6 +386,23 @@ def test_clients_that_vanish_leave_no_generation_and_no_task(caplog: pytest.LogC
     assert caplog.records == []
 
 
+def test_a_client_that_gives_up_an_append_leaves_the_session_idle(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(runtime: FakeRuntime, channel: Any) -> None:
+        stub = SessionsStub(channel)
+        session_id = await runtime.create("")
+        appending = stub.AppendTokens(added.AppendTokensRequest(session_id=session_id, token_ids=[1]))
+        asking = added.InfoRequest(session_id=session_id)
+        while (await stub.Info(asking)).state != "appending":
+            await asyncio.sleep(0.001)
+        appending.cancel()
+        while (await stub.Info(asking)).state != "idle":
+            await asyncio.sleep(0.001)
+        assert runtime.sessions["", session_id].history == []
+
+    with_server(FakeRuntime(step_s=5.0), test)
+    assert caplog.records == []
+
+
 def test_a_connection_that_breaks_ends_its_generations() -> None:
     async def run() -> None:
         runtime = FakeRuntime(step_s=0.002)
