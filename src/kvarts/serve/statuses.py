@@ -31,8 +31,8 @@ STATUSES: dict[type[BaseException], grpc.StatusCode] = {
 }
 """The status of each error, classes below it included. Of every other it is INTERNAL."""
 
-MAX_CHARS = 2000
-"""Of a text: all metadata of a call together may have 8 KiB."""
+MAX_CHARS = 600
+"""Of a text: all metadata of a call together may have 8 KiB, and a character may take twelve bytes of it."""
 
 LOG = logging.getLogger("kvarts.serve")
 

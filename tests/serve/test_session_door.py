@@ -289,6 +289,8 @@ def test_bad_words_and_numbers_are_refused_with_the_field() -> None:
         create = SessionsStub(channel).CreateSession
         answer = await status_of(create(added.CreateSessionRequest(positions="local")))
         assert answer == (Code.INVALID_ARGUMENT, "positions: must be 'global' or 'cache', got 'local'")
+        code, details = await status_of(create(added.CreateSessionRequest(positions="\U0001f600" * 5000)))
+        assert (code, len(details)) == (Code.INVALID_ARGUMENT, 600)
         assert (await status_of(create(added.CreateSessionRequest(ttl_s=-1))))[1] == "ttl_s: must be positive, got -1.0"
 
     with_server(FakeRuntime(), test)
