@@ -189,9 +189,12 @@ def test_health_until_the_end() -> None:
 
 
 def test_calls_while_it_stops_are_refused() -> None:
+    shutting_down, may_end = asyncio.Event(), asyncio.Event()
+
     class Slow(FakeRuntime):
         async def shut_down(self) -> None:
-            await asyncio.sleep(0.1)
+            shutting_down.set()
+            await may_end.wait()
 
     async def run() -> None:
         server = SessionServer(Slow(), Binding(address=ANY_PORT))
@@ -199,9 +202,10 @@ def test_calls_while_it_stops_are_refused() -> None:
             stub = SessionsStub(channel)
             await stub.CreateSession(CREATE)
             stopping = asyncio.ensure_future(server.stop())
-            await asyncio.sleep(0.02)
+            await shutting_down.wait()
             with pytest.raises(grpc.aio.AioRpcError, match="the server is stopping"):
                 await stub.CreateSession(CREATE)
+            may_end.set()
             await stopping
 
     asyncio.run(run())
