@@ -235,6 +235,12 @@ def test_a_server_that_is_not_there_is_named() -> None:
                 next(sessions.get("x").generate())
 
 
+def test_a_proxy_is_not_asked_for_what_is_here(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with Sessions(address) as sessions:
+        sessions.create()
+
+
 def test_a_session_that_ends_with_an_error_raises_that(runtime: FakeRuntime, address: str) -> None:
     def fail_twice(sessions: Sessions) -> None:
         with sessions.create():

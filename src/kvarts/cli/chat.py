@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.chat_text import ByteText, ModelText, Text
-from kvarts.cli.llm import SAMPLING
+from kvarts.cli.engine_options import SAMPLING
 from kvarts.cli.sessions import WINDOW, need_grpc
 from kvarts.errors import InputError
 from kvarts.files import read_text

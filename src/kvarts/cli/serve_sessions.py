@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvarts.cli.llm import MODEL_HELP, engine_options
+from kvarts.cli.engine_options import MODEL_HELP, engine_options
 from kvarts.cli.options import GroupedCommand, GroupedOption, grouped
 from kvarts.cli.sessions import WINDOW, need_grpc
 from kvarts.errors import ConfigError

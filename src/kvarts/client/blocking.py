@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from kvarts.client.connection import OPTIONS, credentials_of, metadata_of
+from kvarts.client.connection import credentials_of, metadata_of, options_of
 from kvarts.client.errors import error_of
 from kvarts.client.messages import (
     Sampling,
@@ -46,9 +46,9 @@ class Sessions:
     ) -> None:
         credentials = credentials_of(tls, tls_ca)
         if credentials is None:
-            self._channel = grpc.insecure_channel(address, OPTIONS)
+            self._channel = grpc.insecure_channel(address, options_of(address))
         else:
-            self._channel = grpc.secure_channel(address, credentials, OPTIONS)
+            self._channel = grpc.secure_channel(address, credentials, options_of(address))
         self._calls = _Calls(SessionsStub(self._channel), address, metadata_of(token))
 
     def create(self, **settings: Unpack[Settings]) -> Session:

@@ -8,7 +8,7 @@ import grpc
 
 from kvarts.errors import InputError, MissingFileError
 
-__all__ = ["OPTIONS", "credentials_of", "metadata_of"]
+__all__ = ["credentials_of", "metadata_of", "options_of"]
 
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # a list of all sessions may be long
@@ -17,6 +17,14 @@ OPTIONS = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+
+
+HERE = ("localhost", "127.0.0.1", "[::1]")
+
+
+def options_of(address: str) -> list[tuple[str, int]]:
+    """Return the options of a channel. A proxy that the environment names is not asked for what is on this machine."""
+    return [*OPTIONS, ("grpc.enable_http_proxy", int(address.rpartition(":")[0] not in HERE))]
 
 
 def credentials_of(tls: bool, tls_ca: Path | str | None) -> grpc.ChannelCredentials | None:
