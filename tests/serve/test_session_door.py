@@ -179,6 +179,15 @@ def test_a_second_operation_is_refused_or_waits() -> None:
     with_server(FakeRuntime(), test)
 
 
+def test_a_long_list_is_whole_and_in_order() -> None:
+    async def test(runtime: FakeRuntime, channel: Any) -> None:
+        ids = [await runtime.create("") for _ in range(1001)]
+        infos = (await SessionsStub(channel).List(added.ListRequest())).sessions
+        assert [info.session_id for info in infos] == ids
+
+    with_server(FakeRuntime(), test)
+
+
 def test_cancel_ends_a_stream_with_done_and_an_append_with_cancelled() -> None:
     async def test(runtime: FakeRuntime, channel: Any) -> None:
         stub = SessionsStub(channel)

@@ -22,6 +22,9 @@ __all__ = ["CONTRACT", "SERVICE", "SessionsDoor"]
 CONTRACT = contract.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 SERVICE = added.DESCRIPTOR.services_by_name["Sessions"].full_name
 
+INFOS_AT_ONCE = 100
+"""Of a list, what is rendered before others have a turn on the loop: about a millisecond."""
+
 Call = Callable[[str, Any], Awaitable[Message]]
 
 
@@ -128,7 +131,12 @@ class SessionsDoor:
         return added.RollbackResponse(history_length=length)
 
     async def _list(self, owner: str, _: added.ListRequest) -> Message:
-        return added.ListResponse(sessions=[info_message(info) for info in await self._runtime.list(owner)])
+        infos = await self._runtime.list(owner)
+        response = added.ListResponse()
+        for begin in range(0, len(infos), INFOS_AT_ONCE):
+            response.sessions.extend(info_message(info) for info in infos[begin : begin + INFOS_AT_ONCE])
+            await asyncio.sleep(0)
+        return response
 
     async def _info(self, owner: str, request: added.InfoRequest) -> Message:
         return info_message(await self._runtime.info(owner, request.session_id))
