@@ -64,6 +64,10 @@ SLOW = (
 
 OPTIONAL = [
     "flash_attn",
+    "google",
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
     "numba",
     "pyarrow",
     "safetensors",

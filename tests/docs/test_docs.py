@@ -33,7 +33,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHECKER = doctest.OutputChecker()
-NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]")
+NEEDS = {
+    "guide-models.md": pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]"),
+    "guide-sessions.md": pytest.mark.skipif(find_spec("grpc") is None, reason="sessions need kvarts[grpc]"),
+}
+"""What the examples of a page need, by its name."""
 
 
 def defines_only(code: str) -> bool:
@@ -52,7 +56,7 @@ def blocks(kind: str) -> list[Any]:
             after = all_blocks[index + 1] if index + 1 < len(all_blocks) else ("", "")
             if name == kind:
                 output = after[1] if after[0] == "output" else None
-                marks = [NEEDS_TORCH] if page.name == "guide-models.md" else []
+                marks = [NEEDS[page.name]] if page.name in NEEDS else []
                 missing = missing_room(text)
                 if missing is not None:
                     marks.append(pytest.mark.skip(f"needs kvarts.{missing}"))

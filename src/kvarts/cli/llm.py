@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from kvarts.cli import offload_llm
+from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import read_text
 from kvarts.sampling import SamplingParams
@@ -18,19 +19,16 @@ from kvarts.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvarts.llm.llm import LLM
 
-__all__ = ["llm_options", "need_torch", "open_llm", "read_prompts", "sampling_options", "sampling_params"]
+__all__ = [
+    "llm_options",
+    "need_torch",
+    "open_llm",
+    "read_prompts",
+    "sampling_options",
+    "sampling_params",
+]
 
 Command = Callable[..., None]
-
-SAMPLING: list[tuple[str, Any, str]] = [
-    ("max_tokens", int, "Tokens to generate at most. [128]"),
-    ("temperature", float, "0 is greedy. [0]"),
-    ("top_k", int, "Draw from the K likeliest tokens; 0: from all. [0]"),
-    ("top_p", float, "Draw from the likeliest tokens that have this share together. [1]"),
-    ("min_p", float, "Draw from tokens at least this likely, beside the likeliest. [0]"),
-    ("repetition_penalty", float, "Make tokens that have occurred less likely. [1]"),
-    ("seed", int, "The same seed gives the same text, alone and in any batch."),
-]
 
 
 def need_torch() -> None:
@@ -48,27 +46,8 @@ def need_torch() -> None:
 
 def llm_options(command: Command) -> Command:
     """Add the options that `open_llm` reads."""
-    at_least_one = click.IntRange(min=1)
-    options: list[tuple[str, dict[str, Any]]] = [
-        ("--model", {"metavar": "DIR", "required": True, "help": "Directory of a model, or name in the hub's cache."}),
-        ("--kv-memory", {"metavar": "SIZE", "default": "auto", "help": "KV memory: auto, or 2GiB."}),
-        ("--page-size", {"metavar": "TOKENS", "type": at_least_one, "default": 16, "help": "Tokens a page."}),
-        (
-            "--max-batched-tokens",
-            {"metavar": "TOKENS", "type": at_least_one, "default": 2048, "help": "Tokens a step may compute."},
-        ),
-        ("--max-seqs", {"metavar": "N", "type": at_least_one, "default": 64, "help": "Requests that may run at once."}),
-        ("--dtype", {"metavar": "DTYPE", "default": "auto", "help": "auto, float32, bfloat16 or float16."}),
-        ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
-        (
-            "--attention",
-            {"metavar": "NAME", "default": "auto", "help": "Attention backend: auto, flash, flex, numba or sdpa."},
-        ),
-    ]
-    command = offload_llm.add_options(command)
-    for name, settings in reversed(options):
-        command = click.option(name, show_default="default" in settings, **settings)(command)
-    return command
+    command = engine_options(offload_llm.add_options(command))
+    return click.option("--model", metavar="DIR", required=True, help=MODEL_HELP)(command)
 
 
 def sampling_options(command: Command) -> Command:

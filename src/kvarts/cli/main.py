@@ -26,12 +26,14 @@ Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
 
 COMMANDS = {
     "calibrate": "calibrate",
+    "chat": "chat",
     "compare": "calibrate",
     "generate": "llm_generate",
     "model": "model",
     "profile": "llm_profile",
     "replay": "replay",
     "report": "report",
+    "serve": "serve",
     "story": "explain",
     "verify": "verify",
 }

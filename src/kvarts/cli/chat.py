@@ -1,0 +1,152 @@
+"""`kvarts chat`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.chat_text import ByteText, ModelText, Text
+from kvarts.cli.engine_options import SAMPLING
+from kvarts.cli.sessions import WINDOW, need_grpc
+from kvarts.errors import InputError
+from kvarts.files import read_text
+from kvarts.session.values import Done, StopReason, Token, Truncated
+
+if TYPE_CHECKING:
+    from kvarts.client import Session
+
+__all__ = ["chat_command"]
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+NOTES = {
+    StopReason.CANCELLED: "cancelled",
+    StopReason.TRUNCATED: "the session cannot go on: the model was not trained for later positions",
+}
+
+
+def _sampling_options(command: Any) -> Any:
+    command = click.option("--ignore-eos", is_flag=True, help="The model's own end is a token like any other.")(command)
+    for name, kind, text in reversed(SAMPLING):
+        command = click.option(f"--{name.replace('_', '-')}", name, type=kind, default=None, help=text)(command)
+    return command
+
+
+@click.command("chat")
+@click.option("--address", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True, help="Of the server.")
+@click.option("--model", metavar="DIR", help="Use this model's tokenizer and chat template. [bytes are tokens]")
+@click.option("--sink", metavar="N", type=click.IntRange(min=0), help="Keep the KV of the first N tokens,")
+@click.option("--window", metavar="N", type=WINDOW, help="and of the last N; all: of all. [as the server has it]")
+@click.option("--token-file", metavar="FILE", type=FILE, help="File with the bearer token.")
+@click.option("--tls", is_flag=True, help="Encrypt, and trust the certificates that the system trusts.")
+@click.option("--tls-ca", metavar="FILE", type=FILE, help="Encrypt, and trust the certificates in this file.")
+@_sampling_options
+def chat_command(**values: Any) -> None:
+    """Talk to a session in the terminal: a line of standard input is a turn.
+
+    After each turn, standard error has the speed, and what the session keeps. The end of the input closes it; Ctrl-C
+    ends an answer.
+    """
+    need_grpc()
+    from kvarts.client import Sessions
+
+    token = None if values["token_file"] is None else _token_in(values["token_file"])
+    sampling = {name: values[name] for name, _, _ in SAMPLING if values[name] is not None}
+    sampling["ignore_eos"] = values["ignore_eos"]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    text: Text = ByteText() if values["model"] is None else ModelText(values["model"])
+    settings: dict[str, Any] = {"label": "kvarts chat", "eos_token_ids": text.eos_token_ids}
+    if values["sink"] is not None:
+        settings["sink"] = values["sink"]
+    if values["window"] is not None:
+        settings["window"] = values["window"] or None
+    with (
+        Sessions(values["address"], token=token, tls=values["tls"], tls_ca=values["tls_ca"]) as sessions,
+        sessions.create(**settings) as session,
+    ):
+        _Chat(session, text, sampling).run()
+
+
+class _Chat:
+    """A conversation: lines in, answers out, until there are no more lines."""
+
+    def __init__(self, session: Session, text: Text, sampling: dict[str, Any]) -> None:
+        self._session = session
+        self._text = text
+        self._sampling = sampling
+        self._end: int | None = None
+
+    def run(self) -> None:
+        """Take turns."""
+        is_first = True
+        for line in _lines():
+            # After Ctrl-C, what was cancelled may still be ending: these wait for it.
+            self._session.append(self._text.tokens(line, is_first=is_first, end=self._end), queue=True)
+            is_first = False
+            start_s = time.perf_counter()
+            num_tokens = 0
+            try:
+                num_tokens = self._answer()
+            except KeyboardInterrupt:
+                click.echo("\nkvarts: cancelled", err=True)
+                self._end = None
+                continue
+            self._say_figures(num_tokens, time.perf_counter() - start_s)
+
+    def _answer(self) -> int:
+        """Write an answer as it comes; return the number of its tokens."""
+        write, last, done = self._text.writer(), None, None
+        with closing(self._session.generate(queue=True, **self._sampling)) as updates:
+            for update in updates:
+                match update:
+                    case Truncated(num_dropped):
+                        click.echo(f"kvarts: {num_dropped:,} tokens are no longer attended to", err=True)
+                    case Token(token_id):
+                        last = token_id
+                        click.echo(write(token_id), nl=False)
+                    case Done():
+                        done = update
+        click.echo()
+        assert done is not None
+        self._end = last if done.stop_reason == StopReason.EOS else None
+        if done.stop_reason in NOTES:
+            click.echo(f"kvarts: {NOTES[done.stop_reason]}", err=True)
+        return done.num_tokens
+
+    def _say_figures(self, num_tokens: int, duration_s: float) -> None:
+        info = self._session.info()
+        click.echo(
+            f"kvarts: {num_tokens} tokens, {num_tokens / duration_s:.1f} tokens/s; {info.kv_live_bytes:,} bytes of KV, "
+            f"{info.num_retained:,} of {info.history_length:,} tokens",
+            err=True,
+        )
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input, empty ones left out; ask for them in a terminal."""
+    if not sys.stdin.isatty():
+        yield from (stripped for line in sys.stdin if (stripped := line.rstrip("\n")))
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # lines can be edited, and called back
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            click.echo()
+            return
+        if line:
+            yield line
+
+
+def _token_in(path: Path) -> str:
+    token = read_text(path, hint="Check the path of the token.").strip()
+    if not token or len(token.split()) > 1 or not token.isascii():
+        raise InputError("is no token", path=path, hint="The file has one token, printable ASCII without spaces.")
+    return token

@@ -1,0 +1,106 @@
+"""Lines as tokens, and tokens as text: with a model's tokenizer and chat template, or byte by byte."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvarts.errors import ConfigError, InputError
+
+__all__ = ["ByteText", "ModelText", "Text"]
+
+
+class Text(Protocol):
+    """How a chat reads and writes tokens."""
+
+    eos_token_ids: tuple[int, ...]
+
+    def tokens(self, line: str, *, is_first: bool, end: int | None) -> list[int]:
+        """Return what a line adds to a history. `end`: the token with which the answer before ended, if it was one."""
+
+    def writer(self) -> Callable[[int], str]:
+        """Return what makes text of the tokens of one answer, one by one; a part of a character is held back."""
+
+
+class ByteText:
+    """UTF-8 bytes are token ids. What is no byte is written as its number."""
+
+    eos_token_ids: tuple[int, ...] = ()
+
+    def tokens(self, line: str, *, is_first: bool, end: int | None) -> list[int]:
+        """Return the bytes of a line and of its end."""
+        return list(f"{line}\n".encode())
+
+    def writer(self) -> Callable[[int], str]:
+        """Return a decoder of UTF-8."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+        def write(token: int) -> str:
+            if token < 256:
+                return decoder.decode(bytes([token]))
+            return decoder.decode(b"", final=True) + f"<{token}>"
+
+        return write
+
+
+ANSWER = "kvarts-answer-5d41402a"
+"""Stands for an answer, to see what a template puts after one."""
+
+
+class ModelText:
+    """The tokenizer in a model's directory, and its chat template where it has one.
+
+    A template renders a whole conversation; a session needs what a turn adds. So a conversation with a placeholder for
+    the answer is rendered, and what comes after the placeholder is the addition, less the end of turn that the model
+    has generated itself.
+    """
+
+    def __init__(self, directory: str) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(
+                f"a model's tokenizer needs transformers ({error})",
+                field="model",
+                hint="pip install 'kvarts[torch]', or leave --model out.",
+            ) from None
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"has no tokenizer: {reason}", path=directory, hint="Give the directory of a model."
+            ) from None
+        eos = self._tokenizer.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+
+    def tokens(self, line: str, *, is_first: bool, end: int | None) -> list[int]:
+        """Return the tokens of a turn."""
+        if not self._tokenizer.chat_template:
+            return self._encode(f"{line}\n", add_special_tokens=is_first)
+        message = {"role": "user", "content": line}
+        if is_first:
+            return self._encode(self._render([message]), add_special_tokens=False)
+        answer = {"role": "assistant", "content": ANSWER}
+        _, is_there, addition = self._render([message, answer, message]).partition(ANSWER)
+        if not is_there:
+            raise ConfigError("the chat template leaves answers out", field="model", hint="Leave --model out.")
+        if end is not None:
+            addition = addition.removeprefix(self._tokenizer.decode([end]))
+        return self._encode(addition, add_special_tokens=False)
+
+    def writer(self) -> Callable[[int], str]:
+        """Return a decoder of the tokenizer's."""
+        from tokenizers.decoders import DecodeStream
+
+        backend, stream = self._tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+        return lambda token: stream.step(backend, token) or ""
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tokens

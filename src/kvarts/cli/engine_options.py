@@ -1,0 +1,46 @@
+"""Options that all commands with an engine of a model have, and those of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+__all__ = ["MODEL_HELP", "SAMPLING", "engine_options"]
+
+Command = Callable[..., None]
+
+MODEL_HELP = "Directory of a model, or name in the hub's cache."
+SAMPLING: list[tuple[str, Any, str]] = [
+    ("max_tokens", int, "Tokens to generate at most. [128]"),
+    ("temperature", float, "0 is greedy. [0]"),
+    ("top_k", int, "Draw from the K likeliest tokens; 0: from all. [0]"),
+    ("top_p", float, "Draw from the likeliest tokens that have this share together. [1]"),
+    ("min_p", float, "Draw from tokens at least this likely, beside the likeliest. [0]"),
+    ("repetition_penalty", float, "Make tokens that have occurred less likely. [1]"),
+    ("seed", int, "The same seed gives the same text, alone and in any batch."),
+]
+
+
+def engine_options(command: Command, **attributes: Any) -> Command:
+    """Add the options of an engine that runs a model, with `attributes` of each."""
+    at_least_one = click.IntRange(min=1)
+    options: list[tuple[str, dict[str, Any]]] = [
+        ("--kv-memory", {"metavar": "SIZE", "default": "auto", "help": "KV memory: auto, or 2GiB."}),
+        ("--page-size", {"metavar": "TOKENS", "type": at_least_one, "default": 16, "help": "Tokens a page."}),
+        (
+            "--max-batched-tokens",
+            {"metavar": "TOKENS", "type": at_least_one, "default": 2048, "help": "Tokens a step may compute."},
+        ),
+        ("--max-seqs", {"metavar": "N", "type": at_least_one, "default": 64, "help": "Requests that may run at once."}),
+        ("--dtype", {"metavar": "DTYPE", "default": "auto", "help": "auto, float32, bfloat16 or float16."}),
+        ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
+        (
+            "--attention",
+            {"metavar": "NAME", "default": "auto", "help": "Attention backend: auto, flash, flex, numba or sdpa."},
+        ),
+    ]
+    for name, settings in reversed(options):
+        command = click.option(name, show_default=True, **settings, **attributes)(command)
+    return command

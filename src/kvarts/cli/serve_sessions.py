@@ -1,0 +1,128 @@
+"""`kvarts serve sessions`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvarts.cli.engine_options import MODEL_HELP, engine_options
+from kvarts.cli.options import GroupedCommand, GroupedOption, grouped
+from kvarts.cli.sessions import WINDOW, need_grpc
+from kvarts.errors import ConfigError
+from kvarts.rooms import from_room
+from kvarts.session.values import SessionSettings
+from kvarts.units import parse_bytes
+
+__all__ = ["sessions_command"]
+
+of_model = grouped("Model")
+of_session = grouped("Sessions, where a client asks for nothing else")
+of_all = grouped("All sessions together")
+of_address = grouped("Address")
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command("sessions", cls=GroupedCommand)
+@of_model("--model", metavar="DIR", help=MODEL_HELP)
+@of_model("--mock", is_flag=True, help="No model: tokens by a rule, steps as long as a cost model says.")
+@of_model("--speedup", metavar="X", type=float, help="Of the mock: steps take an Xth of their time. [1]")
+@of_session("--sink", metavar="N", type=click.IntRange(min=0), default=4, show_default=True,
+            help="Keep the KV of the first N tokens,")  # fmt: skip
+@of_session("--window", metavar="N", type=WINDOW, default=64, show_default=True,
+            help="and of the last N; all: of all tokens.")  # fmt: skip
+@of_session("--positions", type=click.Choice(["global", "cache"]), default="global", show_default=True,
+            help="Count positions in the history, or among the tokens that are kept.")  # fmt: skip
+@of_session("--past-max-positions", is_flag=True, help="Go on beyond the positions that the model was trained for.")
+@of_session("--retention", type=click.Choice(["pin", "cache", "host"]), default="cache", show_default=True,
+            help="With --window all: where KV is between turns.")  # fmt: skip
+@of_session("--ttl", metavar="SECONDS", type=float, help="Idle sessions expire after so long. [never]")
+@of_all("--max-sessions", metavar="N", type=click.IntRange(min=1), help="As many sessions at most.")
+@of_all("--session-memory", metavar="SIZE", help="Their KV takes as much at most: 4GiB.")
+@of_all("--at-capacity", type=click.Choice(["refuse", "evict"]), default="refuse", show_default=True,
+        help="Refuse a session for which there is no room, or evict the one that is idle longest.")  # fmt: skip
+@of_all("--state-dir", metavar="DIR", type=click.Path(path_type=Path, file_okay=False),
+        help="Keep sessions here, also beyond the end of the process.")  # fmt: skip
+@of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
+            help="Port 0: a free one.")  # fmt: skip
+@of_address("--tls-cert", metavar="FILE", type=FILE, help="Certificate, PEM. With --tls-key: encrypt.")
+@of_address("--tls-key", metavar="FILE", type=FILE, help="Its key.")
+@of_address("--insecure", is_flag=True, help="Allow an address that others can reach, without encryption.")
+@of_address("--token-file", metavar="FILE", type=FILE,
+            help="Ask for a bearer token. A line is OWNER:TOKEN, or the only line is a token.")  # fmt: skip
+@of_address("--max-message-bytes", metavar="N", type=click.IntRange(min=1024), default=16 * 1024 * 1024,
+            show_default=True, help="Refuse longer requests.")  # fmt: skip
+@lambda command: engine_options(command, cls=GroupedOption, group="Engine")
+def sessions_command(**values: Any) -> None:
+    """Serve sessions over gRPC: conversations with their state here, in bounded memory."""
+    if (values["model"] is None) == (not values["mock"]):
+        raise ConfigError("give either", field="model", hint="Give --model DIR or --mock.")
+    if values["speedup"] is not None and not values["mock"]:
+        raise ConfigError("is of the mock", field="speedup", hint="Give --mock, or leave it out.")
+    settings = _engine_settings(values)
+    need_grpc()
+    from kvarts.serve.binding import Binding
+    from kvarts.serve.owners import read_owners
+
+    binding = Binding(
+        address=values["bind"],
+        tls_cert=values["tls_cert"],
+        tls_key=values["tls_key"],
+        insecure=values["insecure"],
+    )
+    owners = None if values["token_file"] is None else read_owners(values["token_file"])
+    asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"]))
+
+
+def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what `open_sessions` is asked for; what was not given is left to it."""
+    settings = {
+        name: values[name]
+        for name in (
+            "model",
+            "mock",
+            "max_sessions",
+            "at_capacity",
+            "state_dir",
+            "speedup",
+            "kv_memory",
+            "page_size",
+            "max_batched_tokens",
+            "max_seqs",
+            "dtype",
+            "device",
+            "attention",
+        )
+        if values[name] is not None
+    }
+    if values["session_memory"] is not None:
+        settings["session_memory"] = parse_bytes(values["session_memory"])
+    settings["defaults"] = SessionSettings(
+        sink=values["sink"],
+        window=values["window"] or None,
+        positions=values["positions"],
+        past_max_positions=values["past_max_positions"],
+        retention=values["retention"],
+        ttl_s=values["ttl"],
+    )
+    return settings
+
+
+async def _serve(settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int) -> None:
+    from kvarts.serve.server import SessionServer, serve_until_signal
+
+    def say(address: str) -> None:
+        tls = "TLS" if binding.is_encrypted else "no TLS"
+        token = "no token is asked for" if owners is None else "a token is asked for"
+        click.echo(f"kvarts: listening on {address} for sessions over gRPC ({tls}, {token})", err=True)
+
+    runtime = from_room("session.opening", "open_sessions", field="serve")(**settings)
+    # The script of kvarts never collects garbage, for commands that end. This one goes on.
+    gc.freeze()
+    gc.enable()
+    server = SessionServer(runtime, binding, owners=owners, max_message_bytes=max_message_bytes)
+    await serve_until_signal(server, say)

@@ -1,0 +1,34 @@
+"""What the commands about sessions share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvarts.errors import ConfigError
+
+__all__ = ["WINDOW", "need_grpc"]
+
+
+class _Window(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
+    """A number of tokens, or `all`, which is 0."""
+
+    name = "window"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value == "all":
+            return 0
+        return click.IntRange(min=1).convert(value, param, ctx)
+
+
+WINDOW = _Window()
+
+
+def need_grpc() -> None:
+    """Raise ConfigError where grpcio is not installed."""
+    try:
+        import google.protobuf  # noqa: F401
+        import grpc  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"sessions need gRPC ({error})", hint="pip install 'kvarts[grpc]'.") from None

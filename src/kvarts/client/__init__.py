@@ -1,0 +1,26 @@
+"""A client of session servers, for code that waits (`Sessions`) and for asyncio (`AsyncSessions`).
+
+    from kvarts.client import Sessions
+
+    with Sessions("127.0.0.1:50051") as sessions, sessions.create(window=1024) as session:
+        session.append([1, 2, 3])
+        for update in session.generate(max_tokens=64):
+            print(update)
+
+It needs grpcio and protobuf (`pip install 'kvarts[grpc]'`), and nothing of the server.
+"""
+
+from kvarts.client.aio import AsyncSession, AsyncSessions
+from kvarts.client.blocking import Session, Sessions
+from kvarts.client.errors import CallCancelledError, NotAuthenticatedError, ServerError, ServerUnreachableError
+
+__all__ = [
+    "AsyncSession",
+    "AsyncSessions",
+    "CallCancelledError",
+    "NotAuthenticatedError",
+    "ServerError",
+    "ServerUnreachableError",
+    "Session",
+    "Sessions",
+]

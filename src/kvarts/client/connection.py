@@ -1,0 +1,44 @@
+"""How a client reaches a server: address, TLS and token, the same for both clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+from kvarts.errors import InputError, MissingFileError
+
+__all__ = ["credentials_of", "metadata_of", "options_of"]
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # a list of all sessions may be long
+    # A server that is cut off says nothing: while a call is under way, it is asked whether it is there.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+HERE = ("localhost", "127.0.0.1", "[::1]")
+
+
+def options_of(address: str) -> list[tuple[str, int]]:
+    """Return the options of a channel. A proxy that the environment names is not asked for what is on this machine."""
+    return [*OPTIONS, ("grpc.enable_http_proxy", int(address.rpartition(":")[0] not in HERE))]
+
+
+def credentials_of(tls: bool, tls_ca: Path | str | None) -> grpc.ChannelCredentials | None:
+    """Return what a channel with TLS needs; None for one without. Raise MissingFileError or InputError."""
+    if tls_ca is None:
+        return grpc.ssl_channel_credentials() if tls else None
+    try:
+        return grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=tls_ca, hint="Check the path of the certificate.") from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", path=tls_ca) from error
+
+
+def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of each call."""
+    return () if token is None else (("authorization", f"Bearer {token}"),)

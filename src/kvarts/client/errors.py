@@ -1,0 +1,73 @@
+"""A call that failed, as the error that the server raised or, where there is none, as one of its status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from kvarts.errors import ConfigError, KvartsError
+from kvarts.proto import ERROR_KEY
+from kvarts.session.errors import (
+    SessionBusyError,
+    SessionGoneError,
+    SessionNotReadyError,
+    SessionsExhaustedError,
+    SessionValueError,
+    UnknownSessionError,
+)
+
+__all__ = ["CallCancelledError", "NotAuthenticatedError", "ServerError", "ServerUnreachableError", "error_of"]
+
+
+class ServerError(KvartsError):
+    """A call that the server did not answer as it should: the text begins with its status."""
+
+
+class ServerUnreachableError(ServerError):
+    """There is no server at the address, it is stopping, or its certificate is not trusted."""
+
+
+class NotAuthenticatedError(ServerError):
+    """The server asks for a token, and knows none like the one that was given."""
+
+
+class CallCancelledError(ServerError):
+    """The call was cancelled: the operation ended at a token boundary, and the session is kept."""
+
+
+NAMED: dict[str, type[KvartsError]] = {
+    kind.__name__: kind
+    for kind in (
+        ConfigError,
+        SessionBusyError,
+        SessionGoneError,
+        SessionNotReadyError,
+        SessionValueError,
+        SessionsExhaustedError,
+        UnknownSessionError,
+    )
+}
+BY_STATUS: dict[grpc.StatusCode, type[KvartsError]] = {
+    grpc.StatusCode.NOT_FOUND: UnknownSessionError,
+    grpc.StatusCode.INVALID_ARGUMENT: SessionValueError,
+    grpc.StatusCode.FAILED_PRECONDITION: SessionNotReadyError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: SessionsExhaustedError,
+    grpc.StatusCode.ABORTED: SessionBusyError,
+    grpc.StatusCode.UNAUTHENTICATED: NotAuthenticatedError,
+    grpc.StatusCode.CANCELLED: CallCancelledError,
+    grpc.StatusCode.UNAVAILABLE: ServerUnreachableError,
+}
+
+
+def error_of(failure: Any, address: str) -> KvartsError:
+    """Return the error of a failed call to the server at `address`."""
+    status: grpc.StatusCode = failure.code()
+    details: str = failure.details() or ""
+    named = NAMED.get(str(dict(failure.trailing_metadata() or ()).get(ERROR_KEY, "")))
+    kind = named or BY_STATUS.get(status, ServerError)
+    if kind is ServerUnreachableError:
+        return kind(f"{address} cannot be reached: {details}", hint="Is `kvarts serve sessions` running there?")
+    if issubclass(kind, ServerError):
+        return kind(f"{address}: {status.name}: {details}")
+    return kind(details)

@@ -1,0 +1,153 @@
+"""Values as messages, and messages as values, for both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypedDict, TypeVar
+
+from google.protobuf.message import Message
+
+from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
+from kvarts.proto.kvarts.v1 import sessions_pb2 as added
+from kvarts.sampling import SamplingParams
+from kvarts.session.errors import SessionValueError
+from kvarts.session.values import (
+    Done,
+    Positions,
+    Retention,
+    SessionInfo,
+    SessionSettings,
+    StopReason,
+    Token,
+    Truncated,
+    Update,
+)
+
+__all__ = [
+    "Sampling",
+    "Settings",
+    "append_request",
+    "create_request",
+    "generate_request",
+    "info_of",
+    "rollback_request",
+    "update_of",
+]
+
+
+SomeMessage = TypeVar("SomeMessage", bound=Message)
+
+
+class Settings(TypedDict, total=False):
+    """Settings of a session, as in SessionSettings; those left out are the server's."""
+
+    sink: int
+    window: int | None
+    positions: Positions
+    past_max_positions: bool
+    retention: Retention
+    ttl_s: float | None
+    eos_token_ids: tuple[int, ...]
+    label: str
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen, as in SamplingParams; those left out are its defaults."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+def create_request(settings: Settings) -> added.CreateSessionRequest:
+    """Return the request for a session. Raise ConfigError for a value out of range."""
+    SessionSettings(**settings)  # is checked here as it is there
+    fields: dict[str, Any] = dict(settings)
+    if "label" in fields:
+        fields["client_label"] = fields.pop("label")
+    for name in ("window", "ttl_s"):
+        if name in fields and fields[name] is None:
+            fields[name] = 0
+    return _message(added.CreateSessionRequest, fields)
+
+
+def append_request(
+    session_id: str, tokens: Iterable[int], expected_length: int | None, queue: bool
+) -> added.AppendTokensRequest:
+    """Return the request to append tokens. Raise SessionValueError for what is no token id."""
+    fields = {"session_id": session_id, "token_ids": tokens, "expected_length": expected_length, "queue": queue}
+    return _message(added.AppendTokensRequest, fields)
+
+
+def generate_request(session_id: str, max_tokens: int, sampling: Sampling, queue: bool) -> added.GenerateRequest:
+    """Return the request to generate tokens. Raise ConfigError for a value out of range."""
+    SamplingParams(max_tokens=max_tokens, **sampling)  # is checked here as it is there
+    return _message(
+        added.GenerateRequest, {"session_id": session_id, "max_tokens": max_tokens, "queue": queue, **sampling}
+    )
+
+
+def rollback_request(session_id: str, length: int, queue: bool) -> added.RollbackRequest:
+    """Return the request to shorten a history. Raise SessionValueError for what is no length."""
+    return _message(added.RollbackRequest, {"session_id": session_id, "length": length, "queue": queue})
+
+
+def _message(kind: type[SomeMessage], fields: dict[str, Any]) -> SomeMessage:
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError) as error:
+        raise SessionValueError(f"cannot be sent: {error}") from None
+
+
+def update_of(response: contract.GenerateResponse) -> Update:
+    """Return the update that a message of a stream is."""
+    which = response.WhichOneof("payload")
+    if which == "token_id":
+        return Token(response.token_id)
+    if which == "truncated":
+        return Truncated(response.truncated.dropped_token_count)
+    done = response.done
+    return Done(
+        StopReason(done.stop_reason),
+        done.generated_token_count,
+        done.prefill_duration_seconds,
+        done.total_duration_seconds,
+    )
+
+
+def info_of(message: added.SessionInfo) -> SessionInfo:
+    """Return all that is known of a session."""
+    settings = message.settings
+    return SessionInfo(
+        session_id=message.session_id,
+        label=message.label,
+        settings=SessionSettings(
+            sink=settings.sink,
+            window=settings.window if settings.HasField("window") else None,
+            positions=settings.positions,  # type: ignore[arg-type]  # SessionSettings checks it
+            past_max_positions=settings.past_max_positions,
+            retention=settings.retention,  # type: ignore[arg-type]
+            ttl_s=settings.ttl_s if settings.HasField("ttl_s") else None,
+            eos_token_ids=tuple(settings.eos_token_ids),
+            label=settings.label,
+        ),
+        state=message.state,
+        history_length=message.history_length,
+        num_retained=message.num_retained,
+        num_dropped=message.num_dropped,
+        kv_live_bytes=message.kv_live_bytes,
+        kv_allocated_bytes=message.kv_allocated_bytes,
+        kv_peak_bytes=message.kv_peak_bytes,
+        kv_bound_bytes=message.kv_bound_bytes if message.HasField("kv_bound_bytes") else None,
+        inv1_violations=message.inv1_violations,
+        inv2_violations=message.inv2_violations,
+        idle_s=message.idle_s,
+        num_turns=message.num_turns,
+        num_computed_tokens=message.num_computed_tokens,
+        restored=message.restored if message.HasField("restored") else None,
+    )

@@ -1,0 +1,1 @@
+"""The established contract of session runtimes, package `kakeya.v1`."""

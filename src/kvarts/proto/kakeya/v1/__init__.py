@@ -1,0 +1,1 @@
+"""The established contract of session runtimes, version 1."""

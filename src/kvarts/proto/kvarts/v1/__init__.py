@@ -1,0 +1,1 @@
+"""What kvarts adds to the contract, version 1."""

@@ -1,0 +1,1 @@
+"""Doors: each parses, calls, and renders what came back. They decide nothing."""

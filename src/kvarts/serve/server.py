@@ -1,0 +1,101 @@
+"""A gRPC server around the door: health, reflection, tokens, and an end without loose ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvarts.serve.binding import Binding
+from kvarts.serve.owners import Owners, TokenCheck
+from kvarts.serve.sessions import CONTRACT, SERVICE, SessionsDoor
+from kvarts.session.runtime import SessionRuntime
+
+__all__ = ["MAX_MESSAGE_BYTES", "SessionServer", "serve_until_signal"]
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Of a request: about five million token ids."""
+
+OPTIONS = [
+    ("grpc.so_reuseport", 0),  # two servers on one port would each get some of the calls
+    # A client that is cut off says nothing: while a call is under way, it is asked whether it is there.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+]
+
+WATCHERS_S = 0.5
+"""What is still open at the end, calls that watch the server's health, is given as long to read that it ends."""
+
+SERVICES = ("", CONTRACT, SERVICE)
+
+
+class SessionServer:
+    """Sessions of one runtime on one port. For one event loop.
+
+    `owners`: of the sessions, by their tokens; without, all sessions are of the owner `` and no token is needed.
+    `max_message_bytes`: a longer request is refused with RESOURCE_EXHAUSTED.
+    """
+
+    def __init__(
+        self,
+        runtime: SessionRuntime,
+        binding: Binding,
+        *,
+        owners: Owners | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._binding = binding
+        self._door = SessionsDoor(runtime)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        self._server = grpc.aio.server(
+            interceptors=[] if owners is None else [TokenCheck(owners)],
+            options=[*OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)],
+        )
+        self._server.add_generic_rpc_handlers(self._door.handlers())
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+
+    async def start(self) -> str:
+        """Listen; return the address, with the port in use. Raise ConfigError where that is not possible."""
+        address = self._binding.add_to(self._server)
+        for service in SERVICES:
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+        return address
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Say that it serves no more, shut the runtime down, let calls under way end, and stop listening."""
+        await self._health.enter_graceful_shutdown()
+        try:
+            await self._door.close(grace_s)
+        finally:
+            await self._server.stop(WATCHERS_S)
+
+
+async def serve_until_signal(server: SessionServer, listening: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; call `listening` with the address once clients may come.
+
+    A second signal ends the process at once.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def stop() -> None:
+        stopping.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    try:
+        listening(await server.start())
+        await stopping.wait()
+    finally:
+        await server.stop()

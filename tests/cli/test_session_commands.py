@@ -1,0 +1,263 @@
+"""`kvarts serve sessions` and `kvarts chat`, on a runtime without an engine."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc", reason="needs kvarts[grpc]")
+from kvarts.cli.chat_text import ByteText
+from kvarts.client import Sessions
+from kvarts.serve.binding import Binding
+from kvarts.serve.owners import Owners
+from kvarts.session.values import SessionSettings
+
+from builders.certificates import make_certificate
+from builders.fake_runtime import FakeRuntime
+from builders.session_server import ANY_PORT, serving_on_a_thread
+
+Run = Callable[..., tuple[int, str, str]]
+
+SERVE = textwrap.dedent("""
+    import sys
+    from types import ModuleType
+
+    from builders.fake_runtime import FakeRuntime
+
+    class Runtime(FakeRuntime):
+        async def shut_down(self):
+            await super().shut_down()
+            print("shut down", len(self.sessions), flush=True)
+
+    opening = ModuleType("kvarts.session.opening")
+    opening.open_sessions = lambda **settings: print(settings["defaults"], flush=True) or Runtime(
+        defaults=settings["defaults"], step_s=0.01
+    )
+    sys.modules["kvarts.session.opening"] = opening
+    from kvarts.cli.main import run
+
+    sys.argv = ["kvarts", "serve", "sessions", *sys.argv[1:]]
+    run()
+""")
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVE, "--mock", "--bind", ANY_PORT, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_says_where_it_listens_and_ends_in_good_order(number: signal.Signals) -> None:
+    with start("--sink", "2", "--window", "8", "--ttl", "60") as process:
+        try:
+            assert process.stderr is not None and process.stdout is not None
+            line = process.stderr.readline()
+            assert line.startswith("kvarts: listening on 127.0.0.1:")
+            assert line.endswith(" for sessions over gRPC (no TLS, no token is asked for)\n")
+            assert process.stdout.readline() == f"{SessionSettings(sink=2, window=8, ttl_s=60.0)}\n"
+            address = line.split()[3]
+            with Sessions(address) as sessions:
+                session = sessions.create()
+                session.append([1])
+                updates = session.generate(100_000)
+                next(updates)
+                process.send_signal(number)
+                assert [type(update).__name__ for update in updates][-1] == "Done"
+            output, errors = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert (process.returncode, output, errors) == (0, "shut down 1\n", "")
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `open_sessions` is asked for; it refuses."""
+    asked: list[dict[str, Any]] = []
+
+    def open_sessions(**settings: Any) -> None:
+        asked.append(settings)
+        raise KeyboardInterrupt
+
+    opening = ModuleType("kvarts.session.opening")
+    opening.open_sessions = open_sessions  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvarts.session.opening", opening)
+    return asked
+
+
+def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]], kvarts: Run, tmp_path: Path) -> None:
+    engine = {
+        "kv_memory": "auto",
+        "page_size": 16,
+        "max_batched_tokens": 2048,
+        "max_seqs": 64,
+        "dtype": "auto",
+        "device": "auto",
+        "attention": "auto",
+        "at_capacity": "refuse",
+    }
+    assert kvarts("serve", "sessions", "--mock")[0] == 130
+    assert opened.pop() == {"mock": True, "defaults": SessionSettings(), **engine}
+    options = "--sink 0 --window all --retention pin --past-max-positions --max-sessions 9 --session-memory 2GiB"
+    options += f" --at-capacity evict --state-dir {tmp_path} --page-size 4 --dtype float32"
+    assert kvarts("serve", "sessions", "--model", "here", *options.split())[0] == 130
+    assert opened.pop() == {
+        **engine,
+        "model": "here",
+        "mock": False,
+        "defaults": SessionSettings(sink=0, window=None, retention="pin", past_max_positions=True),
+        "max_sessions": 9,
+        "session_memory": 2 * 1024**3,
+        "at_capacity": "evict",
+        "state_dir": tmp_path,
+        "page_size": 4,
+        "dtype": "float32",
+    }
+    assert kvarts("serve", "sessions", "--mock", "--speedup", "2.5")[0] == 130
+    assert opened.pop()["speedup"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "problem"),
+    [
+        ("", 2, "model: give either. Give --model DIR or --mock."),
+        ("--mock --model x", 2, "model: give either. Give --model DIR or --mock."),
+        ("--model x --speedup 2", 2, "speedup: is of the mock. Give --mock, or leave it out."),
+        ("--mock --positions cache --window all", 2, "positions: 'cache' needs a window"),
+        ("--mock --ttl 0", 2, "ttl_s: must be positive, got 0.0"),
+        ("--mock --session-memory much", 2, "'much' is no size in bytes"),
+        ("--mock --bind 0.0.0.0:50051", 2, "bind: other machines can reach 0.0.0.0:50051"),
+        ("--mock --bind here", 2, "bind: 'here' is no address. Write HOST:PORT."),
+        ("--mock --tls-cert x.pem", 2, "tls_cert: a certificate and its key go together."),
+        ("--mock --tls-cert x.pem --tls-key y.pem", 3, "x.pem: no such file."),
+        ("--mock --token-file none", 3, "none: no such file."),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(
+    options: str, code: int, problem: str, opened: list[dict[str, Any]], kvarts: Run
+) -> None:
+    got, _, errors = kvarts("serve", "sessions", *options.split())
+    assert (got, errors.count("\n")) == (code, 1)
+    assert problem in errors
+    assert opened == []
+
+
+def test_without_grpc_a_line_says_what_to_install(kvarts: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    for command in (("serve", "sessions", "--mock"), ("chat",)):
+        code, _, errors = kvarts(*command)
+        assert code == 2
+        assert errors.startswith("kvarts: sessions need gRPC (")
+        assert errors.endswith("pip install 'kvarts[grpc]'.\n")
+
+
+@pytest.fixture
+def runtime() -> FakeRuntime:
+    return FakeRuntime()
+
+
+@pytest.fixture
+def address(runtime: FakeRuntime) -> Iterator[str]:
+    with serving_on_a_thread(runtime) as at:
+        yield at
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def test_a_chat_of_bytes(runtime: FakeRuntime, address: str, kvarts: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, "hello\n\nagain, ä")
+    code, output, errors = kvarts("chat", "--address", address, "--sink", "1", "--window", "9", "--max-tokens", "3")
+    assert code == 0
+    assert [len(line) for line in output.splitlines()] == [3, 3]
+    first, truncated, second = errors.splitlines()
+    assert first.startswith("kvarts: 3 tokens, ")
+    assert first.endswith(" tokens/s; 9,000 bytes of KV, 9 of 9 tokens")
+    assert truncated == "kvarts: 9 tokens are no longer attended to"
+    assert second.endswith(" tokens/s; 10,000 bytes of KV, 10 of 22 tokens")
+    assert runtime.sessions == {}  # closed
+    assert [params.max_tokens for params in runtime.asked] == [3, 3]
+
+
+def test_a_chat_takes_the_settings_of_the_server_and_passes_on_sampling(
+    runtime: FakeRuntime, address: str, kvarts: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed(monkeypatch, "hello\n")
+    options = "--max-tokens 2 --temperature 0.5 --top-k 3 --min-p 0.1 --seed 9 --ignore-eos"
+    assert kvarts("chat", "--address", address, *options.split())[0] == 0
+    (params,) = runtime.asked
+    assert (params.temperature, params.top_k, params.min_p, params.seed) == (0.5, 3, 0.1, 9)
+    assert params.ignore_eos
+
+
+def test_errors_of_a_chat_are_one_line_and_close_the_session(
+    runtime: FakeRuntime, address: str, kvarts: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed(monkeypatch, "hello\n")
+    code, _, errors = kvarts("chat", "--address", "127.0.0.1:1")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "127.0.0.1:1 cannot be reached" in errors
+    code, _, errors = kvarts("chat", "--address", address, "--temperature", "-1")
+    assert (code, errors) == (2, "kvarts: sampling.temperature: is out of range: -1.0\n")
+    assert runtime.sessions == {}
+
+
+def test_a_chat_with_tls_and_a_token(kvarts: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    runtime = FakeRuntime()
+    binding = Binding(address=ANY_PORT, tls_cert=cert, tls_key=key)
+    with serving_on_a_thread(runtime, binding, owners=Owners({"secret": "ann"})) as address:
+        typed(monkeypatch, "hello\n")
+        options = ("chat", "--address", address, "--tls-ca", cert)
+        assert kvarts(*options, "--token-file", token)[0] == 0
+        assert kvarts(*options)[2] == (
+            f"kvarts: {address}: UNAUTHENTICATED: needs the metadata `authorization: Bearer TOKEN`\n"
+        )
+    token.write_text("two tokens")
+    assert "is no token" in kvarts(*options, "--token-file", token)[2]
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(
+    runtime: FakeRuntime, address: str, kvarts: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvarts.cli import chat
+
+    typed(monkeypatch, "hello\nagain\n")
+    texts = iter([KeyboardInterrupt])
+
+    class Interrupted(ByteText):
+        def writer(self) -> Callable[[int], str]:
+            write = super().writer()
+
+            def interrupted(token: int) -> str:
+                for error in texts:
+                    raise error
+                return write(token)
+
+            return interrupted
+
+    monkeypatch.setattr(chat, "ByteText", Interrupted)
+    runtime.step_s = 0.005
+    code, _, errors = kvarts("chat", "--address", address, "--max-tokens", "4")
+    assert code == 0
+    assert errors.splitlines()[1] == "kvarts: cancelled"
+    assert errors.splitlines()[2].startswith("kvarts: 4 tokens, ")
+    assert len(runtime.asked) == 2
