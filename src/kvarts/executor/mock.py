@@ -1,7 +1,7 @@
 """The executor of a mock: it computes nothing, takes as long as a cost model says, and makes tokens out of nothing.
 
-A token depends on the seed, the token before it and its position: on nothing else, so not on the batch. Whoever has the
-history of a sequence can tell what comes next.
+A token depends on the seed, the token before it and its position: on nothing else, so not on the batch.
+With the history of a sequence it can be told what comes next.
 """
 
 from __future__ import annotations

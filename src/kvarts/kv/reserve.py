@@ -1,4 +1,4 @@
-"""Pages that are taken out of a cache for good: nobody else gets them until they are given back."""
+"""Pages that are taken out of a cache for good: no request of the cache gets them until they are given back."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PageReserve:
             self._tell(PagesReserved(self.num_pages))
 
     def take(self) -> PageId:
-        """Take a page. There is one: whoever takes pages has reserved the most that it takes."""
+        """Take a page. There is one: a taker has reserved the most pages that it takes."""
         page_id = self._free_ids.pop()
         self._num_sharing[page_id] = 1
         return page_id
@@ -69,7 +69,7 @@ class PageReserve:
         return self._num_sharing[page_id] > 1
 
     def release(self, page_id: PageId) -> None:
-        """Let one less have a page; what nobody has is not taken any more."""
+        """Let one less have a page; a page that is left by all is not taken any more."""
         num_sharing = self._num_sharing[page_id] - 1
         if num_sharing:
             self._num_sharing[page_id] = num_sharing

@@ -104,7 +104,7 @@ class EngineLoop:
         self._post(_Task(task, future), in_thread=False)
         return future.result()
 
-    # Requests that somebody listens to ---------------------------------------------------------------------
+    # Requests with a listener ------------------------------------------------------------------------------
 
     def start(self, begin: Callable[[LLMEngine], int | None], listener: Listener) -> None:
         """Have `begin` start a request between steps; `listener` is told what becomes of it.

@@ -49,7 +49,7 @@ class RunningOrder:
 
         The request that asks for a page is among the candidates. So a victim never has a higher priority, and of the
         same priority only requests admitted later are preempted before it. Requests with pages of their own, which
-        nobody else could use, are none.
+        no other could use, are none.
         """
         lowest = self._by_priority[min(self._by_priority)]
         return lowest[next(reversed(lowest))]

@@ -1,1 +1,1 @@
-"""Conversations whose state stays on the server: new tokens in, generated tokens out, in bounded KV memory."""
+"""Conversations with their state on the server: new tokens in, generated tokens out, in bounded KV memory."""

@@ -165,7 +165,7 @@ class Sessions:
         return await self._call(lambda: [self._table.info(session) for session in self._table.of_owner(owner)])
 
     async def reap(self) -> int:
-        """Let sessions expire whose time is over; return how many."""
+        """Let sessions expire that were idle for too long; return how many."""
 
         def reap() -> int:
             expired = self._table.expired()
@@ -233,7 +233,7 @@ class Sessions:
         return length
 
     async def _cancel(self, turn: GenerationTurn, stream: UpdateStream) -> None:
-        """End a generation that nobody reads any more, and wait for its end."""
+        """End a generation that is not read any more, and wait for its end."""
         self._host.loop.post(turn.cancel)
         with suppress(Exception):  # of a generation that is not wanted any more
             while not isinstance(await stream.next(), Done):

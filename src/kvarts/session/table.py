@@ -1,4 +1,4 @@
-"""The sessions of one engine: who has which, what room they have, and which of them go."""
+"""The sessions of one engine: their owners, their pages, and which of them go."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class SessionTable:
         )
 
     def expired(self) -> list[Session]:
-        """Return idle sessions whose time is over."""
+        """Return sessions that have been idle for too long."""
         now_ns = self.now_ns()
         return [
             session

@@ -15,7 +15,7 @@ GoneReason = Literal["closed", "evicted", "expired"]
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """A session that is gone: whose it was, why, since when, how long its history was, and what checks had counted."""
+    """A session that is gone: its owner, why, since when, the length of its history, and what checks had counted."""
 
     owner: str
     reason: GoneReason

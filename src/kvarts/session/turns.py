@@ -24,7 +24,7 @@ class Turns:
     """Begins and ends the requests of sessions. For the thread of the engine.
 
     Between turns the KV of the whole history is in pages, of a bounded session. A generation computes the last token
-    again, whose logits nobody kept; its pages still have what that token sees.
+    again, for its logits, which are not kept; its pages still have what that token sees.
     """
 
     def __init__(self, table: SessionTable) -> None:

@@ -75,9 +75,9 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A session as it is now. Bytes are those of tensors over all layers.
 
     `state`: `idle`, `appending` or `generating`. `history_length`: tokens it was given or has generated.
-    `num_retained`: tokens whose KV is kept; `kv_live_bytes`: what they take; `kv_allocated_bytes`: whole pages;
+    `num_retained`: tokens with KV that is kept; `kv_live_bytes`: what they take; `kv_allocated_bytes`: whole pages;
     `kv_peak_bytes`: the most it has had allocated, within a step; `kv_bound_bytes`: the most it may have allocated
-    between steps, None where it is unbounded. `num_dropped`: tokens whose KV was dropped for good.
+    between steps, None where it is unbounded. `num_dropped`: tokens with KV that was dropped for good.
 
     Violations are counted by an independent look at the page tables, and outlive the session: `inv1_violations`: what
     pages hold is not what should be retained; `inv2_violations`: a position fell. `restored`: after a restart, whether
