@@ -11,6 +11,7 @@ from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.pins import Pins
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
@@ -91,8 +92,10 @@ def build_engine(
         pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
         order, watcher = (make_order(), None) if below is None else (below.order, below.watcher)
         cache = PageCache(pool, PrefixTree(order, tell, watcher=watcher))
+    pins = None
     if pages is None:
-        pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
+        pins = Pins(cache, tell)
+        pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
     tiers = None if below is None else below.open_below(cache, with_page_ids=with_page_ids, tell=tell)
     scheduler = Scheduler(
         config,
@@ -102,5 +105,6 @@ def build_engine(
         tiers=tiers,
         batch=InputBatch(config.max_num_seqs, config.page_size) if with_page_ids else None,
         tell=tell,
+        pins=pins,
     )
     return Engine(config, scheduler, executor, log, audit=audit)

@@ -146,6 +146,20 @@ class PagesReserved(msgspec.Struct, frozen=True, gc=False):
     num_pages: int
 
 
+class PagesPinned(msgspec.Struct, frozen=True, gc=False):
+    """The first `num_pages` pages of `content` are kept in use by `pin`, beside requests, until it is given up."""
+
+    pin: int
+    content: Content
+    num_pages: int
+
+
+class PagesUnpinned(msgspec.Struct, frozen=True, gc=False):
+    """What `pin` kept in use may be evicted, unless something else uses it."""
+
+    pin: int
+
+
 class Rejected(msgspec.Struct, frozen=True, gc=False):
     """A request was refused on arrival, because of `reason`."""
 
@@ -311,6 +325,8 @@ Event = (
     PageEvent
     | Arrived
     | PagesReserved
+    | PagesPinned
+    | PagesUnpinned
     | Rejected
     | HeadBlocked
     | Admitted

@@ -36,9 +36,11 @@ from kvarts.events import (
     Event,
     Finished,
     LoadStarted,
+    PagesPinned,
     PagesRemoved,
     PagesReserved,
     PagesStored,
+    PagesUnpinned,
     Preemption,
     StepEnded,
     StepStarted,
@@ -102,6 +104,7 @@ class Auditor:
         self._digests = PageDigests()
         self._with_own_pages: set[int] = set()
         self._reserved: list[Block] = []
+        self._pinned: dict[int, list[Block]] = {}
         self._expected: list[tuple[int, str, bytes]] = []
         self._told: list[tuple[int, str, bytes]] = []
 
@@ -141,6 +144,10 @@ class Auditor:
                 self._end_transfer(event)
             case PagesReserved():
                 self._reserve(event.num_pages)
+            case PagesPinned():
+                self._pin(event)
+            case PagesUnpinned():
+                self.ledger.deref(self._pinned.pop(event.pin))
             case Arrived() if event.has_own_pages:
                 self._with_own_pages.add(event.request)
             case Arrived():
@@ -362,6 +369,19 @@ class Auditor:
                 self._find("was taken where none is free", known.content.owner, len(known.blocks))
                 return
             known.blocks.append(block)
+
+    def _pin(self, event: PagesPinned) -> None:
+        """Hold pages that are resident, the copies that are found first."""
+        blocks: list[Block] = []
+        for page in range(event.num_pages):
+            copies = self._copies.get(self._digest(event.content, page))
+            if not copies:
+                self._find("was pinned and is not resident", event.content.owner, page)
+                break
+            blocks.append(copies[0])
+        if not self.ledger.use(blocks):
+            self._find("was pinned where there is no room for it", event.content.owner, 0)
+        self._pinned[event.pin] = blocks
 
     def _reserve(self, num_pages: int) -> None:
         """Take pages that no request of the ledger has, or give them back."""

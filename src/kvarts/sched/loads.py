@@ -195,8 +195,11 @@ class Loads:
 
     def holdings(self) -> list[tuple[Holding, int]]:
         """Return the holding of each request here with its number of pages."""
-        requests = [*self._loading.values(), *(request for request, _ in self.loaded)]
-        return [(holding, holding.num_pages) for request in requests if (holding := request.holding) is not None]
+        return [(holding, holding.num_pages) for request in self.requests() if (holding := request.holding) is not None]
+
+    def requests(self) -> list[Request]:
+        """Return the requests here."""
+        return [*self._loading.values(), *(request for request, _ in self.loaded)]
 
     def _by_name(self, by_tier: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         return tuple(zip(self.tiers.tier_names, by_tier, strict=True))

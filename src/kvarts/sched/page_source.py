@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvarts.kv.cache import PageCache
+from kvarts.kv.pins import Pins
 from kvarts.request import Request
 
 __all__ = ["OnePool", "PageSource"]
@@ -38,21 +39,30 @@ class PageSource(Protocol):
 
 
 class OnePool:
-    """A PageSource of all pages of one pool, and `token_budget` tokens in every step."""
+    """A PageSource of all pages of one pool, and `token_budget` tokens in every step.
 
-    __slots__ = ("_cache", "is_draining", "num_most", "num_withheld", "token_budget")
+    `pins`: pages that are kept in use for later, and are given up for requests that run or wait.
+    """
 
-    def __init__(self, cache: PageCache, *, token_budget: int) -> None:
+    __slots__ = ("_cache", "is_draining", "num_most", "num_withheld", "pins", "token_budget")
+
+    def __init__(self, cache: PageCache, *, token_budget: int, pins: Pins | None = None) -> None:
         self._cache = cache
         self.num_most: int = cache.pool.total
         self.num_withheld = 0
         self.token_budget = token_budget
         self.is_draining = False
+        self.pins = pins
 
     def num_free_to_admit(self, num_pages: int) -> int:
         """Return how many pages are free."""
         return self._cache.num_free
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        """Return False: there are no others."""
-        return False
+        """Give up pins until `num_pages` can be taken; return whether they can."""
+        if self.pins is None or not self.pins.num_pins:
+            return False
+        if to_admit:
+            # Pages that it shares with a pin may be no longer in use, and then it has to take them as well.
+            num_pages = -(-request.num_known // request.content.page_size)
+        return self.pins.give_up(num_pages)

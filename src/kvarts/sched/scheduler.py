@@ -15,6 +15,7 @@ from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, ChunkComputed, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import PageCache
+from kvarts.kv.pins import Pins
 from kvarts.request import Request, RequestState
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
@@ -51,8 +52,11 @@ class Scheduler:
         tiers: LowerTiers | None = None,
         batch: InputBatch | None = None,
         tell: Tell | None = None,
+        pins: Pins | None = None,
     ) -> None:
         self.config = config
+        self.pins = pins
+        """Pages that are kept in use beside requests, or None."""
         self.cache = cache
         self.pages = pages
         self.tiers = tiers
@@ -88,12 +92,15 @@ class Scheduler:
         config = self.config
         if request.num_prompt_tokens < 1 or request.max_tokens < (0 if request.computes_only else 1):
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
-        num_pages = config.pages_for(max(1, request.num_prompt_tokens + request.max_tokens - 1))
-        num_most = self.pages.num_most
+        num_pages = self._most_pages(request)
+        num_reserved = self.own_pages.reserve.num_pages
+        num_most = self.pages.num_most - num_reserved
         if request.own is None and num_pages > num_most:
             request.become(RequestState.REJECTED)
-            is_alone = num_most == config.num_pages
+            is_alone = self.pages.num_most == config.num_pages
             room = "the pool has" if is_alone else "beside what is guaranteed to other models there are"
+            if num_reserved:
+                room = "beside the pages that are reserved there are"
             return (
                 f"needs {num_pages} pages of {config.page_size} tokens for {request.num_prompt_tokens} prompt and "
                 f"{request.max_tokens} output tokens; {room} {num_most}"
@@ -123,6 +130,17 @@ class Scheduler:
             self.waiting.remove(request)
             request.become(RequestState.CANCELLED)
         self.blocked = Blocked.NOT
+
+    def most_pages_needed(self) -> int:
+        """Return the most pages that any of the requests here may need, of those that take pages."""
+        requests = [*self.waiting, *self.running]
+        if self.loads is not None:
+            requests += self.loads.requests()
+        return max((self._most_pages(request) for request in requests if request.own is None), default=0)
+
+    def _most_pages(self, request: Request) -> int:
+        """Return how many pages a request holds when it has generated all but its last token."""
+        return self.config.pages_for(max(1, request.num_prompt_tokens + request.max_tokens - 1))
 
     @property
     def has_work(self) -> bool:
@@ -444,6 +462,8 @@ class Scheduler:
         reserved = self.own_pages.holding()
         if reserved is not None:
             held.append((reserved, reserved.num_pages))
+        if self.pins is not None:
+            held += [(holding, holding.num_pages) for holding in self.pins.holdings()]
         if not held and not holds:
             assert self.cache.num_used == 0, f"L2: {self.cache.num_used} pages in use and no request runs"
         self.cache.check(held, holds)

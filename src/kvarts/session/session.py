@@ -13,7 +13,7 @@ class Session:
     """A history of tokens, and the KV that is kept of it. Written by SessionTable and Turns.
 
     `content`: the whole history. `num_computed`: tokens of it that were computed. `pages`: its own pages, where it is
-    bounded. `pinned`: pages that it keeps in the prefix cache, where it is not. `request`: the index of the request
+    bounded. `pin`: what keeps its pages in use, where it is not and asks for that. `request`: the index of the request
     under way, or None. `touched_ns`: when something last happened to it.
     """
 
@@ -27,6 +27,7 @@ class Session:
         "num_turns",
         "owner",
         "pages",
+        "pin",
         "request",
         "restored",
         "session_id",
@@ -52,6 +53,7 @@ class Session:
         self.touched_ns = now_ns
         self.state = "idle"
         self.request: int | None = None
+        self.pin: int | None = None
         self.num_computed = 0
         self.furthest = 0
         """The most tokens that were computed of the history as it is now."""

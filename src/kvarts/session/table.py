@@ -107,6 +107,7 @@ class SessionTable:
         """Forget a session on which nothing is under way; its pages are free at once."""
         assert session.request is None, f"{session!r} has a request under way"
         del self._sessions[session.session_id]
+        self.unpin(session)
         if session.pages is not None:
             most_pages = session.pages.keeps.most_pages(self._page_size)
             session.pages.release()
@@ -123,6 +124,23 @@ class SessionTable:
                 session.inv2_violations,
             ),
         )
+
+    def pin(self, session: Session) -> None:
+        """Keep the full pages of an unbounded session in use until its next turn, as long as requests let it."""
+        pins = self.host.core.scheduler.pins
+        if pins is None or session.settings.retention != "pin" or session.pages is not None:
+            return
+        before = session.pin
+        session.pin = pins.add(session.content, session.num_computed // self._page_size)
+        if before is not None:
+            pins.remove(before)
+
+    def unpin(self, session: Session) -> None:
+        """Let the pages of a session go."""
+        pins = self.host.core.scheduler.pins
+        if pins is not None and session.pin is not None:
+            pins.remove(session.pin)
+        session.pin = None
 
     def expired(self) -> list[Session]:
         """Return sessions that have been idle for too long."""
@@ -234,7 +252,10 @@ class SessionTable:
         config = self.config
         while True:
             num_wanted = self._num_wanted(keeps)
-            most_pages = self._most_pages()
+            # A request that is here already must fit beside what is reserved, or it would wait for ever.
+            most_pages = self._most_pages() - self.host.core.scheduler.most_pages_needed()
+            if (pins := self.host.core.scheduler.pins) is not None:
+                pins.give_up(num_wanted)
             is_full = config.max_sessions is not None and len(self._sessions) >= config.max_sessions
             fits = self._reserve.num_pages + num_wanted <= most_pages and self._reserve.has_room(num_wanted)
             if fits and not is_full:
@@ -253,7 +274,7 @@ class SessionTable:
             num_free = min(most_pages - self._reserve.num_pages, self.host.core.scheduler.cache.num_free)
             raise SessionsExhaustedError(
                 f"the session needs {num_wanted} pages ({num_wanted * page_bytes:,} bytes), and {max(0, num_free)} "
-                f"of {most_pages} are free beside {len(self._sessions)} sessions",
+                f"of {self._most_pages()} are free beside {len(self._sessions)} sessions and what else runs",
                 field="session_memory",
                 hint="Close a session, keep a smaller window, or give sessions more memory.",
             )

@@ -83,6 +83,7 @@ class Turns:
             session.num_computed_tokens += end - start
         else:
             session.num_computed = request.num_computed
+            self._table.pin(session)
             session.num_computed_tokens += max(0, request.num_computed - request.cached_tokens)
         self._table.look(session)
 

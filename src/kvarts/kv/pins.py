@@ -1,0 +1,60 @@
+"""Cached pages that are kept in use for later, as long as no request needs their memory."""
+
+from __future__ import annotations
+
+from kvarts.content import Content
+from kvarts.event_log import Tell
+from kvarts.events import PagesPinned, PagesUnpinned
+from kvarts.kv.cache import Holding, PageCache
+
+__all__ = ["Pins"]
+
+
+class Pins:
+    """Owner of pins: each keeps the first pages of a content in use. The pin set longest ago is given up first."""
+
+    def __init__(self, cache: PageCache, tell: Tell | None = None) -> None:
+        self._cache = cache
+        self._tell = tell
+        self._pins: dict[int, tuple[Holding, Content]] = {}
+        self._num_made = 0
+        self.num_given_up = 0
+        """Pins that were given up for requests."""
+
+    @property
+    def num_pins(self) -> int:
+        """How many there are."""
+        return len(self._pins)
+
+    def holdings(self) -> list[Holding]:
+        """Return what they hold."""
+        return [holding for holding, _ in self._pins.values()]
+
+    def add(self, content: Content, num_pages: int) -> int:
+        """Keep what is resident of the first `num_pages` pages of `content` in use; return the number of the pin."""
+        cache = self._cache
+        match = cache.match(content, num_pages)
+        pin = self._num_made
+        self._num_made += 1
+        self._pins[pin] = cache.open(match), content
+        if self._tell is not None:
+            self._tell(PagesPinned(pin, content, match.num_pages))
+        return pin
+
+    def remove(self, pin: int) -> None:
+        """Keep pages in use no more; nothing to do for a pin that was given up."""
+        pinned = self._pins.pop(pin, None)
+        if pinned is not None:
+            holding, content = pinned
+            self._cache.close(holding, content, holding.num_pages, holding.num_pages)
+            if self._tell is not None:
+                self._tell(PagesUnpinned(pin))
+
+    def give_up(self, num_pages: int) -> bool:
+        """Remove pins until `num_pages` pages are free; return whether they are."""
+        while num_pages > self._cache.num_free:
+            if not self._pins:
+                return False
+            self.num_given_up += 1
+            self.remove(next(iter(self._pins)))
+        return True
