@@ -32,6 +32,7 @@ COMMANDS = {
     "profile": "llm_profile",
     "replay": "replay",
     "report": "report",
+    "soak": "soak",
     "story": "explain",
     "verify": "verify",
 }
