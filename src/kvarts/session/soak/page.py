@@ -1,4 +1,4 @@
-"""A self-contained page of HTML that shows a long run: its verdict, bytes, latency and the server's memory over time."""
+"""A self-contained page of HTML that shows a long run: its verdict, bytes, latency, and the server's memory."""
 
 from __future__ import annotations
 
