@@ -123,7 +123,7 @@ class _Run:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def turn(self) -> None:
-        """Append to the session whose turn it is, generate, and take samples."""
+        """Append to the session that is next, generate, and take samples."""
         if self._stop.is_set():
             raise _Stopped
         await self.unless_stopped(self._turn(), timeout_s=self._plan.turn_timeout_s)

@@ -22,7 +22,7 @@
     make("td", row, what);
   }
 
-  const draw = (parent, title, x, y, series, values) => {
+  const draw = (parent, title, x, y, series, values, fromZero = false) => {
     make("h2", parent, title);
     const holder = make("div", parent);
     holder.className = "chart";
@@ -33,7 +33,8 @@
       labelFont: "12px system-ui, sans-serif", values: (_, marks) => marks.map((mark) => mark.toLocaleString("en-US")),
     });
     const chart = new uPlot({
-      width: width(), height: 260, scales: { x: { time: false } }, axes: [axis(x, 50), axis(y, 100)],
+      width: width(), height: 260, axes: [axis(x, 50), axis(y, 100)],
+      scales: { x: { time: false }, ...(fromZero ? { y: { range: (_, low, high) => [0, 1.05 * high || 1] } } : {}) },
       series: [{ label: x }, ...series],
     }, values, holder);
     addEventListener("resize", () => chart.setSize({ width: width(), height: 260 }));
@@ -49,7 +50,7 @@
   const { bytes, turns, slope } = data;
   draw(section("bytes"), "KV bytes of a session", "seconds", "bytes",
     [dots("live", "blue"), dots("expected", "orange"), line("bound", "red", [6, 3])],
-    [bytes.t, bytes.live, bytes.expected, flat(bytes.t, bytes.bound)]);
+    [bytes.t, bytes.live, bytes.expected, flat(bytes.t, bytes.bound)], true);
   const first = turns.turn[turns.turn.length - 1] - (slope ? slope.span_x : 0);
   const fitted = (turn) => slope === null || turn < first ? null : 1e3 * (slope.first + slope.per_x * (turn - first));
   draw(section("latency"), "Time between tokens, mean of each turn", "turn", "ms",
