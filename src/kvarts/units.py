@@ -1,4 +1,4 @@
-"""Sizes and rates with units, as users write them."""
+"""Sizes, rates and durations with units, as users write them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import re
 
 from kvarts.errors import ConfigError
 
-__all__ = ["parse_bytes", "parse_rate"]
+__all__ = ["parse_bytes", "parse_duration_s", "parse_rate"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*")
+_DURATION = re.compile(r"\s*(?:(\d+)d)?\s*(?:(\d+(?:\.\d+)?)h)?\s*(?:(\d+(?:\.\d+)?)m)?\s*(?:(\d+(?:\.\d+)?)s?)?\s*")
+_SECONDS = (86400, 3600, 60, 1)
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -27,3 +29,11 @@ def parse_rate(text: str) -> int:
         return parse_bytes(text.strip().removesuffix("/s"))
     except ConfigError:
         raise ConfigError(f"{text!r} is no bandwidth", hint="Write 50GB/s, 25GiB/s or a number of bytes.") from None
+
+
+def parse_duration_s(text: str) -> float:
+    """Return the seconds of `4h`, `1h30m`, `90s`, `2d`, or of a number. Raise ConfigError for anything else."""
+    match = _DURATION.fullmatch(text)
+    if match is None or not any(match.groups()):
+        raise ConfigError(f"{text!r} is no duration", hint="Write 4h, 1h30m, 90s or a number of seconds.")
+    return sum(float(part) * unit for part, unit in zip(match.groups(), _SECONDS, strict=True) if part)

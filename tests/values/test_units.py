@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvarts.errors import ConfigError
-from kvarts.units import parse_bytes
+from kvarts.units import parse_bytes, parse_duration_s
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,17 @@ def test_sizes_in_bytes(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size in bytes"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "duration_s"),
+    [("4h", 14400), ("1h30m", 5400), ("90s", 90), ("90", 90), ("0.5s", 0.5), ("2d", 172800), ("1d 1h 1m 1s", 90061)],
+)
+def test_durations(text: str, duration_s: float) -> None:
+    assert parse_duration_s(text) == duration_s
+
+
+@pytest.mark.parametrize("text", ["", " ", "h", "-1s", "1m1h", "4x", "1 hour"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no duration"):
+        parse_duration_s(text)

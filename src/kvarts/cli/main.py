@@ -34,6 +34,7 @@ COMMANDS = {
     "replay": "replay",
     "report": "report",
     "serve": "serve",
+    "soak": "soak",
     "story": "explain",
     "verify": "verify",
 }

@@ -1,0 +1,172 @@
+"""`kvarts soak`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.outputs import print_bytes
+from kvarts.errors import ConfigError
+from kvarts.files import check_writable, write_whole
+from kvarts.rooms import from_room
+from kvarts.units import parse_duration_s
+
+if TYPE_CHECKING:
+    from kvarts.session.soak.record import KvLayers, SoakPlan, SoakRecord
+    from kvarts.session.soak.target import SoakTarget
+
+__all__ = ["soak_command"]
+
+
+class _Seconds(click.ParamType):  # type: ignore[type-arg]
+    name = "duration"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        return parse_duration_s(value) if isinstance(value, str) else value
+
+
+@click.command("soak")
+@click.option("--address", metavar="HOST:PORT", help="A server of sessions, such as kvarts serve sessions.")
+@click.option("--virtual", is_flag=True, help="The mock in this process, on a virtual clock: hours take seconds.")
+@click.option("--judge", metavar="FILE", type=click.Path(path_type=Path), help="Judge what --json wrote; run nothing.")
+@click.option("--duration", metavar="TIME", type=_Seconds(), default="4h", show_default=True, help="How long to run.")
+@click.option("--turn-spacing", metavar="TIME", type=_Seconds(), default="30s", show_default=True,
+              help="From the beginning of a turn to that of the next.")  # fmt: skip
+@click.option("--sessions", metavar="N", type=int, default=4, show_default=True, help="Their turns rotate.")
+@click.option("--prompt-tokens", metavar="N", type=int, default=32, show_default=True, help="Appended in each turn.")
+@click.option("--max-tokens", metavar="N", type=int, default=32, show_default=True, help="Generated in each turn.")
+@click.option("--sink", metavar="N", type=int, default=4, show_default=True, help="First tokens that are retained.")
+@click.option("--window", metavar="N", type=int, default=64, show_default=True, help="Last tokens that are retained.")
+@click.option("--vocab-size", metavar="N", type=int, default=256, show_default=True,
+              help="Token ids that are sent are below this.")  # fmt: skip
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of the tokens that are sent.")
+@click.option("--bytes-per-token", "layers", metavar="BYTES[@TOKENS]", multiple=True,
+              help="What a token takes, of layers that retain TOKENS tokens [sink + window]; once for each kind of "
+              "layers. Left out, it is derived while sessions fill up.")  # fmt: skip
+@click.option("--server-pid", metavar="PID", type=int, help="The server's process on this machine: judge its memory.")
+@click.option("--max-drift", metavar="SHARE", type=float, default=0.1, show_default=True,
+              help="By how much the time between tokens may rise over the run.")  # fmt: skip
+@click.option("--max-rss-growth", metavar="SHARE", type=float, default=0.05, show_default=True,
+              help="By how much the server's memory may grow over the run, beside 8 bytes a token.")  # fmt: skip
+@click.option("--checkpoint-turns", metavar="N", type=click.IntRange(min=1), default=10, show_default=True,
+              help="Write --json after every N turns, for the case that this process is killed.")  # fmt: skip
+@click.option("--json", "json_file", metavar="OUT", type=click.Path(path_type=Path),
+              help="Write what was measured, and the verdict.")  # fmt: skip
+@click.option("--page", "page_file", metavar="OUT", type=click.Path(path_type=Path), help="Write a page that shows it.")
+def soak_command(
+    address: str | None,
+    virtual: bool,
+    judge: Path | None,
+    json_file: Path | None,
+    page_file: Path | None,
+    checkpoint_turns: int,
+    **values: Any,
+) -> int:
+    """Run turns of sessions for hours, and judge: is memory bounded to the byte, does latency drift, does it leak?
+
+    The exit code is 0 for bounded, 5 for violated and 6 for inconclusive: constant zero, missing or too few samples,
+    or too noisy to tell. SIGTERM and SIGINT end the run, which is then judged as far as it went.
+    """
+    from kvarts.session.soak.page import render_soak_page
+    from kvarts.session.soak.record import load_record, write_record
+    from kvarts.session.soak.verdict import judge_soak
+
+    if sum((address is not None, virtual, judge is not None)) != 1:
+        raise ConfigError("give exactly one of --address, --virtual and --judge", field="address")
+    for path in (json_file, page_file):
+        if path is not None:
+            check_writable(path)
+    if judge is not None:
+        record = load_record(judge)
+    else:
+        plan = _plan(address or "virtual", values)
+
+        def checkpoint(record: SoakRecord) -> None:
+            if json_file is not None:
+                write_record(json_file, record, judge_soak(record))
+
+        record = asyncio.run(_run(plan, address, values["server_pid"], checkpoint, checkpoint_turns))
+    verdict = judge_soak(record)
+    if json_file is not None:
+        write_record(json_file, record, verdict)
+    if page_file is not None:
+        write_whole(page_file, render_soak_page(record, verdict))
+    print_bytes(verdict.to_text().encode())
+    return verdict.exit_code
+
+
+def _plan(target: str, values: dict[str, Any]) -> SoakPlan:
+    from kvarts.session.soak.record import SoakPlan
+
+    return SoakPlan(
+        target=target,
+        duration_s=values["duration"],
+        turn_spacing_s=values["turn_spacing"],
+        num_sessions=values["sessions"],
+        layers=tuple(_layers(text, values["sink"] + values["window"]) for text in values["layers"]),
+        expects_rss=values["server_pid"] is not None,
+        **{
+            name: values[name]
+            for name in (
+                "prompt_tokens", "max_tokens", "sink", "window", "vocab_size", "seed", "max_drift", "max_rss_growth",
+            )
+        },
+    )  # fmt: skip
+
+
+def _layers(text: str, bound_tokens: int) -> KvLayers:
+    from kvarts.session.soak.record import KvLayers
+
+    match = re.fullmatch(r"(\d+)(?:@(\d+))?", text)
+    if match is None:
+        raise ConfigError(
+            f"{text!r} is no number of bytes", field="--bytes-per-token", hint="Write 114688 or 4096@512."
+        )
+    return KvLayers(max_tokens=int(match[2] or bound_tokens), bytes_per_token=int(match[1]))
+
+
+async def _run(plan: SoakPlan, address: str | None, pid: int | None, checkpoint: Any, checkpoint_turns: int) -> Any:
+    from kvarts.session.soak.run import run_soak
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with AsyncExitStack() as stack:
+            target = await _open(stack, plan, address, pid)
+            click.echo(
+                f"kvarts: soak of {plan.num_sessions} sessions on {plan.target} for {plan.duration_s:,.0f} s; "
+                "SIGTERM ends it with a verdict",
+                err=True,
+            )
+            return await run_soak(plan, target, stop=stop, checkpoint=checkpoint, checkpoint_turns=checkpoint_turns)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _open(stack: AsyncExitStack, plan: SoakPlan, address: str | None, pid: int | None) -> SoakTarget:
+    from kvarts.session.soak.target import SessionsTarget, rss_of
+
+    if address is None:
+        open_virtual: Any = from_room("session.opening", "open_virtual_target", field="--virtual")
+        target: SoakTarget = await stack.enter_async_context(open_virtual(sink=plan.sink, window=plan.window))
+        return target
+    sessions = await stack.enter_async_context(from_room("client", "AsyncSessions", field="--address")(address))
+    return SessionsTarget(sessions, _WallClock(), lambda: None if pid is None else rss_of(pid))
+
+
+class _WallClock:
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    async def sleep_s(self, duration_s: float) -> None:
+        await asyncio.sleep(duration_s)

@@ -1,0 +1,199 @@
+"""KV of sessions in files: one file a session, written whole or not at all, and read only where it fits.
+
+A checkpoint is KV that could be computed again. So nothing about it is an error: what cannot be saved or loaded is
+`Refused`, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.errors import ConfigError, OutputError
+from kvarts.session.checkpoint_file import (
+    Checkpoint,
+    CheckpointHeader,
+    decode_checkpoint,
+    encode_checkpoint,
+    token_digest,
+)
+
+__all__ = ["Checkpoints", "Refused", "Saved"]
+
+Array = npt.NDArray[Any]
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """A file of `num_bytes` bytes that is on disk."""
+
+    num_bytes: int
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Why there is no file, or nothing was taken from it."""
+
+    reason: str
+
+
+class Checkpoints:
+    """The one writer of the checkpoints in a directory, of at most `max_bytes` bytes together; None: no limit.
+
+    May be called from any thread, but for one session at a time. The directory is one process's: `Histories` sees to
+    that. Raises OutputError where there can be no directory, ConfigError for a limit that is none.
+    """
+
+    def __init__(self, directory: Path, *, max_bytes: int | None = None) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            raise ConfigError(f"must be at least 1, got {max_bytes}", field="max_bytes")
+        self.directory = directory
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        """Guards `_sizes`."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._sizes = {path.stem: path.stat().st_size for path in sorted(directory.iterdir()) if _is_ours(path)}
+        except OSError as error:
+            raise OutputError(f"cannot hold checkpoints: {error.strerror}", path=directory) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all files, those included that are being written."""
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def save(self, header: CheckpointHeader, arrays: Mapping[str, Array]) -> Saved | Refused:
+        """Write the KV of a session, in place of what there was. It is on disk when this returns.
+
+        Refused, and what there was is kept: more than `max_bytes`, or a disk that cannot be written. Raise ConfigError
+        for arrays of other than booleans and plain numbers: view bfloat16 as uint16.
+        """
+        parts = encode_checkpoint(header, arrays)
+        num_bytes = sum(map(len, parts))
+        if not self._reserve(header.session_id, num_bytes):
+            return Refused(f"{num_bytes} bytes do not fit into {self._max_bytes} beside other checkpoints")
+        path = self._path(header.session_id)
+        temporary = path.with_name(f".{path.stem}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            self._sync_directory()
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            self._set_size(header.session_id, path.stat().st_size if path.exists() else 0)
+            return Refused(f"{path} cannot be written: {error.strerror}")
+        return Saved(num_bytes)
+
+    def load(self, session_id: str, fingerprint: Mapping[str, str], tokens: Tokens) -> Checkpoint | Refused | None:
+        """Return the KV of a session with the history `tokens`; None if there is no file.
+
+        Refused: a file that is damaged, has another form, is of another session, or has KV of another fingerprint or
+        of other tokens than the first of `tokens`.
+        """
+        path = self._path(session_id)
+        try:
+            data = np.fromfile(path, dtype=np.uint8)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return Refused(f"{path} cannot be read: {error.strerror}")
+        found = decode_checkpoint(data)
+        if isinstance(found, str):
+            return Refused(f"{path} {found}")
+        misfit = _misfit(found.header, session_id, fingerprint, tokens)
+        return found if misfit is None else Refused(f"{path} {misfit}")
+
+    def remove(self, session_id: str) -> bool:
+        """Remove the file of a session; return whether there was one. Raise OutputError if it cannot be removed."""
+        path = self._path(session_id)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise OutputError(f"cannot be removed: {error.strerror}", path=path) from error
+        self._set_size(session_id, 0)
+        return True
+
+    def sweep(self, known_ids: Collection[str]) -> list[Path]:
+        """Remove files of other sessions, and files that were never finished; return which, in order.
+
+        Files that have no name of ours are left alone. Not while anything is being saved.
+        """
+        known = frozenset(known_ids)
+        removed = []
+        for path in sorted(self.directory.iterdir()):
+            is_unfinished = re.fullmatch(r"\.[0-9a-f]{32}\.tmp", path.name) is not None
+            if is_unfinished or (_is_ours(path) and path.stem not in known):
+                try:
+                    path.unlink()
+                except OSError as error:
+                    raise OutputError(f"cannot be removed: {error.strerror}", path=path) from error
+                if not is_unfinished:
+                    self._set_size(path.stem, 0)
+                removed.append(path)
+        return removed
+
+    def _path(self, session_id: str) -> Path:
+        assert re.fullmatch("[0-9a-f]{32}", session_id), "an id is 32 hexadecimal digits, and never a path"
+        return self.directory / f"{session_id}.kv"
+
+    def _reserve(self, session_id: str, num_bytes: int) -> bool:
+        """Count `num_bytes` for the session, in place of what it had; return whether they fit."""
+        with self._lock:
+            others = sum(self._sizes.values()) - self._sizes.get(session_id, 0)
+            if self._max_bytes is not None and others + num_bytes > self._max_bytes:
+                return False
+            self._sizes[session_id] = num_bytes
+            return True
+
+    def _set_size(self, session_id: str, num_bytes: int) -> None:
+        with self._lock:
+            if num_bytes:
+                self._sizes[session_id] = num_bytes
+            else:
+                self._sizes.pop(session_id, None)
+
+    def _sync_directory(self) -> None:
+        """Have the name of a file on disk too."""
+        number = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def _is_ours(path: Path) -> bool:
+    return re.fullmatch(r"[0-9a-f]{32}\.kv", path.name) is not None
+
+
+def _misfit(header: CheckpointHeader, session_id: str, fingerprint: Mapping[str, str], tokens: Tokens) -> str | None:
+    """Return why KV is not what is asked for; None if it is."""
+    if header.session_id != session_id:
+        return f"is of session {header.session_id}"
+    differing = sorted(
+        name for name in {*fingerprint, *header.fingerprint} if fingerprint.get(name) != header.fingerprint.get(name)
+    )
+    if differing:
+        name = differing[0]
+        theirs, ours = (values.get(name, "not given") for values in (header.fingerprint, fingerprint))
+        more = f", and other {', '.join(differing[1:])}" if len(differing) > 1 else ""
+        return f"is of another {name}: {theirs}, here {ours}{more}"
+    if header.num_tokens > len(tokens):
+        return f"has KV of {header.num_tokens} tokens, and the history has {len(tokens)}"
+    if token_digest(tokens[: header.num_tokens]) != header.token_digest:
+        return f"has KV of other tokens than the first {header.num_tokens} of the history"
+    return None

@@ -1,0 +1,248 @@
+"""The histories of sessions on disk, and the thread that writes them.
+
+An operation is on disk before its future has a result. All operations that wait while a transaction is written to disk
+go into the next one together, so many sessions share one sync of the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.errors import ConfigError, KvartsError, OutputError
+from kvarts.session.errors import SessionValueError
+from kvarts.session.history_file import HistoryFile
+from kvarts.session.history_tables import HistoryTables
+from kvarts.session.stored import EndReason, StoredSession, Tombstone, Usage
+
+__all__ = ["FILE_NAME", "Append", "Histories"]
+
+FILE_NAME = "history.sqlite3"
+
+T = TypeVar("T")
+
+
+class Append(msgspec.Struct, frozen=True):
+    """Tokens for one session. `expected_length`: of its history before."""
+
+    session_id: str
+    expected_length: int
+    tokens: Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class Histories:
+    """Sessions, their tokens and their tombstones, in a file of `directory`. May be called from any thread.
+
+    Promises: operations are done in the order of the calls. When a future has a result, what it stands for is on disk,
+    and a process that is killed at any moment has lost nothing of it and doubled nothing. A future with an error has
+    changed nothing. An operation that was cancelled before its turn is not done.
+
+    Errors of futures: UnknownSessionError; SessionNotReadyError for a length that does not fit; SessionValueError for
+    values that cannot be; InputError where the file is damaged; OutputError where it cannot be written, of every
+    operation in the transaction.
+
+    Raises ConfigError if another process has the directory, InputError for a file that is none of ours, is damaged or
+    has another version, OutputError where there can be no file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot hold sessions: {error.strerror}", path=directory) from error
+        self._file = HistoryFile(directory / FILE_NAME)
+        self._tables = HistoryTables(self._file)
+        self._waiting: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._lock = Lock()
+        """Nothing is put behind the None that ends the thread."""
+        self._is_closed = False
+        self._thread = Thread(target=self._serve, name="kvarts-histories", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Do what was asked for, and let others have the directory."""
+        with self._lock:
+            is_first = not self._is_closed
+            self._is_closed = True
+            if is_first:
+                self._waiting.put(None)
+        self._thread.join()
+        if is_first:
+            self._file.close()
+
+    def __enter__(self) -> Histories:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Operations -------------------------------------------------------------------------------------------
+
+    def create(self, session: StoredSession) -> Future[None]:
+        """Add a session without tokens, whatever its `length` says."""
+        return self._submit(lambda tables: tables.create(session))
+
+    def append(
+        self, session_id: str, expected_length: int, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]
+    ) -> Future[int]:
+        """Append tokens to a history of `expected_length` tokens, and return its new length.
+
+        A history of another length is refused: what is tried again after its answer was lost is not appended twice.
+        """
+        try:
+            data = packed(tokens)
+        except SessionValueError as error:
+            return _failed(error)
+        return self._submit(lambda tables: tables.append(session_id, expected_length, data))
+
+    def append_many(self, appends: Sequence[Append]) -> Future[list[int | KvartsError]]:
+        """Append to many sessions; return, for each, its new length or the error that left it as it was."""
+
+        def outcome(tables: HistoryTables, append: Append) -> int | KvartsError:
+            length, refusal = _attempt(tables, lambda tables: _append(tables, append))
+            if refusal is not None:
+                return refusal
+            assert length is not None, "an operation has a result or a refusal"
+            return length
+
+        return self._submit(lambda tables: [outcome(tables, append) for append in appends])
+
+    def truncate(self, session_id: str, length: int) -> Future[int]:
+        """Forget the tokens from `length` on, and return it."""
+        return self._submit(lambda tables: tables.truncate(session_id, length))
+
+    def fork(self, parent_id: str, child: StoredSession) -> Future[int]:
+        """Add `child` with the first `child.length` tokens of `parent_id`; return their number.
+
+        The tokens are copied: the child needs its parent no more.
+        """
+        return self._submit(lambda tables: tables.fork(parent_id, msgspec.structs.replace(child, parent=parent_id)))
+
+    def note(self, session_id: str, usage: Usage) -> Future[None]:
+        """Replace the counters of a session."""
+        return self._submit(lambda tables: tables.note(session_id, usage))
+
+    def end(self, session_id: str, reason: EndReason, ended_s: float) -> Future[int]:
+        """Remove a session with its tokens, leave a tombstone, and return the length that its history had."""
+        return self._submit(lambda tables: tables.end(session_id, reason, ended_s))
+
+    def forget(self, before_s: float) -> Future[int]:
+        """Remove tombstones of sessions that ended before `before_s` (Unix time), and return how many."""
+        return self._submit(lambda tables: tables.forget(before_s))
+
+    # Queries ----------------------------------------------------------------------------------------------
+
+    def load(self) -> list[StoredSession]:
+        """Return all sessions, the oldest first. Raise InputError if the tokens of one are not all there."""
+        return self._submit(HistoryTables.sessions).result()
+
+    def tombstones(self) -> list[Tombstone]:
+        """Return what is known of ended sessions, in the order in which they ended."""
+        return self._submit(HistoryTables.tombstones).result()
+
+    def ended_violations(self) -> tuple[int, int]:
+        """Return the violations of both invariants that were counted in sessions that have ended, ever."""
+        return self._submit(HistoryTables.ended_violations).result()
+
+    def tokens(self, session_id: str, start: int = 0, end: int | None = None) -> Future[npt.NDArray[np.uint32]]:
+        """Return tokens `start` to `end` (exclusive; None: the last)."""
+        return self._submit(lambda tables: tables.tokens(session_id, start, end))
+
+    # The thread -------------------------------------------------------------------------------------------
+
+    def _submit(self, run: Callable[[HistoryTables], T]) -> Future[T]:
+        operation = _Operation(run)
+        with self._lock:
+            if self._is_closed:
+                return _failed(ConfigError("the histories are closed"))
+            self._waiting.put(operation)
+        return operation.future
+
+    def _serve(self) -> None:
+        is_open = True
+        while is_open:
+            group = [self._waiting.get()]
+            try:
+                while True:
+                    group.append(self._waiting.get_nowait())
+            except Empty:
+                pass
+            is_open = group[-1] is not None
+            self._write([operation for operation in group if operation is not None])
+
+    def _write(self, group: Sequence[_Operation]) -> None:
+        """Do operations in one transaction, and hand over their results when it is on disk."""
+        group = [operation for operation in group if operation.future.set_running_or_notify_cancel()]
+        if not group:
+            return
+        try:
+            self._file.begin()
+            outcomes = [_attempt(self._tables, operation.run) for operation in group]
+            self._file.commit()
+        except BaseException as error:  # every waiting caller gets it
+            try:
+                self._file.rollback()
+            except KvartsError as second:
+                error.add_note(f"and it could not be undone: {second}")
+            for operation in group:
+                operation.future.set_exception(error)
+            return
+        for operation, (result, refusal) in zip(group, outcomes, strict=True):
+            if refusal is None:
+                operation.future.set_result(result)
+            else:
+                operation.future.set_exception(refusal)
+
+
+class _Operation:
+    """Something to do inside a transaction, and where its result goes."""
+
+    def __init__(self, run: Callable[[HistoryTables], Any]) -> None:
+        self.run = run
+        self.future: Future[Any] = Future()
+
+
+def _attempt(tables: HistoryTables, run: Callable[[HistoryTables], T]) -> tuple[T | None, KvartsError | None]:
+    """Return the result of an operation, or its refusal.
+
+    Raise what is of the whole transaction: a disk that cannot be written, a bug, or damage found after a change.
+    """
+    before = tables.num_changes
+    try:
+        return run(tables), None
+    except OutputError:
+        raise
+    except KvartsError as error:
+        if tables.num_changes != before:
+            raise
+        return None, error
+
+
+def _append(tables: HistoryTables, append: Append) -> int:
+    return tables.append(append.session_id, append.expected_length, packed(append.tokens))
+
+
+def packed(tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
+    """Return token ids as little-endian uint32. Raise SessionValueError for one that is none."""
+    try:
+        given = np.asarray(tokens if len(tokens) else np.zeros(0, np.uint32))
+    except (OverflowError, ValueError, TypeError) as error:
+        raise SessionValueError(f"no list of token ids: {error}", field="tokens") from error
+    is_integer = given.dtype.kind in "iu" and given.ndim == 1
+    if not is_integer or (len(given) and not 0 <= int(given.min()) <= int(given.max()) < 2**32):
+        raise SessionValueError("token ids are integers from 0 to 4294967295", field="tokens")
+    return given.astype("<u4").tobytes()
+
+
+def _failed(error: KvartsError) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future

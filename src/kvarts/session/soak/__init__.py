@@ -1,0 +1,1 @@
+"""A long run of sessions with a verdict: whether memory and latency stayed bounded, turn by turn."""

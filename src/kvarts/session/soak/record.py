@@ -1,0 +1,140 @@
+"""What a long run of sessions was to do, and what was measured: the form of its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
+from kvarts.files import write_whole
+
+__all__ = ["VERSION", "EndedBy", "KvLayers", "Phase", "Sample", "SoakPlan", "SoakRecord", "load_record", "write_record"]
+
+VERSION = 1
+
+Phase = Literal["append", "turn"]
+EndedBy = Literal["duration", "stopped", "error"]
+
+
+class KvLayers(msgspec.Struct, frozen=True):
+    """Layers that keep alike: `bytes_per_token` over all of them, and how many tokens each keeps at most."""
+
+    max_tokens: int
+    bytes_per_token: int
+
+
+class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is to do, and what it is judged by. Raises ConfigError for a value out of range.
+
+    Each turn appends `prompt_tokens` tokens to one of `num_sessions` sessions, in rotation, and generates `max_tokens`.
+    Turns begin `turn_spacing_s` seconds apart, or when the one before has ended.
+
+    `layers`: what a token takes, where that is known; if empty, it is derived while sessions fill up. `max_drift`: how
+    much of its first value the latency may rise over the run; `max_rss_growth`: the same for the server's memory.
+    """
+
+    target: str
+    duration_s: float
+    turn_spacing_s: float = 0.0
+    num_sessions: int = 4
+    prompt_tokens: int = 32
+    max_tokens: int = 32
+    sink: int = 4
+    window: int = 64
+    vocab_size: int = 256
+    seed: int = 0
+    turn_timeout_s: float = 600.0
+    layers: tuple[KvLayers, ...] = ()
+    expects_rss: bool = False
+    max_drift: float = 0.1
+    max_rss_growth: float = 0.05
+
+    def __post_init__(self) -> None:
+        at_least = {"num_sessions": 1, "prompt_tokens": 1, "max_tokens": 1, "window": 1, "vocab_size": 1, "sink": 0}
+        for field, least in at_least.items():
+            if getattr(self, field) < least:
+                raise ConfigError(f"must be at least {least}, got {getattr(self, field)}", field=field)
+        for field in ("duration_s", "turn_timeout_s", "max_drift", "max_rss_growth"):
+            if not 0 < getattr(self, field) < float("inf"):
+                raise ConfigError(f"must be positive, got {getattr(self, field)}", field=field)
+        if not 0 <= self.turn_spacing_s < float("inf"):
+            raise ConfigError(f"must not be negative, got {self.turn_spacing_s}", field="turn_spacing_s")
+        for layers in self.layers:
+            if layers.max_tokens < 1 or layers.bytes_per_token < 1:
+                raise ConfigError(f"{layers} must keep at least one token of one byte", field="layers")
+
+    @property
+    def bound_tokens(self) -> int:
+        """Return how many tokens a full session keeps, in the layers that keep most."""
+        return max((layers.max_tokens for layers in self.layers), default=self.sink + self.window)
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading of a session, after an append or after the whole turn. None: the server did not say.
+
+    `num_sent_tokens`: what the client has sent and received, which is its own count of the history. `at_s`: since the
+    run began. A turn has latencies too: `ttft_s` to the first token, `itl_s` between tokens, on the mean.
+    """
+
+    turn: int
+    phase: Phase
+    session: int
+    at_s: float
+    num_sent_tokens: int
+    history_length: int | None = None
+    kv_live_bytes: int | None = None
+    kv_allocated_bytes: int | None = None
+    kv_bound_bytes: int | None = None
+    inv1_violations: int | None = None
+    inv2_violations: int | None = None
+    rss_bytes: int | None = None
+    num_generated: int = 0
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+class SoakRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as far as it went. `ended_by` is None while it goes on; `why`: the error that ended it."""
+
+    plan: SoakPlan
+    samples: list[Sample]
+    duration_s: float
+    ended_by: EndedBy | None = None
+    why: str | None = None
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    verdict: msgspec.Raw
+    record: SoakRecord
+
+
+def write_record(path: Path, record: SoakRecord, verdict: Any) -> None:
+    """Write a run and its verdict as JSON, whole or not at all, with keys in one order. Raise OutputError."""
+    raw = msgspec.Raw(msgspec.json.encode(verdict))
+    write_whole(path, msgspec.json.encode(_File(version=VERSION, verdict=raw, record=record)) + b"\n")
+
+
+def load_record(path: Path) -> SoakRecord:
+    """Return the run in a file, without its verdict. Raise MissingFileError and InputError."""
+    try:
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Versioned).version
+        if version != VERSION:
+            raise InputError(f"has version {version}, and this kvarts reads {VERSION}", path=path)
+        return msgspec.json.decode(data, type=_File).record
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=path, hint="Give the file of kvarts soak --json.") from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", path=path) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        what, field = parts_of(error)
+        raise InputError(f"is no record of a soak: {what}", path=path, field=field) from error
+    except ConfigError as error:
+        raise InputError(f"is no record of a soak: {error}", path=path) from error
+
+
+class _Versioned(msgspec.Struct):
+    version: int

@@ -1,0 +1,287 @@
+"""The rules of a long run, each a pure function of its record.
+
+What a client cannot be told falsely it takes from itself: how many tokens a session has is what the client sent and
+received, so the bytes that a session should take follow from the client's own count and from what a token takes. That
+is given by the user, or derived while sessions fill up: only a number that explains at least two different lengths
+counts, so that a constant, or a server that makes up its bytes from a bound, passes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from kvarts.session.soak.record import KvLayers, Sample, SoakRecord
+from kvarts.session.soak.slope import Slope, slope_of
+
+__all__ = ["RULES", "RuleResult", "Status", "derived_layers", "expected_bytes", "latency_points"]
+
+Status = Literal["ok", "violated", "inconclusive", "not_run"]
+
+MIN_FULL_TURNS = 8
+"""Turns of full sessions, of all sessions together."""
+MIN_POINTS = 20
+"""For a slope."""
+WARM_UP_SHARE = 0.1
+"""Of all turns."""
+BOOKKEEPING_BYTES = 8
+"""A token may take these beside its KV: histories are kept, and grow."""
+MAX_LISTED = 5
+
+
+class RuleResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a rule, in words; and the slope that it judged, if it did."""
+
+    rule: str
+    status: Status
+    what: str
+    num_violations: int = 0
+    slope: Slope | None = None
+    low_growth: float | None = None
+    high_growth: float | None = None
+    """Over the run, as a share of the value at its beginning: the ends of a 95 % interval."""
+
+
+def expected_bytes(layers: Sequence[KvLayers], num_tokens: int) -> int:
+    """Return what a session of `num_tokens` tokens takes, to the byte."""
+    return sum(part.bytes_per_token * min(num_tokens, part.max_tokens) for part in layers)
+
+
+def derived_layers(record: SoakRecord) -> tuple[KvLayers, ...] | None:
+    """Return what tokens take: as the plan says, or as sessions that fill up show. None: nothing shows it."""
+    plan = record.plan
+    if plan.layers:
+        return plan.layers
+    lengths_by_size: dict[int, set[int]] = defaultdict(set)
+    votes: Counter[int] = Counter()
+    for sample in record.samples:
+        length, live = sample.num_sent_tokens, sample.kv_live_bytes
+        if sample.phase == "append" and live and 0 < length <= plan.bound_tokens and live % length == 0:
+            lengths_by_size[live // length].add(length)
+            votes[live // length] += 1
+    sizes = [size for size, lengths in lengths_by_size.items() if len(lengths) >= 2]
+    if not sizes:
+        return None
+    return (KvLayers(plan.bound_tokens, max(sizes, key=lambda size: (votes[size], -size))),)
+
+
+def judge_end(record: SoakRecord) -> RuleResult:
+    """Judge whether the run ended as it should."""
+    if record.ended_by == "error":
+        return RuleResult(rule="end", status="inconclusive", what=f"the run broke off: {record.why}")
+    if record.ended_by is None:
+        return RuleResult(rule="end", status="inconclusive", what="the run has not ended")
+    planned = f"{record.duration_s:,.0f} s of {record.plan.duration_s:,.0f} s"
+    if record.ended_by == "stopped":
+        return RuleResult(rule="end", status="ok", what=f"the run was stopped after {planned}")
+    return RuleResult(rule="end", status="ok", what=planned)
+
+
+def judge_history(record: SoakRecord) -> RuleResult:
+    """Judge whether the server's histories have as many tokens as the client sent and received."""
+    return _every(
+        "history",
+        record,
+        ("history_length",),
+        lambda sample: (
+            None
+            if sample.history_length == sample.num_sent_tokens
+            else f"{sample.history_length} tokens, and the client counts {sample.num_sent_tokens}"
+        ),
+        "as many tokens as the client sent and received",
+    )
+
+
+def judge_bytes(record: SoakRecord) -> RuleResult:
+    """Judge whether sessions take the bytes that their retained tokens take, reach their bound, and stay on it."""
+    name = "kv_live_bytes"
+    if all(sample.kv_live_bytes is None for sample in record.samples):
+        return _missing(name, record, (name,)) or _no_samples(name)
+    if not any(sample.kv_live_bytes for sample in record.samples):
+        return RuleResult(rule=name, status="inconclusive", what="constant zero: nothing is measured")
+    layers = derived_layers(record)
+    if layers is None:
+        return RuleResult(
+            rule=name,
+            status="inconclusive",
+            what="what a token takes cannot be derived: no two lengths below the bound agree on it. "
+            "Give --bytes-per-token",
+        )
+
+    def complaint(sample: Sample) -> str | None:
+        expected = expected_bytes(layers, sample.num_sent_tokens)
+        # The token that was generated last is known, and has no KV until the next step.
+        pending = expected_bytes(layers, sample.num_sent_tokens - 1) if sample.phase == "turn" else expected
+        if sample.kv_live_bytes in (expected, pending):
+            return None
+        return f"{sample.kv_live_bytes:,} bytes at {sample.num_sent_tokens:,} tokens, and not {expected:,}"
+
+    bound_tokens = max(part.max_tokens for part in layers)
+    bound = expected_bytes(layers, bound_tokens)
+    result = _every(name, record, (name,), complaint, f"to the byte; {bound:,} when full")
+    if result.status != "ok":
+        return result
+    full = Counter(
+        sample.session for sample in record.samples if sample.phase == "turn" and sample.num_sent_tokens > bound_tokens
+    )
+    short = [session for session in range(record.plan.num_sessions) if not full[session]]
+    why = None
+    if short:
+        why = f"{len(short)} of {record.plan.num_sessions} sessions never reached the bound of {bound_tokens} tokens"
+    elif full.total() < MIN_FULL_TURNS:
+        why = f"{full.total()} turns of full sessions are too few, {MIN_FULL_TURNS} are needed"
+    return result if why is None else RuleResult(rule=name, status="inconclusive", what=why)
+
+
+def judge_allocated(record: SoakRecord) -> RuleResult:
+    """Judge whether pages stay within the bound that the server names, and hold what is live."""
+    fields = ("kv_allocated_bytes", "kv_bound_bytes")
+    if all(getattr(sample, field) is None for sample in record.samples for field in fields):
+        return RuleResult(rule="kv_allocated_bytes", status="not_run", what="the server does not say")
+    bounds: dict[int, int] = {}
+
+    def complaint(sample: Sample) -> str | None:
+        allocated, bound, live = sample.kv_allocated_bytes, sample.kv_bound_bytes, sample.kv_live_bytes
+        assert allocated is not None and bound is not None
+        if allocated > bound:
+            return f"{allocated:,} bytes, more than the bound of {bound:,}"
+        if live is not None and live > allocated:
+            return f"{allocated:,} bytes, less than the {live:,} that are live"
+        if bounds.setdefault(sample.session, bound) != bound:
+            return f"the bound was {bounds[sample.session]:,} bytes, and is {bound:,}"
+        return None
+
+    return _every("kv_allocated_bytes", record, fields, complaint, "pages stay within the server's bound")
+
+
+def judge_invariants(record: SoakRecord) -> RuleResult:
+    """Judge whether the server has counted no violation of its invariants."""
+    return _every(
+        "invariants",
+        record,
+        ("inv1_violations", "inv2_violations"),
+        lambda sample: (
+            f"{sample.inv1_violations} and {sample.inv2_violations} violations counted"
+            if sample.inv1_violations or sample.inv2_violations
+            else None
+        ),
+        "both counters are zero",
+    )
+
+
+def judge_latency(record: SoakRecord) -> RuleResult:
+    """Judge whether a token takes as long at the end as after warm-up."""
+    turns, seconds = latency_points(record)
+    return _growth("latency", turns, seconds, record.plan.max_drift, 0.0, "time between tokens")
+
+
+def judge_rss(record: SoakRecord) -> RuleResult:
+    """Judge whether the server's memory stays as it was after warm-up, histories excepted."""
+    warm = _warm_turns(record)
+    known = [sample for sample in warm if sample.rss_bytes is not None]
+    if not record.plan.expects_rss:
+        return RuleResult(rule="rss", status="not_run", what="the server's memory is not known. Give --server-pid")
+    if len(known) < len(warm):
+        return RuleResult(rule="rss", status="inconclusive", what=f"missing in {len(warm) - len(known)} turns")
+    added = sum(sample.num_generated + record.plan.prompt_tokens for sample in known)
+    return _growth(
+        "rss",
+        [sample.at_s for sample in known],
+        [float(sample.rss_bytes or 0) for sample in known],
+        record.plan.max_rss_growth,
+        float(BOOKKEEPING_BYTES * added),
+        "resident memory",
+    )
+
+
+RULES: tuple[Callable[[SoakRecord], RuleResult], ...] = (
+    judge_end,
+    judge_history,
+    judge_bytes,
+    judge_allocated,
+    judge_invariants,
+    judge_latency,
+    judge_rss,
+)
+
+
+def latency_points(record: SoakRecord) -> tuple[list[float], list[float]]:
+    """Return turns after warm-up, and seconds between their tokens."""
+    known = [(float(sample.turn), sample.itl_s) for sample in _warm_turns(record) if sample.itl_s is not None]
+    return [turn for turn, _ in known], [seconds for _, seconds in known if seconds is not None]
+
+
+def _warm_turns(record: SoakRecord) -> list[Sample]:
+    """Return turns after the first tenth, and of sessions that were full when they began."""
+    turns = [sample for sample in record.samples if sample.phase == "turn"]
+    first = WARM_UP_SHARE * (turns[-1].turn + 1) if turns else 0
+    return [
+        sample
+        for sample in turns
+        if sample.turn >= first and sample.num_sent_tokens - sample.num_generated > record.plan.bound_tokens
+    ]
+
+
+def _growth(rule: str, x: Sequence[float], y: Sequence[float], most: float, allowance: float, what: str) -> RuleResult:
+    """Judge the growth over all points: at most the share `most` of the value at the beginning, and `allowance`."""
+    if len(x) < MIN_POINTS:
+        return RuleResult(
+            rule=rule, status="inconclusive", what=f"{len(x)} turns after warm-up are too few, {MIN_POINTS} are needed"
+        )
+    slope = slope_of(x, y)
+    if slope.first <= 0:
+        return RuleResult(rule=rule, status="inconclusive", what=f"{what}: {slope.first:g} at the beginning")
+    low, high = slope.growth(slope.low), slope.growth(slope.high)
+    limit = most + allowance / slope.first
+    status: Status = "ok" if high <= limit else "violated" if low > limit else "inconclusive"
+    text = f"{what} changed by {100 * low:+.2f} to {100 * high:+.2f} % (95 %), {100 * limit:.2f} % is allowed"
+    return RuleResult(
+        rule=rule,
+        status=status,
+        what=text if status != "inconclusive" else f"{text}: too noisy, or too short, to tell",
+        num_violations=int(status == "violated"),
+        slope=slope,
+        low_growth=low,
+        high_growth=high,
+    )
+
+
+def _missing(rule: str, record: SoakRecord, fields: Sequence[str]) -> RuleResult | None:
+    if not record.samples:
+        return _no_samples(rule)
+    for field in fields:
+        lacking = sum(getattr(sample, field) is None for sample in record.samples)
+        if lacking:
+            return RuleResult(
+                rule=rule,
+                status="inconclusive",
+                what=f"{field} is missing in {lacking:,} of {len(record.samples):,} samples",
+            )
+    return None
+
+
+def _no_samples(rule: str) -> RuleResult:
+    return RuleResult(rule=rule, status="inconclusive", what="there are no samples")
+
+
+def _every(
+    rule: str, record: SoakRecord, fields: Sequence[str], complaint: Callable[[Sample], str | None], what: str
+) -> RuleResult:
+    """Judge each sample that has all fields: what is wrong is violated, whatever else is missing."""
+    found = []
+    for sample in record.samples:
+        if all(getattr(sample, field) is not None for field in fields):
+            text = complaint(sample)
+            if text is not None:
+                found.append(f"turn {sample.turn}, session {sample.session}: {text}")
+    if found:
+        more = f"; and {len(found) - MAX_LISTED:,} more" if len(found) > MAX_LISTED else ""
+        return RuleResult(
+            rule=rule, status="violated", what="; ".join(found[:MAX_LISTED]) + more, num_violations=len(found)
+        )
+    return _missing(rule, record, fields) or RuleResult(
+        rule=rule, status="ok", what=f"{what}, in {len(record.samples):,} samples"
+    )
