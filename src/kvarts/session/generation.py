@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable
 
 from kvarts.llm.llm_engine import LLMEngine
@@ -41,6 +42,10 @@ class AppendTurn:
         self._request = generation.request
         return index
 
+    def cancel(self, engine: LLMEngine) -> None:
+        """End the request at a token boundary, between steps; the tokens stay, some of them not computed."""
+        _end(self._loop, self._session, self._request)
+
     def update(self, generation: Generation) -> None:
         """Do nothing: only the end matters."""
 
@@ -48,7 +53,7 @@ class AppendTurn:
         """Note the end."""
         assert self._request is not None
         self._turns.end(self._session, self._request)
-        self._done(None)
+        self._done(CancelledError() if completion.finish_reason == "cancelled" else None)
 
     def fail(self, error: BaseException) -> None:
         """Note that it will never end."""
@@ -85,8 +90,6 @@ class GenerationTurn:
         self._began_ns = 0
         self._first_ns = 0
         self._ends_truncated = False
-        self.is_over = False
-        """Whether no request is under way any more, and the end was told."""
 
     def begin(self, engine: LLMEngine) -> int | None:
         """Begin the request, between steps; None if there is no place for a token."""
@@ -102,7 +105,6 @@ class GenerationTurn:
             max_tokens = max(0, self._max_positions - session.history_length)
             self._ends_truncated = True
         if not max_tokens:
-            self.is_over = True
             self._stream.put(Done(StopReason.TRUNCATED, 0, 0.0, 0.0))
             return None
         index = self._turns.begin_generation(engine, session, self._params, max_tokens)
@@ -113,9 +115,7 @@ class GenerationTurn:
 
     def cancel(self, engine: LLMEngine) -> None:
         """End the request at a token boundary, between steps; what was generated stays."""
-        index = self._session.request
-        if not self.is_over and index is not None and self._request is not None and self._request.index == index:
-            self._loop.end(index)
+        _end(self._loop, self._session, self._request)
 
     def update(self, generation: Generation) -> None:
         """Send the tokens of a step."""
@@ -124,9 +124,9 @@ class GenerationTurn:
     def end(self, completion: Completion) -> None:
         """Send the rest, and compute the KV of the last token."""
         assert self._request is not None
-        tokens = completion.tokens
+        session, tokens = self._session, completion.tokens
+        self._turns.end(session, self._request)
         self._send(list(tokens))
-        self._turns.end(self._session, self._request)
         reason = {"stop": StopReason.EOS, "length": StopReason.MAX_TOKENS, "cancelled": StopReason.CANCELLED}[
             completion.finish_reason
         ]
@@ -135,21 +135,18 @@ class GenerationTurn:
         now_ns = self._now_ns()
         first_ns = self._first_ns or now_ns
         done = Done(reason, len(tokens), (first_ns - self._began_ns) / 1e9, (now_ns - self._began_ns) / 1e9)
-        if self._session.pages is None or self._session.num_computed >= self._session.history_length:
-            self._finish(done)
+        if session.pages is None or session.num_computed >= session.history_length:
+            self._stream.put(done)
             return
+        session.state = "generating"  # still: an idle one might be gone before its last token is computed
         last = AppendTurn(
-            self._turns, self._session, self._loop, lambda error: self._finish(done if error is None else error)
+            self._turns, session, self._loop, lambda error: self._stream.put(done if error is None else error)
         )
         self._loop.start(last.begin, last)
 
     def fail(self, error: BaseException) -> None:
         """Send an error."""
-        self._finish(error)
-
-    def _finish(self, last: Done | BaseException) -> None:
-        self.is_over = True
-        self._stream.put(last)
+        self._stream.put(error)
 
     def _send(self, tokens: list[int]) -> None:
         if len(tokens) > self._num_sent:
@@ -157,3 +154,9 @@ class GenerationTurn:
                 self._first_ns = self._now_ns()
             self._stream.put(*map(Token, tokens[self._num_sent :]))
             self._num_sent = len(tokens)
+
+
+def _end(loop: EngineLoop, session: Session, request: Request | None) -> None:
+    """End `request`, if it is the one of `session` that is under way."""
+    if request is not None and session.request == request.index:
+        loop.end(request.index)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.loop import EngineDeadError, Gone
 from kvarts.sampling import SamplingParams
 from kvarts.session.errors import SessionNotReadyError, SessionValueError
 from kvarts.session.exclusive import Exclusive
@@ -32,7 +33,7 @@ class Sessions:
         self._host = table.host
         self._turns = Turns(table)
         self._exclusive = Exclusive()
-        self._generating: dict[str, GenerationTurn] = {}
+        self._under_way: dict[str, _UnderWay] = {}
         self._outbox: Outbox | None = None
         self._reaper: asyncio.Task[None] | None = None
 
@@ -44,9 +45,9 @@ class Sessions:
     async def create(self, owner: str, settings: SessionSettings | None = None) -> str:
         """Return the id of a new session."""
         chosen = self.defaults if settings is None else settings
-        session = await self._call(lambda: self._table.create(owner, chosen))
+        session_id = await self._make(lambda: self._table.create(owner, chosen))
         self._start_reaper()
-        return session.session_id
+        return session_id
 
     async def append(
         self,
@@ -60,55 +61,51 @@ class Sessions:
         """Append tokens; return the length of the history when their KV is in pages."""
         packed = self._packed(tokens)
         session = await self._get(owner, session_id)
-        async with self._exclusive.hold(session_id, queue=queue):
-            # What was appended is there, whether its client waits for the KV or not.
-            return await asyncio.shield(self._append(owner, session, packed, expected_length))
+        await self._exclusive.take(session_id, queue=queue)
+        return await self._append(owner, session, packed, expected_length)
 
     async def generate(
         self, owner: str, session_id: str, params: SamplingParams, *, queue: bool = False
     ) -> AsyncGenerator[Update, None]:
         """Yield Truncated, if tokens were dropped, then every token, then Done."""
         session = await self._get(owner, session_id)
-        async with self._exclusive.hold(session_id, queue=queue):
-            stream = UpdateStream(self._streams())
-            turn = GenerationTurn(
-                self._turns,
-                session,
-                params,
-                stream,
-                self._host.loop,
-                now_ns=self._host.clock.now_ns,
-                max_positions=self._max_positions(session),
-            )
+        await self._exclusive.take(session_id, queue=queue)
+        stream = UpdateStream(self._streams(), lambda: self._end(session_id))
+        turn = GenerationTurn(
+            self._turns,
+            session,
+            params,
+            stream,
+            self._host.loop,
+            now_ns=self._host.clock.now_ns,
+            max_positions=self._max_positions(session),
+        )
 
-            def begin(engine: LLMEngine) -> int | None:
-                self._table.get(owner, session_id)  # it may have gone while this waited for its turn
-                return turn.begin(engine)
+        def begin(engine: LLMEngine) -> int | None:
+            self._table.get(owner, session_id)  # it may have gone while this waited for its turn
+            return turn.begin(engine)
 
-            self._generating[session_id] = turn
+        over = self._begin(session_id, turn.cancel)
+        try:
             self._host.loop.start(begin, turn)
-            is_over = False
-            try:
-                while not is_over:
-                    try:
-                        update = await stream.next()
-                    except Exception:
-                        is_over = True
-                        raise
-                    is_over = isinstance(update, Done)
-                    yield update
-            finally:
-                if not is_over:
-                    await asyncio.shield(self._cancel(turn, stream))
-                del self._generating[session_id]
+            while True:
+                update = await stream.next()
+                yield update
+                if isinstance(update, Done):
+                    return
+        finally:
+            if not over.done():  # nobody reads it any more
+                self._host.loop.post(turn.cancel)
+                await _settled(over)
 
     async def cancel(self, owner: str, session_id: str) -> bool:
-        """End the generation under way at a token boundary; return whether there was one."""
+        """End the operation under way at a token boundary; return whether there was one."""
         await self._get(owner, session_id)
-        turn = self._generating.get(session_id)
-        if turn is None or turn.is_over:
+        operation = self._under_way.get(session_id)
+        if operation is None:
             return False
-        await asyncio.wrap_future(self._host.loop.post(turn.cancel))
+        self._host.loop.post(operation.cancel)
+        await asyncio.shield(operation.over)
         return True
 
     async def info(self, owner: str, session_id: str) -> SessionInfo:
@@ -118,9 +115,9 @@ class Sessions:
     async def close(self, owner: str, session_id: str) -> int:
         """End a session, and what is under way on it; return the length of its history."""
         session = await self._get(owner, session_id)
-        turn = self._generating.get(session_id)
-        if turn is not None:
-            await asyncio.wrap_future(self._host.loop.post(turn.cancel))
+        operation = self._under_way.get(session_id)
+        if operation is not None:
+            self._host.loop.post(operation.cancel)
         async with self._exclusive.hold(session_id, queue=True, ahead=True):
 
             def close() -> int:
@@ -133,8 +130,7 @@ class Sessions:
         """Return the id of a new session with the same history and settings."""
         await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
-            forked = await self._call(lambda: self._table.fork(self._table.get(owner, session_id), label))
-            return forked.session_id
+            return await self._make(lambda: self._table.fork(self._table.get(owner, session_id), label))
 
     async def rollback(self, owner: str, session_id: str, length: int, *, queue: bool = False) -> int:
         """Shorten the history to `length`, and return it."""
@@ -182,23 +178,34 @@ class Sessions:
             with suppress(asyncio.CancelledError):
                 await self._reaper
             self._reaper = None
-        for turn in list(self._generating.values()):
-            await asyncio.wrap_future(self._host.loop.post(turn.cancel))
+        while self._exclusive.num_busy:  # what waited for its turn begins, and ends as well
+            under_way = list(self._under_way.values())
+            for operation in under_way:
+                self._host.loop.post(operation.cancel)
+            if under_way:
+                await asyncio.wait([operation.over for operation in under_way])
+            await asyncio.sleep(0.001)
 
     # Inside -----------------------------------------------------------------------------------------------
 
     async def _append(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
 
         def finish(error: BaseException | None) -> None:
             def deliver() -> None:
+                self._end(session.session_id)
+                if done.done():
+                    return  # its client has gone; what was appended is there all the same
                 if error is None:
                     done.set_result(None)
                 else:
                     done.set_exception(error)
 
-            loop.call_soon_threadsafe(deliver)
+            try:
+                loop.call_soon_threadsafe(deliver)
+            except RuntimeError as closed:
+                raise Gone from closed
 
         turn = AppendTurn(self._turns, session, self._host.loop, finish)
         length = 0
@@ -228,16 +235,35 @@ class Sessions:
                 self._table.shorten(session, before)
                 raise
 
+        self._begin(session.session_id, turn.cancel)
         self._host.loop.start(begin, turn)
         await done
         return length
 
-    async def _cancel(self, turn: GenerationTurn, stream: UpdateStream) -> None:
-        """End a generation that is not read any more, and wait for its end."""
-        self._host.loop.post(turn.cancel)
-        with suppress(Exception):  # of a generation that is not wanted any more
-            while not isinstance(await stream.next(), Done):
-                pass
+    def _begin(self, session_id: str, cancel: Callable[[LLMEngine], None]) -> asyncio.Future[None]:
+        """Note an operation that has its turn; return what is done when it has ended."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._under_way[session_id] = _UnderWay(cancel, over)
+        return over
+
+    def _end(self, session_id: str) -> None:
+        """Note the end of an operation, and pass the turn on."""
+        self._under_way.pop(session_id).over.set_result(None)
+        self._exclusive.pass_on(session_id)
+
+    async def _make(self, make: Callable[[], Session]) -> str:
+        """Return the id of the session that `make` returns. One that is made for nobody goes at once."""
+        made: list[Session] = []
+        try:
+            await self._call(lambda: made.append(make()))
+        except asyncio.CancelledError:
+            self._host.loop.post(lambda _: self._forget(made))
+            raise
+        return made[0].session_id
+
+    def _forget(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            self._table.remove(session, "closed")
 
     def _packed(self, tokens: Sequence[int]) -> bytes:
         vocab_size = self._host.vocab_size
@@ -256,7 +282,8 @@ class Sessions:
         return self._host.max_positions
 
     async def _get(self, owner: str, session_id: str) -> Session:
-        return await self._call(lambda: self._table.get(owner, session_id))
+        session = self._table.find(owner, session_id)  # nothing changes, so it need not wait for the end of a step
+        return await self._call(lambda: self._table.get(owner, session_id)) if session is None else session
 
     async def _call(self, task: Callable[[], T]) -> T:
         """Run `task` in the thread of the engine, between steps."""
@@ -274,4 +301,24 @@ class Sessions:
     async def _reap_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._table.config.reap_every_s)
-            await self.reap()
+            with suppress(EngineDeadError):  # others tell
+                await self.reap()
+
+
+class _UnderWay(NamedTuple):
+    """An append or a generation: what ends it, in the thread of the engine, and what is done when it has ended."""
+
+    cancel: Callable[[LLMEngine], None]
+    over: asyncio.Future[None]
+
+
+async def _settled(over: asyncio.Future[None]) -> None:
+    """Wait for `over`, also while this task is cancelled; that is raised then."""
+    cancelled = None
+    while not over.done():
+        try:
+            await asyncio.shield(over)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
