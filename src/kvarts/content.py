@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from sys import getsizeof
 
 from kvarts.errors import ConfigError
 
@@ -21,6 +22,9 @@ PageKey = bytes | int
 """The name of a page among the pages that may follow one prefix: the bytes of its units, or an owner."""
 
 UNIT_BYTES = 8
+
+TRIM_BYTES = 1024
+"""Less than this is not worth a copy of the whole."""
 
 
 class Content:
@@ -76,6 +80,11 @@ class Content:
         self.units += packed_tokens
         self.num_known_tokens += len(packed_tokens) // UNIT_BYTES
         self.num_known_pages = self.num_known_tokens // self.page_size
+
+    def trim(self) -> None:
+        """Give back memory for tokens to come, of which a growing content takes an eighth beforehand."""
+        if isinstance(self.units, bytearray) and getsizeof(self.units) - len(self.units) > TRIM_BYTES:
+            self.units = bytearray(self.units)
 
     def tokens(self, start: int, end: int) -> array[int]:
         """Return the token ids [start, end), which must be known."""

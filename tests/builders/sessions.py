@@ -45,10 +45,11 @@ def mock_sessions(
     seqs: int = 8,
     clock: Clock | None = None,
     max_positions: int | None = None,
+    audit: bool = HAS_AUDIT,
 ) -> tuple[Sessions, ModelHost]:
     engine = EngineConfig(num_pages=num_pages, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=seqs)
     host = mock_host(
-        engine, clock=VirtualClock() if clock is None else clock, audit=HAS_AUDIT, max_positions=max_positions
+        engine, clock=VirtualClock() if clock is None else clock, audit=audit, max_positions=max_positions
     )
     return sessions_on(host, config), host
 

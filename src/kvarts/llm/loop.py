@@ -3,7 +3,7 @@
 The engine is used by one thread at a time. Whatever others want of it is a task in a queue, which the thread that has
 the engine carries out between steps. A request has either a listener, which is told of its text and its end, or none:
 then its completion is kept for the next `step` that is called by hand. While there are listeners, a thread of the loop
-does the steps; it ends with the last of them, so an idle loop has no thread and needs no closing.
+does the steps; it ends soon after the last of them, so an idle loop has no thread and needs no closing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
 from kvarts.errors import KvartsError
@@ -24,6 +24,9 @@ from kvarts.sampling import SamplingParams
 __all__ = ["EngineDeadError", "EngineLoop", "Gone", "Listener"]
 
 T = TypeVar("T")
+
+LINGER_S = 0.005
+"""For how long the thread of an idle loop waits for a next task: starting a thread takes longer than most tasks."""
 Prompt = tuple[Sequence[int], SamplingParams]
 
 
@@ -60,6 +63,7 @@ class EngineLoop:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._lock = Lock()
+        self._has_task = Condition(self._lock)
         """Guards `_tasks` and `_is_taken`; held for moments only, never during a step."""
         self._tasks: deque[_Task] = deque()
         self._is_taken = False
@@ -196,6 +200,7 @@ class EngineLoop:
         with self._lock:
             self._tasks.append(task)
             if self._is_taken:
+                self._has_task.notify()
                 return
             self._is_taken = True
         try:
@@ -208,15 +213,20 @@ class EngineLoop:
     def _serve(self) -> None:
         """Carry out tasks and steps for as long as there are any."""
         try:
-            while self._run_tasks():
+            while self._run_tasks(wait_s=LINGER_S):
                 self._step()
         except BaseException as error:  # every waiting caller gets it
             self._abandon(error)
 
-    def _run_tasks(self) -> bool:
-        """Carry out the tasks that are there. Return whether there are listeners; if not, give the engine back."""
+    def _run_tasks(self, wait_s: float = 0.0) -> bool:
+        """Carry out the tasks that are there. Return whether there are listeners; if not, give the engine back.
+
+        `wait_s`: for how long to wait for more tasks before that.
+        """
         while True:
             with self._lock:
+                if wait_s and not self._tasks and not self._listeners:
+                    self._has_task.wait(wait_s)
                 if not self._tasks and not self._listeners:
                     self._is_taken = False
                     return False
