@@ -48,9 +48,7 @@ def mock_sessions(
     audit: bool = HAS_AUDIT,
 ) -> tuple[Sessions, ModelHost]:
     engine = EngineConfig(num_pages=num_pages, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=seqs)
-    host = mock_host(
-        engine, clock=VirtualClock() if clock is None else clock, audit=audit, max_positions=max_positions
-    )
+    host = mock_host(engine, clock=VirtualClock() if clock is None else clock, audit=audit, max_positions=max_positions)
     return sessions_on(host, config), host
 
 

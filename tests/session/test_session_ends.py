@@ -9,10 +9,12 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from kvarts.llm.loop import EngineDeadError
+from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import SessionGoneError, SessionsExhaustedError
-from kvarts.session.values import Done, StopReason, Token, Update
+from kvarts.session.session import Session
+from kvarts.session.values import Done, SessionSettings, StopReason, Token, Update
 
 from builders.sessions import OWNER, GateClock, check_at_rest, greedy, mock_says, mock_sessions, say
 
@@ -316,3 +318,53 @@ def test_a_waiter_that_goes_as_its_turn_comes_passes_it_on() -> None:
 
     asyncio.run(talk())
     check_at_rest(host)
+
+
+def test_a_generation_that_never_began_is_no_step_back() -> None:
+    """It is cancelled while it waits for a request of somebody else: no position has fallen."""
+    clock = GateClock()
+    sessions, host = mock_sessions(clock=clock, seqs=1)
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER, SessionSettings(window=None))
+        await sessions.append(OWNER, session, PROMPT)
+        clock.shut()
+        other = asyncio.ensure_future(asyncio.to_thread(host.loop.generate, [([1, 2, 3], greedy(50))]))
+        await clock.step_begun()
+        reading = asyncio.ensure_future(rest(sessions.generate(OWNER, session, greedy(5))))
+        await asyncio.sleep(0.005)
+        cancelling = asyncio.ensure_future(sessions.cancel(OWNER, session))
+        await asyncio.sleep(0.005)
+        clock.open()
+        assert await cancelling
+        assert (await reading)[-1].num_tokens == 0  # type: ignore[union-attr]
+        await other
+        info = await sessions.info(OWNER, session)
+        assert (info.inv2_violations, info.num_dropped) == (0, len(PROMPT) - info.num_retained)
+        assert await say(sessions, session, [], 5) == mock_says(PROMPT, 5)
+        assert (await sessions.info(OWNER, session)).inv2_violations == 0
+        await sessions.close(OWNER, session)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    check_at_rest(host)
+
+
+def test_an_error_at_an_end_is_told_to_whoever_waits_for_it() -> None:
+    """Not in a step, but when what a request leaves is noted: our bug, and still nobody waits for ever."""
+    sessions, _ = mock_sessions()
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER)
+        await sessions.append(OWNER, session, PROMPT)
+
+        def fail(ended: Session, request: Request) -> None:
+            raise AssertionError("a page is lost")
+
+        sessions._turns.end = fail  # type: ignore[method-assign]
+        for call in (sessions.append(OWNER, session, [1]), say(sessions, session, [], 1)):
+            with pytest.raises((AssertionError, EngineDeadError)):
+                await asyncio.wait_for(call, 10)
+        await asyncio.wait_for(sessions.shut_down(), 10)
+
+    asyncio.run(talk())

@@ -255,12 +255,17 @@ class EngineLoop:
 
     def _cancel(self, index: int) -> Completion | None:
         completion = self._engine.cancel(index)
-        listener = self._listeners.pop(index, None)
+        listener = self._listeners.get(index)
         if listener is not None:
             assert completion is not None, "a request with a listener is under way"
-            with suppress(Gone):
-                listener.end(completion)
+            self._tell_end(listener, completion)
         return completion
+
+    def _tell_end(self, listener: Listener, completion: Completion) -> None:
+        """Tell a listener of its end. One that raises is told of that by whoever catches it, so it is still there."""
+        with suppress(Gone):
+            listener.end(completion)
+        del self._listeners[completion.index]
 
     def _step(self) -> None:
         """Do one step, and tell listeners."""
@@ -270,12 +275,11 @@ class EngineLoop:
             self._close(error)
             raise
         for completion in completions:
-            listener = self._listeners.pop(completion.index, None)
+            listener = self._listeners.get(completion.index)
             if listener is None:
                 self._unclaimed.append(completion)
             else:
-                with suppress(Gone):
-                    listener.end(completion)
+                self._tell_end(listener, completion)
         gone = []
         for index, listener in self._listeners.items():
             generation = self._engine.generation(index)

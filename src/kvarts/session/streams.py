@@ -50,6 +50,7 @@ class UpdateStream:
     def __init__(self, outbox: Outbox, on_end: Callable[[], None]) -> None:
         self._outbox = outbox
         self._on_end = on_end
+        self._has_ended = False
         self._items: deque[Update | BaseException] = deque()
         self._wakes: asyncio.Future[None] | None = None
 
@@ -60,7 +61,8 @@ class UpdateStream:
     def receive(self, item: Update | BaseException) -> None:
         """Take an update, in the event loop."""
         self._items.append(item)
-        if isinstance(item, Done | BaseException):
+        if isinstance(item, Done | BaseException) and not self._has_ended:
+            self._has_ended = True
             self._on_end()
         if self._wakes is not None and not self._wakes.done():
             self._wakes.set_result(None)
