@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
 
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineLoop
+from kvarts.llm.loop import EngineLoop, Gone
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
@@ -13,7 +16,7 @@ from kvarts.session.errors import SessionNotReadyError
 from kvarts.session.session import Session
 from kvarts.session.streams import UpdateStream
 from kvarts.session.turns import Turns
-from kvarts.session.values import Done, StopReason, Token, Truncated
+from kvarts.session.values import Done, StopReason, Token, Truncated, Update
 
 __all__ = ["AppendTurn", "GenerationTurn"]
 
@@ -58,8 +61,9 @@ class AppendTurn:
 class GenerationTurn:
     """A Listener of a generation: sends Truncated, tokens and Done to `stream`.
 
-    `max_positions`: how long the history may become; None: as long as it gets. When the last token is sampled, its KV
-    is computed before the end is told.
+    `max_positions`: how long the history may become; None: as long as it gets. `write`: writes tokens to disk, given
+    the length of the history before; they are sent when they are there. When the last token is sampled, its KV is
+    computed before the end is told.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class GenerationTurn:
         *,
         now_ns: Callable[[], int],
         max_positions: int | None,
+        write: Callable[[int, list[int]], Future[Any]] | None = None,
     ) -> None:
         self._turns = turns
         self._session = session
@@ -80,6 +85,8 @@ class GenerationTurn:
         self._loop = loop
         self._now_ns = now_ns
         self._max_positions = max_positions
+        self._write = write
+        self._written: Future[Any] | None = None
         self._request: Request | None = None
         self._num_sent = 0
         self._began_ns = 0
@@ -149,11 +156,33 @@ class GenerationTurn:
 
     def _finish(self, last: Done | BaseException) -> None:
         self.is_over = True
-        self._stream.put(last)
+        if self._written is None:
+            self._stream.put(last)
+        else:
+            self._written.add_done_callback(lambda _: _put(self._stream, last))
 
     def _send(self, tokens: list[int]) -> None:
         if len(tokens) > self._num_sent:
             if not self._num_sent:
                 self._first_ns = self._now_ns()
-            self._stream.put(*map(Token, tokens[self._num_sent :]))
+            new = tokens[self._num_sent :]
+            if self._write is None:
+                self._stream.put(*map(Token, new))
+            else:
+                assert self._request is not None
+                self._written = self._write(self._request.num_prompt_tokens + self._num_sent, new)
+                self._written.add_done_callback(lambda future: self._sent(future, new))
             self._num_sent = len(tokens)
+
+    def _sent(self, future: Future[Any], tokens: list[int]) -> None:
+        error = future.exception()
+        if error is None:
+            _put(self._stream, *map(Token, tokens))
+        else:
+            _put(self._stream, error)
+
+
+def _put(stream: UpdateStream, *items: Update | BaseException) -> None:
+    """Send updates from a thread that nothing can be raised in."""
+    with suppress(Gone):
+        stream.put(*items)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvarts.build import build_engine
 from kvarts.clock import Clock, WallClock
@@ -11,6 +14,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.executor.cost import CostModel
 from kvarts.executor.mock import MockExecutor
+from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.roofline import RooflineCost
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
@@ -18,6 +22,7 @@ from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.rooms import from_room
 from kvarts.session.config import AtCapacity, SessionsConfig
+from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable, check_settings
 from kvarts.session.values import SessionSettings
@@ -62,6 +67,7 @@ def mock_host(
         clock=clock,
         slots=executor.slots,
         rotation=executor.rotation,
+        kv=NoPageBytes(),
         token_bytes=token_bytes,
         kv_bytes=config.num_pages * config.page_size * token_bytes,
         vocab_size=vocab_size,
@@ -88,11 +94,13 @@ def open_sessions(
     device: str = "auto",
     attention: str = "auto",
     clock: Clock | None = None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Sessions:
     """Return sessions on the model in the directory `model`, or on a mock.
 
     `session_memory`: bytes of KV for bounded sessions, as a number or as 2GiB. The other settings are those of
-    SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. Raise ConfigError for settings
+    SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. `state_dir`: where sessions are
+    kept beyond the end of the process; `say` is told what could not be kept or read. Raise ConfigError for settings
     that exclude each other, or that leave no room for a session.
     """
     if mock == (model is not None):
@@ -128,8 +136,16 @@ def open_sessions(
             clock=clock,
         )
         host = llm.host()
+    # Room for chunks is taken from sessions: of a small memory, less.
+    most_tokens = max(host.config.page_size, host.config.pool_tokens // 4)
+    config = msgspec.structs.replace(config, chunk_tokens=min(config.chunk_tokens, most_tokens))
     check_settings(config, host)
-    return Sessions(SessionTable(host, config))
+    table = SessionTable(host, config)
+    if state_dir is None:
+        return Sessions(table)
+    keeper = Keeper(table, Path(state_dir), say)
+    host.loop.call(lambda _: keeper.restore())
+    return Sessions(table, keeper)
 
 
 def _attention(attention: str, device: str) -> str:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
 
 from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.sampling import SamplingParams
-from kvarts.session.errors import SessionNotReadyError, SessionValueError
+from kvarts.session.errors import SessionBusyError, SessionNotReadyError, SessionValueError
 from kvarts.session.exclusive import Exclusive
 from kvarts.session.generation import AppendTurn, GenerationTurn
+from kvarts.session.keeper import Keeper, usage_of
 from kvarts.session.session import Session
+from kvarts.session.stored import EndReason
 from kvarts.session.streams import Outbox, UpdateStream
 from kvarts.session.table import SessionTable
 from kvarts.session.turns import Turns
@@ -27,8 +34,14 @@ T = TypeVar("T")
 class Sessions:
     """A SessionRuntime over `table`. Everything but waiting happens in the thread of the engine, between steps."""
 
-    def __init__(self, table: SessionTable) -> None:
+    def __init__(self, table: SessionTable, keeper: Keeper | None = None) -> None:
         self._table = table
+        self._keeper = keeper
+        self._removing: dict[str, Future[int]] = {}
+        self._is_closing = False
+        self._num_appends = 0
+        if keeper is not None:
+            table.on_removed = self._removed
         self._host = table.host
         self._turns = Turns(table)
         self._exclusive = Exclusive()
@@ -44,7 +57,10 @@ class Sessions:
     async def create(self, owner: str, settings: SessionSettings | None = None) -> str:
         """Return the id of a new session."""
         chosen = self.defaults if settings is None else settings
+        self._check_open()
         session = await self._call(lambda: self._table.create(owner, chosen))
+        if self._keeper is not None:
+            await self._keep(session, self._keeper.histories.create(self._keeper.stored(session)))
         self._start_reaper()
         return session.session_id
 
@@ -58,6 +74,7 @@ class Sessions:
         queue: bool = False,
     ) -> int:
         """Append tokens; return the length of the history when their KV is in pages."""
+        self._check_open()
         packed = self._packed(tokens)
         session = await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
@@ -68,6 +85,7 @@ class Sessions:
         self, owner: str, session_id: str, params: SamplingParams, *, queue: bool = False
     ) -> AsyncGenerator[Update, None]:
         """Yield Truncated, if tokens were dropped, then every token, then Done."""
+        self._check_open()
         session = await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
             stream = UpdateStream(self._streams())
@@ -79,6 +97,7 @@ class Sessions:
                 self._host.loop,
                 now_ns=self._host.clock.now_ns,
                 max_positions=self._max_positions(session),
+                write=None if self._keeper is None else partial(self._keeper.histories.append, session_id),
             )
 
             def begin(engine: LLMEngine) -> int | None:
@@ -90,16 +109,16 @@ class Sessions:
             is_over = False
             try:
                 while not is_over:
-                    try:
-                        update = await stream.next()
-                    except Exception:
-                        is_over = True
-                        raise
+                    update = await stream.next()
                     is_over = isinstance(update, Done)
+                    if is_over:
+                        self._turn_ended(session)
                     yield update
             finally:
                 if not is_over:
-                    await asyncio.shield(self._cancel(turn, stream))
+                    if not turn.is_over:
+                        await asyncio.shield(self._cancel(turn, stream))
+                    self._turn_ended(session)
                 del self._generating[session_id]
 
     async def cancel(self, owner: str, session_id: str) -> bool:
@@ -127,22 +146,29 @@ class Sessions:
                 self._table.remove(self._table.get(owner, session_id), "closed")
                 return session.history_length
 
-            return await self._call(close)
+            length = await self._call(close)
+            removing = self._removing.pop(session_id, None)
+            if removing is not None:
+                await asyncio.wrap_future(removing)
+            return length
 
     async def fork(self, owner: str, session_id: str, *, label: str = "", queue: bool = False) -> str:
         """Return the id of a new session with the same history and settings."""
         await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
             forked = await self._call(lambda: self._table.fork(self._table.get(owner, session_id), label))
+            if self._keeper is not None:
+                await self._keep(forked, self._keeper.histories.fork(session_id, self._keeper.stored(forked)))
+                self._keeper.save_kv(forked)
             return forked.session_id
 
     async def rollback(self, owner: str, session_id: str, length: int, *, queue: bool = False) -> int:
         """Shorten the history to `length`, and return it."""
-        await self._get(owner, session_id)
+        session = await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
 
-            def shorten() -> int:
-                session = self._table.get(owner, session_id)
+            def check() -> None:
+                self._table.get(owner, session_id)
                 if not 0 <= length <= session.history_length:
                     raise SessionValueError(
                         f"the history has {session.history_length} tokens, not {length}", field="length"
@@ -155,10 +181,13 @@ class Sessions:
                         field="length",
                         hint="Roll back less far, or fork before.",
                     )
-                self._table.shorten(session, length)
-                return length
 
-            return await self._call(shorten)
+            await self._call(check)
+            if self._keeper is not None:
+                await asyncio.wrap_future(self._keeper.histories.truncate(session_id, length))
+            await self._call(lambda: self._table.shorten(session, length))
+            self._turn_ended(session)
+            return length
 
     async def list(self, owner: str) -> list[SessionInfo]:
         """Return the sessions of `owner`, the oldest first."""
@@ -182,12 +211,29 @@ class Sessions:
             with suppress(asyncio.CancelledError):
                 await self._reaper
             self._reaper = None
-        for turn in list(self._generating.values()):
+        self._is_closing = True
+        turns = list(self._generating.values())
+        for turn in turns:
             await asyncio.wrap_future(self._host.loop.post(turn.cancel))
+        while self._num_appends or any(not turn.is_over for turn in turns):
+            await asyncio.sleep(0.005)
+        if self._keeper is not None:
+            await self._keeper.close()
 
     # Inside -----------------------------------------------------------------------------------------------
 
     async def _append(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
+        self._num_appends += 1
+        try:
+            return await self._append_now(owner, session, packed, expected_length)
+        finally:
+            self._num_appends -= 1
+
+    async def _append_now(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
+        before = await self._call(lambda: self._check_append(owner, session, packed, expected_length))
+        if self._keeper is not None and packed:
+            tokens = np.frombuffer(packed, np.uint64)
+            await asyncio.wrap_future(self._keeper.histories.append(session.session_id, before, tokens))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
 
@@ -201,26 +247,9 @@ class Sessions:
             loop.call_soon_threadsafe(deliver)
 
         turn = AppendTurn(self._turns, session, self._host.loop, finish)
-        length = 0
 
         def begin(engine: LLMEngine) -> int | None:
-            nonlocal length
             self._table.get(owner, session.session_id)
-            if expected_length is not None and expected_length != session.history_length:
-                raise SessionNotReadyError(
-                    f"the history has {session.history_length} tokens, and {expected_length} were expected",
-                    field="expected_length",
-                    hint="The tokens may be there already: compare with what was sent.",
-                )
-            before = session.history_length
-            most = self._max_positions(session)
-            length = before + len(packed) // UNIT_BYTES
-            if most is not None and length > most:
-                raise SessionNotReadyError(
-                    f"the history would have {length} tokens, and the model was trained for {most} positions",
-                    field="token_ids",
-                    hint="Create the session with positions='cache', or with past_max_positions.",
-                )
             session.content.append(packed)
             try:
                 return turn.begin(engine)
@@ -230,7 +259,54 @@ class Sessions:
 
         self._host.loop.start(begin, turn)
         await done
-        return length
+        self._turn_ended(session)
+        return before + len(packed) // UNIT_BYTES
+
+    def _check_append(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
+        """Return the length of the history. Raise SessionNotReadyError if tokens cannot be appended to it."""
+        self._table.get(owner, session.session_id)
+        before = session.history_length
+        if expected_length is not None and expected_length != before:
+            raise SessionNotReadyError(
+                f"the history has {before} tokens, and {expected_length} were expected",
+                field="expected_length",
+                hint="The tokens may be there already: compare with what was sent.",
+            )
+        most = self._max_positions(session)
+        length = before + len(packed) // UNIT_BYTES
+        if most is not None and length > most:
+            raise SessionNotReadyError(
+                f"the history would have {length} tokens, and the model was trained for {most} positions",
+                field="token_ids",
+                hint="Create the session with positions='cache', or with past_max_positions.",
+            )
+        return before
+
+    def _turn_ended(self, session: Session) -> None:
+        """Write what a turn has left, beside what happens next."""
+        if self._keeper is not None:
+            self._keeper.histories.note(session.session_id, usage_of(session))
+            self._keeper.save_kv(session)
+
+    async def _keep(self, session: Session, written: Future[Any]) -> None:
+        """Wait until a new session is on disk; if it cannot be there, it is not here either."""
+        try:
+            await asyncio.wrap_future(written)
+        except BaseException:
+            await self._call(lambda: self._table.remove(session, "closed"))
+            raise
+
+    def _removed(self, session: Session, reason: EndReason) -> None:
+        """Write that a session is gone. In the thread of the engine."""
+        assert self._keeper is not None
+        ended = self._keeper.histories.end(session.session_id, reason, time.time())
+        if reason == "closed":
+            self._removing[session.session_id] = ended
+        self._keeper.forget_kv(session.session_id)
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise SessionBusyError("the server is shutting down", hint="Try again when it is back.")
 
     async def _cancel(self, turn: GenerationTurn, stream: UpdateStream) -> None:
         """End a generation that is not read any more, and wait for its end."""
