@@ -245,6 +245,8 @@ class SessionTable:
     # Inside -----------------------------------------------------------------------------------------------
 
     def _keeps(self, settings: SessionSettings) -> SinkWindow | None:
+        if settings.window is None and settings.retention == "host" and self.host.core.tiers is None:
+            raise ConfigError("'host' needs host memory", field="retention", hint="Open the server with host memory.")
         if settings.positions == "cache":
             self.host.rotation.enable()
         if settings.window is None:
