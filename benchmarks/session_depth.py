@@ -61,10 +61,8 @@ async def deep_session(sessions: Sessions, depth: int) -> str:
 
 async def seconds_a_token(sessions: Sessions, session: str) -> float:
     """Generate, and return the mean time between tokens."""
-    times = []
-    async for update in sessions.generate(OWNER, session, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)):
-        if isinstance(update, Token):
-            times.append(time.perf_counter())
+    updates = sessions.generate(OWNER, session, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+    times = [time.perf_counter() async for update in updates if isinstance(update, Token)]
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
