@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from threading import Event
 
 from kvarts.clock import Clock, VirtualClock
 from kvarts.config import EngineConfig
 from kvarts.llm.host import ModelHost
 from kvarts.sampling import SamplingParams
 from kvarts.session.config import SessionsConfig
-from kvarts.session.opening import mock_host
+from kvarts.session.opening import MOCK_VOCAB_SIZE, mock_host
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
 from kvarts.session.values import Done, SessionSettings, Token
 
 from builders.rooms import HAS_AUDIT
 
-__all__ = ["OWNER", "greedy", "mock_sessions", "say", "sessions_on"]
+__all__ = [
+    "OWNER",
+    "GateClock",
+    "check_at_rest",
+    "greedy",
+    "mock_says",
+    "mock_sessions",
+    "say",
+    "sessions_on",
+]
 
 OWNER = "somebody"
 
@@ -59,3 +70,57 @@ async def say(sessions: Sessions, session_id: str, tokens: Sequence[int], num_to
         elif isinstance(update, Done):
             assert update.num_tokens == len(said)
     return said
+
+
+class GateClock(VirtualClock):
+    """Virtual time that stops while the gate is shut: a step that has begun ends when it is open again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_open = Event()
+        self._is_open.set()
+        self._is_waiting = Event()
+
+    def shut(self) -> None:
+        self._is_waiting.clear()
+        self._is_open.clear()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    async def step_begun(self) -> None:
+        """Return when a step waits at the gate."""
+        while not self._is_waiting.is_set():
+            await asyncio.sleep(0.001)
+
+    def wait_until_ns(self, at_ns: int) -> None:
+        if not self._is_open.is_set():
+            self._is_waiting.set()
+            assert self._is_open.wait(20), "nobody opened the gate"
+        super().wait_until_ns(at_ns)
+
+
+def mock_says(
+    history: Sequence[int], num_tokens: int, *, seed: int = 0, vocab_size: int = MOCK_VOCAB_SIZE
+) -> list[int]:
+    """What a mock says after `history`, one token at a time."""
+    token, said = history[-1], []
+    for position in range(len(history) - 1, len(history) - 1 + num_tokens):
+        words = (token + 0x9E3779B97F4A7C15) * 0xFF51AFD7ED558CCD ^ (position + seed) * 0xC4CEB9FE1A85EC53
+        words &= 2**64 - 1
+        words ^= words >> 33
+        words = words * 0xFF51AFD7ED558CCD & 2**64 - 1
+        words ^= words >> 33
+        words = words * 0xC4CEB9FE1A85EC53 & 2**64 - 1
+        words ^= words >> 33
+        token = words % vocab_size
+        said.append(token)
+    return said
+
+
+def check_at_rest(host: ModelHost) -> None:
+    """Nothing is in use, and no page is kept for sessions."""
+    host.core.scheduler.check()
+    assert host.core.scheduler.own_pages.reserve.num_pages == 0
+    assert host.core.scheduler.cache.num_used == 0
+    assert not host.core.scheduler.has_work

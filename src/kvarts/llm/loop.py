@@ -109,13 +109,15 @@ class EngineLoop:
     def start(self, begin: Callable[[LLMEngine], int | None], listener: Listener) -> None:
         """Have `begin` start a request between steps; `listener` is told what becomes of it.
 
-        `begin` returns the index of the request, or None if there is none after all. What it raises is told as well.
+        `begin` returns the index of the request, or None if there is none after all. What it raises is told as well,
+        but for Gone.
         """
 
         def start(engine: LLMEngine) -> None:
-            index = begin(engine)
-            if index is not None:
-                self._listeners[index] = listener
+            with suppress(Gone):
+                index = begin(engine)
+                if index is not None:
+                    self._listeners[index] = listener
 
         self._post(_Task(start, _Failures(listener)), in_thread=True)
 
@@ -126,6 +128,7 @@ class EngineLoop:
     def post(self, task: Callable[[LLMEngine], T]) -> Future[T]:
         """Have `task` run between steps, and return at once what will have its result."""
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # the caller may go, and the task is done all the same
         self._post(_Task(task, future), in_thread=True)
         return future
 
@@ -272,8 +275,7 @@ class EngineLoop:
             except Gone:
                 gone.append(index)
         for index in gone:
-            del self._listeners[index]
-            self._engine.cancel(index)
+            self._cancel(index)
 
     def _abandon(self, error: BaseException) -> None:
         """Close the loop, and give the engine back without doing what was asked of it."""

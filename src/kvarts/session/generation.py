@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -44,6 +45,10 @@ class AppendTurn:
         self._request = generation.request
         return index
 
+    def cancel(self, engine: LLMEngine) -> None:
+        """End the request at a token boundary, between steps; the tokens stay, some of them not computed."""
+        _end(self._loop, self._session, self._request)
+
     def update(self, generation: Generation) -> None:
         """Do nothing: only the end matters."""
 
@@ -51,7 +56,7 @@ class AppendTurn:
         """Note the end."""
         assert self._request is not None
         self._turns.end(self._session, self._request)
-        self._done(None)
+        self._done(CancelledError() if completion.finish_reason == "cancelled" else None)
 
     def fail(self, error: BaseException) -> None:
         """Note that it will never end."""
@@ -87,13 +92,12 @@ class GenerationTurn:
         self._max_positions = max_positions
         self._write = write
         self._written: Future[Any] | None = None
+        self._write_error: BaseException | None = None
         self._request: Request | None = None
         self._num_sent = 0
         self._began_ns = 0
         self._first_ns = 0
         self._ends_truncated = False
-        self.is_over = False
-        """Whether no request is under way any more, and the end was told."""
 
     def begin(self, engine: LLMEngine) -> int | None:
         """Begin the request, between steps; None if there is no place for a token."""
@@ -109,7 +113,6 @@ class GenerationTurn:
             max_tokens = max(0, self._max_positions - session.history_length)
             self._ends_truncated = True
         if not max_tokens:
-            self.is_over = True
             self._stream.put(Done(StopReason.TRUNCATED, 0, 0.0, 0.0))
             return None
         index = self._turns.begin_generation(engine, session, self._params, max_tokens)
@@ -120,9 +123,7 @@ class GenerationTurn:
 
     def cancel(self, engine: LLMEngine) -> None:
         """End the request at a token boundary, between steps; what was generated stays."""
-        index = self._session.request
-        if not self.is_over and index is not None and self._request is not None and self._request.index == index:
-            self._loop.end(index)
+        _end(self._loop, self._session, self._request)
 
     def update(self, generation: Generation) -> None:
         """Send the tokens of a step."""
@@ -131,9 +132,9 @@ class GenerationTurn:
     def end(self, completion: Completion) -> None:
         """Send the rest, and compute the KV of the last token."""
         assert self._request is not None
-        tokens = completion.tokens
+        session, tokens = self._session, completion.tokens
+        self._turns.end(session, self._request)
         self._send(list(tokens))
-        self._turns.end(self._session, self._request)
         reason = {"stop": StopReason.EOS, "length": StopReason.MAX_TOKENS, "cancelled": StopReason.CANCELLED}[
             completion.finish_reason
         ]
@@ -142,11 +143,12 @@ class GenerationTurn:
         now_ns = self._now_ns()
         first_ns = self._first_ns or now_ns
         done = Done(reason, len(tokens), (first_ns - self._began_ns) / 1e9, (now_ns - self._began_ns) / 1e9)
-        if self._session.pages is None or self._session.num_computed >= self._session.history_length:
+        if session.pages is None or session.num_computed >= session.history_length:
             self._finish(done)
             return
+        session.state = "generating"  # still: an idle one might be gone before its last token is computed
         last = AppendTurn(
-            self._turns, self._session, self._loop, lambda error: self._finish(done if error is None else error)
+            self._turns, session, self._loop, lambda error: self._finish(done if error is None else error)
         )
         self._loop.start(last.begin, last)
 
@@ -155,11 +157,11 @@ class GenerationTurn:
         self._finish(error)
 
     def _finish(self, last: Done | BaseException) -> None:
-        self.is_over = True
+        """Send the end, after all tokens."""
         if self._written is None:
             self._stream.put(last)
         else:
-            self._written.add_done_callback(lambda _: _put(self._stream, last))
+            self._written.add_done_callback(lambda _: _put(self._stream, self._write_error or last))
 
     def _send(self, tokens: list[int]) -> None:
         if len(tokens) > self._num_sent:
@@ -175,14 +177,22 @@ class GenerationTurn:
             self._num_sent = len(tokens)
 
     def _sent(self, future: Future[Any], tokens: list[int]) -> None:
+        """Send tokens that are on disk. If they could not be written, end the generation; that is its end then."""
         error = future.exception()
         if error is None:
             _put(self._stream, *map(Token, tokens))
-        else:
-            _put(self._stream, error)
+        elif self._write_error is None:
+            self._write_error = error
+            self._loop.post(self.cancel)
 
 
 def _put(stream: UpdateStream, *items: Update | BaseException) -> None:
-    """Send updates from a thread that nothing can be raised in."""
+    """Send updates from a thread in which nothing can be raised."""
     with suppress(Gone):
         stream.put(*items)
+
+
+def _end(loop: EngineLoop, session: Session, request: Request | None) -> None:
+    """End `request`, if it is the one of `session` that is under way."""
+    if request is not None and session.request == request.index:
+        loop.end(request.index)

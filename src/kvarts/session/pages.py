@@ -105,6 +105,8 @@ class SessionPages:
 
     def shorten(self, num_tokens: int) -> None:
         """Release pages beyond the first `num_tokens` tokens, between steps."""
+        if num_tokens <= self._num_sink_pages * self._page_size:
+            self.num_dropped = 0  # what came after pages that were dropped goes as well
         num_pages = -(-num_tokens // self._page_size) - self.num_dropped
         for page_id in self._page_ids[num_pages:]:
             self._reserve.release(page_id)

@@ -16,7 +16,9 @@ class SessionRuntime(Protocol):
 
     Promises: an owner knows of no session of another, and gets UnknownSessionError for one. One operation at a time is
     under way on a session: another raises SessionBusyError, or waits for its turn if `queue` is set. What raises has
-    changed nothing. A cancelled call leaves the session as it is at a token boundary, and idle.
+    changed nothing. A call that is cancelled leaves the session as it is at a token boundary, and idle; but an append
+    goes on, once its tokens are there, and the session is busy until their KV is. An operation is over when it has
+    ended, whether its last update was read or not.
     """
 
     @property
@@ -36,6 +38,9 @@ class SessionRuntime(Protocol):
         queue: bool = False,
     ) -> int:
         """Append tokens; return the length of the history when their KV is in pages.
+
+        Raise asyncio.CancelledError if `cancel` or `close` ended it: the tokens are there, and what is not computed of
+        them is computed by the next operation.
 
         `expected_length`: the length of the history before; raise SessionNotReadyError if it has another. Raise
         SessionValueError for ids that the vocabulary lacks.

@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.loop import EngineDeadError, Gone
 from kvarts.sampling import SamplingParams
 from kvarts.session.errors import SessionBusyError, SessionNotReadyError, SessionValueError
 from kvarts.session.exclusive import Exclusive
@@ -32,20 +33,23 @@ T = TypeVar("T")
 
 
 class Sessions:
-    """A SessionRuntime over `table`. Everything but waiting happens in the thread of the engine, between steps."""
+    """A SessionRuntime over `table`. Everything but waiting happens in the thread of the engine, between steps.
+
+    With a `keeper`, what is answered is on disk.
+    """
 
     def __init__(self, table: SessionTable, keeper: Keeper | None = None) -> None:
         self._table = table
         self._keeper = keeper
-        self._removing: dict[str, Future[int]] = {}
+        self._ending: dict[str, Future[int]] = {}
+        """By session that was closed: what is done when that is on disk."""
         self._is_closing = False
-        self._num_appends = 0
         if keeper is not None:
             table.on_removed = self._removed
         self._host = table.host
         self._turns = Turns(table)
         self._exclusive = Exclusive()
-        self._generating: dict[str, GenerationTurn] = {}
+        self._under_way: dict[str, _UnderWay] = {}
         self._outbox: Outbox | None = None
         self._reaper: asyncio.Task[None] | None = None
 
@@ -56,13 +60,14 @@ class Sessions:
 
     async def create(self, owner: str, settings: SessionSettings | None = None) -> str:
         """Return the id of a new session."""
-        chosen = self.defaults if settings is None else settings
         self._check_open()
-        session = await self._call(lambda: self._table.create(owner, chosen))
-        if self._keeper is not None:
-            await self._keep(session, self._keeper.histories.create(self._keeper.stored(session)))
+        chosen = self.defaults if settings is None else settings
+        session_id = await self._make(
+            lambda: self._table.create(owner, chosen),
+            lambda keeper, session: keeper.histories.create(keeper.stored(session)),
+        )
         self._start_reaper()
-        return session.session_id
+        return session_id
 
     async def append(
         self,
@@ -77,9 +82,11 @@ class Sessions:
         self._check_open()
         packed = self._packed(tokens)
         session = await self._get(owner, session_id)
-        async with self._exclusive.hold(session_id, queue=queue):
-            # What was appended is there, whether its client waits for the KV or not.
-            return await asyncio.shield(self._append(owner, session, packed, expected_length))
+        await self._exclusive.take(session_id, queue=queue)
+        # What was appended is there, whether its client waits for the KV or not.
+        appending = asyncio.get_running_loop().create_task(self._append(owner, session, packed, expected_length))
+        appending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(appending)
 
     async def generate(
         self, owner: str, session_id: str, params: SamplingParams, *, queue: bool = False
@@ -87,47 +94,44 @@ class Sessions:
         """Yield Truncated, if tokens were dropped, then every token, then Done."""
         self._check_open()
         session = await self._get(owner, session_id)
-        async with self._exclusive.hold(session_id, queue=queue):
-            stream = UpdateStream(self._streams())
-            turn = GenerationTurn(
-                self._turns,
-                session,
-                params,
-                stream,
-                self._host.loop,
-                now_ns=self._host.clock.now_ns,
-                max_positions=self._max_positions(session),
-                write=None if self._keeper is None else partial(self._keeper.histories.append, session_id),
-            )
+        await self._exclusive.take(session_id, queue=queue)
+        stream = UpdateStream(self._streams(), lambda: self._end(session))
+        turn = GenerationTurn(
+            self._turns,
+            session,
+            params,
+            stream,
+            self._host.loop,
+            now_ns=self._host.clock.now_ns,
+            max_positions=self._max_positions(session),
+            write=None if self._keeper is None else partial(self._keeper.histories.append, session_id),
+        )
 
-            def begin(engine: LLMEngine) -> int | None:
-                self._table.get(owner, session_id)  # it may have gone while this waited for its turn
-                return turn.begin(engine)
+        def begin(engine: LLMEngine) -> int | None:
+            self._table.get(owner, session_id)  # it may have gone while this waited for its turn
+            return turn.begin(engine)
 
-            self._generating[session_id] = turn
+        over = self._begin(session_id, turn.cancel)
+        try:
             self._host.loop.start(begin, turn)
-            is_over = False
-            try:
-                while not is_over:
-                    update = await stream.next()
-                    is_over = isinstance(update, Done)
-                    if is_over:
-                        self._turn_ended(session)
-                    yield update
-            finally:
-                if not is_over:
-                    if not turn.is_over:
-                        await asyncio.shield(self._cancel(turn, stream))
-                    self._turn_ended(session)
-                del self._generating[session_id]
+            while True:
+                update = await stream.next()
+                yield update
+                if isinstance(update, Done):
+                    return
+        finally:
+            if not over.done():  # it is not read any more
+                self._host.loop.post(turn.cancel)
+                await _settled(over)
 
     async def cancel(self, owner: str, session_id: str) -> bool:
-        """End the generation under way at a token boundary; return whether there was one."""
+        """End the operation under way at a token boundary; return whether there was one."""
         await self._get(owner, session_id)
-        turn = self._generating.get(session_id)
-        if turn is None or turn.is_over:
+        operation = self._under_way.get(session_id)
+        if operation is None:
             return False
-        await asyncio.wrap_future(self._host.loop.post(turn.cancel))
+        self._host.loop.post(operation.cancel)
+        await asyncio.shield(operation.over)
         return True
 
     async def info(self, owner: str, session_id: str) -> SessionInfo:
@@ -137,9 +141,9 @@ class Sessions:
     async def close(self, owner: str, session_id: str) -> int:
         """End a session, and what is under way on it; return the length of its history."""
         session = await self._get(owner, session_id)
-        turn = self._generating.get(session_id)
-        if turn is not None:
-            await asyncio.wrap_future(self._host.loop.post(turn.cancel))
+        operation = self._under_way.get(session_id)
+        if operation is not None:
+            self._host.loop.post(operation.cancel)
         async with self._exclusive.hold(session_id, queue=True, ahead=True):
 
             def close() -> int:
@@ -147,20 +151,21 @@ class Sessions:
                 return session.history_length
 
             length = await self._call(close)
-            removing = self._removing.pop(session_id, None)
-            if removing is not None:
-                await asyncio.wrap_future(removing)
+            if self._keeper is not None:
+                await asyncio.wrap_future(self._ending.pop(session_id))
             return length
 
     async def fork(self, owner: str, session_id: str, *, label: str = "", queue: bool = False) -> str:
         """Return the id of a new session with the same history and settings."""
         await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
-            forked = await self._call(lambda: self._table.fork(self._table.get(owner, session_id), label))
+            fork_id = await self._make(
+                lambda: self._table.fork(self._table.get(owner, session_id), label),
+                lambda keeper, fork: keeper.histories.fork(session_id, keeper.stored(fork)),
+            )
             if self._keeper is not None:
-                await self._keep(forked, self._keeper.histories.fork(session_id, self._keeper.stored(forked)))
-                self._keeper.save_kv(forked)
-            return forked.session_id
+                self._keeper.save_kv(self._table.get(owner, fork_id))
+            return fork_id
 
     async def rollback(self, owner: str, session_id: str, length: int, *, queue: bool = False) -> int:
         """Shorten the history to `length`, and return it."""
@@ -186,7 +191,7 @@ class Sessions:
             if self._keeper is not None:
                 await asyncio.wrap_future(self._keeper.histories.truncate(session_id, length))
             await self._call(lambda: self._table.shorten(session, length))
-            self._turn_ended(session)
+            self._write_rest(session)
             return length
 
     async def list(self, owner: str) -> list[SessionInfo]:
@@ -212,108 +217,132 @@ class Sessions:
                 await self._reaper
             self._reaper = None
         self._is_closing = True
-        turns = list(self._generating.values())
-        for turn in turns:
-            await asyncio.wrap_future(self._host.loop.post(turn.cancel))
-        while self._num_appends or any(not turn.is_over for turn in turns):
-            await asyncio.sleep(0.005)
+        while self._exclusive.num_busy:  # what waited for its turn begins, and ends as well
+            under_way = list(self._under_way.values())
+            for operation in under_way:
+                self._host.loop.post(operation.cancel)
+            if under_way:
+                await asyncio.wait([operation.over for operation in under_way])
+            await asyncio.sleep(0.001)
         if self._keeper is not None:
             await self._keeper.close()
 
     # Inside -----------------------------------------------------------------------------------------------
 
     async def _append(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
-        self._num_appends += 1
-        try:
-            return await self._append_now(owner, session, packed, expected_length)
-        finally:
-            self._num_appends -= 1
+        def check() -> int:
+            """Return the length of the history, to which tokens can be appended."""
+            self._table.get(owner, session.session_id)
+            length = session.history_length
+            if expected_length is not None and expected_length != length:
+                raise SessionNotReadyError(
+                    f"the history has {length} tokens, and {expected_length} were expected",
+                    field="expected_length",
+                    hint="The tokens may be there already: compare with what was sent.",
+                )
+            most, longer = self._max_positions(session), length + len(packed) // UNIT_BYTES
+            if most is not None and longer > most:
+                raise SessionNotReadyError(
+                    f"the history would have {longer} tokens, and the model was trained for {most} positions",
+                    field="token_ids",
+                    hint="Create the session with positions='cache', or with past_max_positions.",
+                )
+            return length
 
-    async def _append_now(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
-        before = await self._call(lambda: self._check_append(owner, session, packed, expected_length))
         if self._keeper is not None and packed:
-            tokens = np.frombuffer(packed, np.uint64)
-            await asyncio.wrap_future(self._keeper.histories.append(session.session_id, before, tokens))
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            try:
+                before = await self._call(check)
+                tokens = np.frombuffer(packed, np.uint64)
+                await asyncio.wrap_future(self._keeper.histories.append(session.session_id, before, tokens))
+            except BaseException:
+                self._exclusive.pass_on(session.session_id)
+                raise
         loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
 
         def finish(error: BaseException | None) -> None:
             def deliver() -> None:
+                self._end(session)
+                if done.done():
+                    return  # its client has gone; what was appended is there all the same
                 if error is None:
                     done.set_result(None)
                 else:
                     done.set_exception(error)
 
-            loop.call_soon_threadsafe(deliver)
+            try:
+                loop.call_soon_threadsafe(deliver)
+            except RuntimeError as closed:
+                raise Gone from closed
 
         turn = AppendTurn(self._turns, session, self._host.loop, finish)
+        length = 0
 
         def begin(engine: LLMEngine) -> int | None:
-            self._table.get(owner, session.session_id)
+            nonlocal length
+            before = check()
             session.content.append(packed)
+            length = session.history_length
             try:
                 return turn.begin(engine)
             except BaseException:
                 self._table.shorten(session, before)
                 raise
 
+        self._begin(session.session_id, turn.cancel)
         self._host.loop.start(begin, turn)
         await done
-        self._turn_ended(session)
-        return before + len(packed) // UNIT_BYTES
+        return length
 
-    def _check_append(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
-        """Return the length of the history. Raise SessionNotReadyError if tokens cannot be appended to it."""
-        self._table.get(owner, session.session_id)
-        before = session.history_length
-        if expected_length is not None and expected_length != before:
-            raise SessionNotReadyError(
-                f"the history has {before} tokens, and {expected_length} were expected",
-                field="expected_length",
-                hint="The tokens may be there already: compare with what was sent.",
-            )
-        most = self._max_positions(session)
-        length = before + len(packed) // UNIT_BYTES
-        if most is not None and length > most:
-            raise SessionNotReadyError(
-                f"the history would have {length} tokens, and the model was trained for {most} positions",
-                field="token_ids",
-                hint="Create the session with positions='cache', or with past_max_positions.",
-            )
-        return before
+    def _begin(self, session_id: str, cancel: Callable[[LLMEngine], None]) -> asyncio.Future[None]:
+        """Note an operation that has its turn; return what is done when it has ended."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._under_way[session_id] = _UnderWay(cancel, over)
+        return over
 
-    def _turn_ended(self, session: Session) -> None:
-        """Write what a turn has left, beside what happens next."""
+    def _end(self, session: Session) -> None:
+        """Note the end of an operation, and pass the turn on."""
+        self._write_rest(session)
+        self._under_way.pop(session.session_id).over.set_result(None)
+        self._exclusive.pass_on(session.session_id)
+
+    async def _make(self, make: Callable[[], Session], write: Callable[[Keeper, Session], Future[Any]]) -> str:
+        """Return the id of the session that `make` returns, when `write` has it on disk.
+
+        One that cannot be there, or that is not waited for any more, goes at once.
+        """
+        made: list[Session] = []
+        try:
+            await self._call(lambda: made.append(make()))
+            if self._keeper is not None:
+                await asyncio.wrap_future(write(self._keeper, made[0]))
+        except BaseException:
+            self._host.loop.post(lambda _: self._forget(made))
+            raise
+        return made[0].session_id
+
+    def _write_rest(self, session: Session) -> None:
+        """Write what an operation has left, beside what happens next."""
         if self._keeper is not None:
             self._keeper.histories.note(session.session_id, usage_of(session))
             self._keeper.save_kv(session)
 
-    async def _keep(self, session: Session, written: Future[Any]) -> None:
-        """Wait until a new session is on disk; if it cannot be there, it is not here either."""
-        try:
-            await asyncio.wrap_future(written)
-        except BaseException:
-            await self._call(lambda: self._table.remove(session, "closed"))
-            raise
-
     def _removed(self, session: Session, reason: EndReason) -> None:
         """Write that a session is gone. In the thread of the engine."""
         assert self._keeper is not None
-        ended = self._keeper.histories.end(session.session_id, reason, time.time())
+        ending = self._keeper.histories.end(session.session_id, reason, time.time())
         if reason == "closed":
-            self._removing[session.session_id] = ended
+            self._ending[session.session_id] = ending
         self._keeper.forget_kv(session.session_id)
 
     def _check_open(self) -> None:
         if self._is_closing:
             raise SessionBusyError("the server is shutting down", hint="Try again when it is back.")
 
-    async def _cancel(self, turn: GenerationTurn, stream: UpdateStream) -> None:
-        """End a generation that is not read any more, and wait for its end."""
-        self._host.loop.post(turn.cancel)
-        with suppress(Exception):  # of a generation that is not wanted any more
-            while not isinstance(await stream.next(), Done):
-                pass
+    def _forget(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            self._table.remove(session, "closed")
+            self._ending.pop(session.session_id, None)
 
     def _packed(self, tokens: Sequence[int]) -> bytes:
         vocab_size = self._host.vocab_size
@@ -332,7 +361,8 @@ class Sessions:
         return self._host.max_positions
 
     async def _get(self, owner: str, session_id: str) -> Session:
-        return await self._call(lambda: self._table.get(owner, session_id))
+        session = self._table.find(owner, session_id)  # nothing changes, so it need not wait for the end of a step
+        return await self._call(lambda: self._table.get(owner, session_id)) if session is None else session
 
     async def _call(self, task: Callable[[], T]) -> T:
         """Run `task` in the thread of the engine, between steps."""
@@ -350,4 +380,24 @@ class Sessions:
     async def _reap_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._table.config.reap_every_s)
-            await self.reap()
+            with suppress(EngineDeadError):  # others tell
+                await self.reap()
+
+
+class _UnderWay(NamedTuple):
+    """An append or a generation: what ends it, in the thread of the engine, and what is done when it has ended."""
+
+    cancel: Callable[[LLMEngine], None]
+    over: asyncio.Future[None]
+
+
+async def _settled(over: asyncio.Future[None]) -> None:
+    """Wait for `over`, also while this task is cancelled; that is raised then."""
+    cancelled = None
+    while not over.done():
+        try:
+            await asyncio.shield(over)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

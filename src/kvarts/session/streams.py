@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 
 from kvarts.llm.loop import Gone
-from kvarts.session.values import Update
+from kvarts.session.values import Done, Update
 
 __all__ = ["Outbox", "UpdateStream"]
 
@@ -31,6 +31,7 @@ class Outbox:
         try:
             self.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError as error:
+            self._waiting.clear()  # so that the next learns of it as well
             raise Gone from error
 
     def _deliver(self) -> None:
@@ -41,10 +42,14 @@ class Outbox:
 
 
 class UpdateStream:
-    """The updates of one generation, in the event loop. An error is raised where the next update would be."""
+    """The updates of one generation, in the event loop. An error is raised where the next update would be.
 
-    def __init__(self, outbox: Outbox) -> None:
+    `on_end` is called when Done or an error has come, whether it is read or not.
+    """
+
+    def __init__(self, outbox: Outbox, on_end: Callable[[], None]) -> None:
         self._outbox = outbox
+        self._on_end = on_end
         self._items: deque[Update | BaseException] = deque()
         self._wakes: asyncio.Future[None] | None = None
 
@@ -55,6 +60,8 @@ class UpdateStream:
     def receive(self, item: Update | BaseException) -> None:
         """Take an update, in the event loop."""
         self._items.append(item)
+        if isinstance(item, Done | BaseException):
+            self._on_end()
         if self._wakes is not None and not self._wakes.done():
             self._wakes.set_result(None)
 

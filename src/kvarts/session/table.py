@@ -54,10 +54,15 @@ class SessionTable:
 
     def get(self, owner: str, session_id: str) -> Session:
         """Return a session of `owner`. Raise UnknownSessionError if there is none, which says what became of it."""
-        session = self._sessions.get(session_id)
-        if session is None or session.owner != owner:
+        session = self.find(owner, session_id)
+        if session is None:
             raise self.tombstones.error(owner, session_id)
         return session
+
+    def find(self, owner: str, session_id: str) -> Session | None:
+        """Return a session of `owner`, or None. From any thread."""
+        session = self._sessions.get(session_id)
+        return session if session is not None and session.owner == owner else None
 
     def of_owner(self, owner: str) -> list[Session]:
         """Return the sessions of `owner`, the oldest first."""
@@ -109,6 +114,7 @@ class SessionTable:
         other = self._add(session.owner, settings, pages, None, bytes(session.content.units))
         other.num_computed = session.num_computed
         other.furthest = session.furthest
+        session.touched_ns = other.touched_ns
         return other
 
     def remove(self, session: Session, reason: EndReason) -> None:
@@ -172,6 +178,7 @@ class SessionTable:
         )
         session.num_computed = min(session.num_computed, length)
         session.furthest = session.num_computed
+        session.touched_ns = self.now_ns()
         if session.pages is not None:
             session.pages.shorten(session.num_computed)
 
@@ -183,7 +190,9 @@ class SessionTable:
         first = length - 1 - session.pages.keeps.window
         num_gone = session.pages.num_dropped
         num_sink_pages = session.pages.keeps.num_sink_pages(self._page_size)
-        return num_gone == 0 or first >= (num_sink_pages + num_gone) * self._page_size
+        if num_gone == 0 or length <= num_sink_pages * self._page_size:
+            return True
+        return first >= (num_sink_pages + num_gone) * self._page_size
 
     # What is said of one ----------------------------------------------------------------------------------
 
@@ -194,8 +203,9 @@ class SessionTable:
         """
         num_computed = session.num_computed
         if session.request is not None and (generation := self.host.loop.generation(session.request)) is not None:
-            running = self.host.core.scheduler.running
-            num_computed = max(num_computed, running.num_computed(generation.request))
+            running, request = self.host.core.scheduler.running, generation.request
+            # Preempted, it computes again what it had: no position fell.
+            num_computed = max(num_computed, running.num_computed(request), request.furthest_computed)
         if num_computed < session.furthest:
             session.inv2_violations += 1
         session.furthest = num_computed
@@ -260,36 +270,44 @@ class SessionTable:
         return keeps.most_pages(self._page_size) + (0 if self._num_bounded else self._room.num_pages)
 
     def _make_room(self, keeps: SinkWindow | None, spare: Session | None = None) -> None:
-        """See to it that one more session fits, and evict idle ones for that where that is wanted."""
-        config = self.config
-        while True:
-            num_wanted = self._num_wanted(keeps)
-            # A request that is here already must fit beside what is reserved, or it would wait for ever.
-            most_pages = self._most_pages() - self.host.core.scheduler.most_pages_needed()
-            if (pins := self.host.core.scheduler.pins) is not None:
-                pins.give_up(num_wanted)
-            is_full = config.max_sessions is not None and len(self._sessions) >= config.max_sessions
-            fits = self._reserve.num_pages + num_wanted <= most_pages and self._reserve.has_room(num_wanted)
-            if fits and not is_full:
-                return
+        """See to it that one more session fits, and evict idle ones for that where that is wanted, and helps."""
+        config, scheduler = self.config, self.host.core.scheduler
+        num_wanted = self._num_wanted(keeps)
+        if scheduler.pins is not None:
+            scheduler.pins.give_up(num_wanted)
+        # A request that is here already must fit beside what is reserved, or it would wait for ever.
+        most_pages = min(self._most_pages(), self.host.config.num_pages - scheduler.most_pages_needed())
+        num_free = min(most_pages - self._reserve.num_pages, scheduler.cache.num_free)
+        num_missing = num_wanted - num_free if num_wanted else 0
+        is_full = config.max_sessions is not None and len(self._sessions) >= config.max_sessions
+        leaving: list[Session] = []
+        if config.at_capacity == "evict" and (is_full or num_missing > 0):
             idle = [session for session in self._sessions.values() if session.state == "idle" and session is not spare]
-            if config.at_capacity == "evict" and idle:
-                self.remove(min(idle, key=lambda session: session.touched_ns), "evicted")
-                continue
-            if is_full:
-                raise SessionsExhaustedError(
-                    f"there are {len(self._sessions)} sessions, which is the most",
-                    field="max_sessions",
-                    hint="Close one, or allow more.",
-                )
+            for session in sorted(idle, key=lambda session: session.touched_ns):
+                if not is_full and num_missing <= 0:
+                    break
+                if session.pages is not None:
+                    num_missing -= session.pages.keeps.most_pages(self._page_size)
+                elif not is_full:
+                    continue  # all its pages are empty already
+                is_full = False
+                leaving.append(session)
+        if is_full:
+            raise SessionsExhaustedError(
+                f"there are {len(self._sessions)} sessions, which is the most",
+                field="max_sessions",
+                hint="Close one, or allow more.",
+            )
+        if num_missing > 0:
             page_bytes = self.host.token_bytes * self._page_size
-            num_free = min(most_pages - self._reserve.num_pages, self.host.core.scheduler.cache.num_free)
             raise SessionsExhaustedError(
                 f"the session needs {num_wanted} pages ({num_wanted * page_bytes:,} bytes), and {max(0, num_free)} "
                 f"of {self._most_pages()} are free beside {len(self._sessions)} sessions and what else runs",
                 field="session_memory",
                 hint="Close a session, keep a smaller window, or give sessions more memory.",
             )
+        for session in leaving:
+            self.remove(session, "evicted")
 
     def _most_pages(self) -> int:
         num_pages = self.host.config.num_pages

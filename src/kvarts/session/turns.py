@@ -55,7 +55,6 @@ class Turns:
     def begin_generation(self, engine: LLMEngine, session: Session, params: SamplingParams, max_tokens: int) -> int:
         """Begin to generate at most `max_tokens` tokens; return the request."""
         self._take(session, "generating")
-        session.num_turns += 1
         length = session.history_length
 
         def make(index: int, now_ns: int) -> Request:
@@ -70,7 +69,9 @@ class Turns:
             )
 
         params = msgspec.structs.replace(params, max_tokens=max_tokens)
-        return self._start(engine, session, make_request=make, params=params)
+        index = self._start(engine, session, make_request=make, params=params)
+        session.num_turns += 1
+        return index
 
     def end(self, session: Session, request: Request) -> None:
         """Note what a request that has ended computed, and look at the pages that it left."""
@@ -82,7 +83,8 @@ class Turns:
             session.num_computed = max(session.num_computed, end)
             session.num_computed_tokens += end - start
         else:
-            session.num_computed = request.num_computed
+            # Preempted, or not admitted at all, it may end with less than was computed before.
+            session.num_computed = max(session.num_computed, request.num_computed, request.furthest_computed)
             self._table.pin(session)
             session.num_computed_tokens += max(0, request.num_computed - request.cached_tokens)
         self._table.look(session)
