@@ -2,9 +2,10 @@
 
     python scripts/deletion_drills.py [--only ROOM ...] [--keep] [--no-tests] [--jobs N]
 
-What belongs to a room: its folder, its tests, every test module that imports it (or that imports such a module), the
-files of `kvarts.cli` named for it (ROOM.py, ROOM_*.py, *_ROOM.py), and the lines of the rest of `kvarts.cli`, of the
-front door and of the table of moved modules that name it (`removal.py` finds them). Then, in the copy:
+What belongs to a room: its folders, its tests, every test module that imports it (or that imports such a module), the
+files of `kvarts.cli` named for it or for its commands (ROOM.py, ROOM_*.py, *_ROOM.py), and the lines of the rest of
+`kvarts.cli`, of the front door and of the table of moved modules that name it (`removal.py` finds them). Rooms that
+stand on it go before it. Then, in the copy:
 
 1. every module of kvarts is imported, but for those that need something optional that is not installed;
 2. mypy checks src and tests;
@@ -46,9 +47,16 @@ ROOMS = {
     "record": ("record",),
     "audit": ("audit",),
     "explain": ("explain",),
+    "session": ("session", "serve", "client", "proto"),
     "llm": ("llm", "executor/torch"),
 }
 """Each room that can be deleted, and its folders, in the order in which the drill of all deletes them."""
+
+NEEDED_BY = {"llm": ("session",)}
+"""Rooms that stand on another, and go with it."""
+
+COMMANDS = {"session": ("serve", "sessions", "chat", "soak")}
+"""Commands of a room under other names."""
 
 WHOLE_SUITE = ("sharing", ALL)
 ALWAYS_TESTED = ("cli", "docs", "values")
@@ -142,8 +150,10 @@ class Drill:
             modules.append(f"kvarts.{folder.replace('/', '.')}")
             shutil.rmtree(tests / folder, ignore_errors=True)
         commands = set(gone.commands)
-        for pattern in (f"{room}.py", f"{room}_*.py", f"*_{room}.py"):
-            for path in (package / "cli").glob(pattern):
+        cli = package / "cli"
+        for name in (room, *COMMANDS.get(room, ())):
+            found = {path for form in ("{}.py", "{}_*.py", "*_{}.py") for path in cli.glob(form.format(name))}
+            for path in sorted(found):
                 path.unlink()
                 commands.add(path.stem)
         front_door = package / "__init__.py"
@@ -269,7 +279,7 @@ def main() -> int:
 
     def run(name: str) -> tuple[Drill, bool, float]:
         started = time.monotonic()
-        drill = Drill(name, tuple(ROOMS) if name == ALL else (name,), parent / name)
+        drill = Drill(name, tuple(ROOMS) if name == ALL else (*NEEDED_BY.get(name, ()), name), parent / name)
         return drill, drill.run(with_tests=not arguments.no_tests), time.monotonic() - started
 
     try:

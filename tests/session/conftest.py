@@ -12,6 +12,8 @@ import pytest
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
     """A family's model with pages, and the same with transformers' own attention."""
+    pytest.importorskip("torch", reason="real models need kvarts[torch]")
+    pytest.importorskip("transformers", reason="real models need kvarts[torch]")
     from transformers import AutoModelForCausalLM
 
     from kvarts.executor.torch.loading import load_model

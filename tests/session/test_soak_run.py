@@ -18,6 +18,7 @@ import pytest
 
 from kvarts.cli import soak as command
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
+from kvarts.sampling import SamplingParams
 from kvarts.session.soak.page import render_soak_page
 from kvarts.session.soak.record import KvLayers, SoakPlan, SoakRecord, load_record, write_record
 from kvarts.session.soak.run import run_soak
@@ -263,6 +264,37 @@ class FakeSessions:
         return await self._target.close(session_id)
 
 
+class FakeClient:
+    """The same by sessions, as kvarts.client offers it."""
+
+    def __init__(self, target: FakeTarget) -> None:
+        self._sessions = FakeSessions(target)
+
+    async def create(self, **settings: Any) -> FakeClientSession:
+        return self.get(await self._sessions.create(SessionSettings(**settings)))
+
+    def get(self, session_id: str) -> FakeClientSession:
+        return FakeClientSession(self._sessions, session_id)
+
+
+class FakeClientSession:
+    def __init__(self, sessions: FakeSessions, session_id: str) -> None:
+        self.id = session_id
+        self._sessions = sessions
+
+    async def append(self, tokens: Any, *, expected_length: int) -> int:
+        return await self._sessions.append(self.id, tokens, expected_length=expected_length)
+
+    def generate(self, max_tokens: int, *, ignore_eos: bool) -> Any:
+        return self._sessions.generate(self.id, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos))
+
+    async def info(self) -> SessionInfo:
+        return await self._sessions.info(self.id)
+
+    async def close(self) -> int:
+        return await self._sessions.close(self.id)
+
+
 @pytest.fixture
 def on_a_fake(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
     """`kvarts soak --address` and `--virtual` find this instead of a server."""
@@ -271,7 +303,7 @@ def on_a_fake(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
     @asynccontextmanager
     async def open_client(address: str) -> Any:
         assert address == "127.0.0.1:50051"
-        yield FakeSessions(target)
+        yield FakeClient(target)
 
     @asynccontextmanager
     async def open_virtual_target(*, sink: int, window: int) -> Any:
@@ -308,6 +340,16 @@ def test_the_command(on_a_fake: FakeTarget, kvarts: Any, tmp_path: Path, where: 
     assert page.read_bytes().startswith(b"<!doctype html>")
     again = kvarts("soak", "--judge", out)
     assert again == (0, printed, "")
+
+
+def test_the_mock_on_a_virtual_clock_is_bounded(kvarts: Any, tmp_path: Path) -> None:
+    """Nothing is a fake: the runtime, the engine and the pages of the mock, for an hour; and the same bytes again."""
+    outs = [tmp_path / "first.json", tmp_path / "second.json"]
+    for out in outs:
+        code, printed, _ = kvarts("soak", "--virtual", "--duration", "1h", "--json", out)
+        assert code == 0, printed
+        assert "to the byte; 7,798,784 when full" in printed
+    assert outs[0].read_bytes() == outs[1].read_bytes()
 
 
 def test_the_command_says_what_is_violated(on_a_fake: FakeTarget, kvarts: Any, tmp_path: Path) -> None:

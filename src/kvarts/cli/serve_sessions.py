@@ -47,6 +47,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
         help="Refuse a session for which there is no room, or evict the one that is idle longest.")  # fmt: skip
 @of_all("--state-dir", metavar="DIR", type=click.Path(path_type=Path, file_okay=False),
         help="Keep sessions here, also beyond the end of the process.")  # fmt: skip
+@of_all("--host-memory", metavar="SIZE", help="Host memory below the pages, for --retention host: 8GiB.")
 @of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
             help="Port 0: a free one.")  # fmt: skip
 @of_address("--tls-cert", metavar="FILE", type=FILE, help="Certificate, PEM. With --tls-key: encrypt.")
@@ -88,6 +89,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "max_sessions",
             "at_capacity",
             "state_dir",
+            "host_memory",
             "speedup",
             "kv_memory",
             "page_size",
@@ -109,6 +111,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
         retention=values["retention"],
         ttl_s=values["ttl"],
     )
+    settings["say"] = lambda line: click.echo(f"kvarts: {line}", err=True)
     return settings
 
 

@@ -19,8 +19,12 @@ from kvarts.rooms import from_room
 from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvarts.sampling import SamplingParams
     from kvarts.session.soak.record import KvLayers, SoakPlan, SoakRecord
     from kvarts.session.soak.target import SoakTarget
+    from kvarts.session.values import SessionSettings
 
 __all__ = ["soak_command"]
 
@@ -161,7 +165,30 @@ async def _open(stack: AsyncExitStack, plan: SoakPlan, address: str | None, pid:
         target: SoakTarget = await stack.enter_async_context(open_virtual(sink=plan.sink, window=plan.window))
         return target
     sessions = await stack.enter_async_context(from_room("client", "AsyncSessions", field="--address")(address))
-    return SessionsTarget(sessions, _WallClock(), lambda: None if pid is None else rss_of(pid))
+    return SessionsTarget(_OfClient(sessions), _WallClock(), lambda: None if pid is None else rss_of(pid))
+
+
+class _OfClient:
+    """A client by ids, as a SessionRuntime has its sessions."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def create(self, settings: SessionSettings) -> str:
+        session = await self._client.create(sink=settings.sink, window=settings.window)
+        return str(session.id)
+
+    async def append(self, session_id: str, tokens: Sequence[int], *, expected_length: int) -> int:
+        return int(await self._client.get(session_id).append(tokens, expected_length=expected_length))
+
+    def generate(self, session_id: str, params: SamplingParams) -> Any:
+        return self._client.get(session_id).generate(params.max_tokens, ignore_eos=params.ignore_eos)
+
+    async def info(self, session_id: str) -> Any:
+        return await self._client.get(session_id).info()
+
+    async def close(self, session_id: str) -> int:
+        return int(await self._client.get(session_id).close())
 
 
 class _WallClock:

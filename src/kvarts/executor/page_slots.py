@@ -25,6 +25,10 @@ class PageSlots:
         """Note that a page was copied."""
         self._positions[target] = self._positions[source]
 
+    def restore(self, page_ids: Sequence[int], positions: npt.NDArray[np.int64]) -> None:
+        """Note that pages were written as a whole. `positions` [pages, page_size]."""
+        self._positions[list(page_ids)] = positions
+
     def positions(self, page_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the positions of the tokens in pages, of shape [pages, page_size]."""
         found: npt.NDArray[np.int64] = self._positions[list(page_ids)]

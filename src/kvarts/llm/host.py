@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
+from kvarts.executor.page_bytes import PageBytes
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.rotation import LateRotation
 from kvarts.llm.loop import EngineLoop
@@ -29,6 +30,7 @@ class ModelHost:
     clock: Clock
     slots: PageSlots
     rotation: LateRotation
+    kv: PageBytes
     token_bytes: int
     kv_bytes: int
     vocab_size: int

@@ -179,6 +179,7 @@ class LLM:
             clock=self._clock,
             slots=self._executor.slots,
             rotation=self._executor.rotation,
+            kv=pools,
             token_bytes=pools.page_bytes // pools.page_size,
             kv_bytes=pools.num_bytes,
             vocab_size=self._vocab_size,

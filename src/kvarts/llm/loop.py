@@ -132,7 +132,7 @@ class EngineLoop:
     def post(self, task: Callable[[LLMEngine], T]) -> Future[T]:
         """Have `task` run between steps, and return at once what will have its result."""
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # whoever waits may go, and the task is done all the same
+        future.set_running_or_notify_cancel()  # the caller may go, and the task is done all the same
         self._post(_Task(task, future), in_thread=True)
         return future
 

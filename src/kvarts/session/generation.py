@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from asyncio import CancelledError
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
 
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineLoop
+from kvarts.llm.loop import EngineLoop, Gone
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
@@ -14,7 +17,7 @@ from kvarts.session.errors import SessionNotReadyError
 from kvarts.session.session import Session
 from kvarts.session.streams import UpdateStream
 from kvarts.session.turns import Turns
-from kvarts.session.values import Done, StopReason, Token, Truncated
+from kvarts.session.values import Done, StopReason, Token, Truncated, Update
 
 __all__ = ["AppendTurn", "GenerationTurn"]
 
@@ -63,8 +66,9 @@ class AppendTurn:
 class GenerationTurn:
     """A Listener of a generation: sends Truncated, tokens and Done to `stream`.
 
-    `max_positions`: how long the history may become; None: as long as it gets. When the last token is sampled, its KV
-    is computed before the end is told.
+    `max_positions`: how long the history may become; None: as long as it gets. `write`: writes tokens to disk, given
+    the length of the history before; they are sent when they are there. When the last token is sampled, its KV is
+    computed before the end is told.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class GenerationTurn:
         *,
         now_ns: Callable[[], int],
         max_positions: int | None,
+        write: Callable[[int, list[int]], Future[Any]] | None = None,
     ) -> None:
         self._turns = turns
         self._session = session
@@ -85,6 +90,9 @@ class GenerationTurn:
         self._loop = loop
         self._now_ns = now_ns
         self._max_positions = max_positions
+        self._write = write
+        self._written: Future[Any] | None = None
+        self._write_error: BaseException | None = None
         self._request: Request | None = None
         self._num_sent = 0
         self._began_ns = 0
@@ -136,24 +144,52 @@ class GenerationTurn:
         first_ns = self._first_ns or now_ns
         done = Done(reason, len(tokens), (first_ns - self._began_ns) / 1e9, (now_ns - self._began_ns) / 1e9)
         if session.pages is None or session.num_computed >= session.history_length:
-            self._stream.put(done)
+            self._finish(done)
             return
         session.state = "generating"  # still: an idle one might be gone before its last token is computed
         last = AppendTurn(
-            self._turns, session, self._loop, lambda error: self._stream.put(done if error is None else error)
+            self._turns, session, self._loop, lambda error: self._finish(done if error is None else error)
         )
         self._loop.start(last.begin, last)
 
     def fail(self, error: BaseException) -> None:
         """Send an error."""
-        self._stream.put(error)
+        self._finish(error)
+
+    def _finish(self, last: Done | BaseException) -> None:
+        """Send the end, after all tokens."""
+        if self._written is None:
+            self._stream.put(last)
+        else:
+            self._written.add_done_callback(lambda _: _put(self._stream, self._write_error or last))
 
     def _send(self, tokens: list[int]) -> None:
         if len(tokens) > self._num_sent:
             if not self._num_sent:
                 self._first_ns = self._now_ns()
-            self._stream.put(*map(Token, tokens[self._num_sent :]))
+            new = tokens[self._num_sent :]
+            if self._write is None:
+                self._stream.put(*map(Token, new))
+            else:
+                assert self._request is not None
+                self._written = self._write(self._request.num_prompt_tokens + self._num_sent, new)
+                self._written.add_done_callback(lambda future: self._sent(future, new))
             self._num_sent = len(tokens)
+
+    def _sent(self, future: Future[Any], tokens: list[int]) -> None:
+        """Send tokens that are on disk. If they could not be written, end the generation; that is its end then."""
+        error = future.exception()
+        if error is None:
+            _put(self._stream, *map(Token, tokens))
+        elif self._write_error is None:
+            self._write_error = error
+            self._loop.post(self.cancel)
+
+
+def _put(stream: UpdateStream, *items: Update | BaseException) -> None:
+    """Send updates from a thread in which nothing can be raised."""
+    with suppress(Gone):
+        stream.put(*items)
 
 
 def _end(loop: EngineLoop, session: Session, request: Request | None) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvarts.build import build_engine
-from kvarts.clock import Clock, WallClock
+from kvarts.clock import Clock, VirtualClock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.executor.cost import CostModel
 from kvarts.executor.mock import MockExecutor
+from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.roofline import RooflineCost
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
@@ -18,12 +23,15 @@ from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.rooms import from_room
 from kvarts.session.config import AtCapacity, SessionsConfig
+from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
+from kvarts.session.soak.target import SessionsTarget
+from kvarts.session.soak.virtual import OneOwner, VirtualSoakClock
 from kvarts.session.table import SessionTable, check_settings
 from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes
 
-__all__ = ["mock_host", "open_sessions"]
+__all__ = ["mock_host", "open_sessions", "open_virtual_target"]
 
 MOCK_VOCAB_SIZE = 151_936
 MOCK_TOKEN_BYTES = 114_688
@@ -62,6 +70,7 @@ def mock_host(
         clock=clock,
         slots=executor.slots,
         rotation=executor.rotation,
+        kv=NoPageBytes(),
         token_bytes=token_bytes,
         kv_bytes=config.num_pages * config.page_size * token_bytes,
         vocab_size=vocab_size,
@@ -87,13 +96,17 @@ def open_sessions(
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
+    host_memory: str | int | None = None,
     clock: Clock | None = None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Sessions:
     """Return sessions on the model in the directory `model`, or on a mock.
 
     `session_memory`: bytes of KV for bounded sessions, as a number or as 2GiB. The other settings are those of
-    SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. Raise ConfigError for settings
-    that exclude each other, or that leave no room for a session.
+    SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. `state_dir`: where sessions are
+    kept beyond the end of the process; `say` is told what could not be kept or read. `host_memory`: memory below the
+    pages, for unbounded sessions that are kept there. Raise ConfigError for settings that exclude each other, or that
+    leave no room for a session.
     """
     if mock == (model is not None):
         raise ConfigError("is needed, or a mock, and not both", field="model")
@@ -104,6 +117,8 @@ def open_sessions(
         memory_bytes=memory_bytes,
         at_capacity=at_capacity,
     )
+    if mock and host_memory is not None:
+        raise ConfigError("a mock has no host memory", field="host_memory", hint="Leave it out.")
     if mock:
         mock_bytes = (
             parse_bytes("4GiB" if kv_memory == "auto" else kv_memory) if isinstance(kv_memory, str) else kv_memory
@@ -125,11 +140,38 @@ def open_sessions(
             dtype=dtype,
             device=device,
             attention=_attention(attention, device),
+            offload=None if host_memory is None else _eager(host_memory),
             clock=clock,
         )
         host = llm.host()
+    # Room for chunks is taken from sessions: of a small memory, less.
+    most_tokens = max(host.config.page_size, host.config.pool_tokens // 4)
+    config = msgspec.structs.replace(config, chunk_tokens=min(config.chunk_tokens, most_tokens))
     check_settings(config, host)
-    return Sessions(SessionTable(host, config))
+    table = SessionTable(host, config)
+    if state_dir is None:
+        return Sessions(table)
+    keeper = Keeper(table, Path(state_dir), say)
+    host.loop.call(lambda _: keeper.restore())
+    return Sessions(table, keeper)
+
+
+@asynccontextmanager
+async def open_virtual_target(*, sink: int, window: int) -> AsyncIterator[SessionsTarget]:
+    """Yield sessions on a mock on a virtual clock, to be soaked: waiting takes no time."""
+    clock = VirtualClock()
+    sessions = open_sessions(mock=True, defaults=SessionSettings(sink=sink, window=window), clock=clock)
+    try:
+        seen = VirtualSoakClock(clock)
+        yield SessionsTarget(OneOwner(sessions, seen), seen)
+    finally:
+        await sessions.shut_down()
+
+
+def _eager(host_memory: str | int) -> Any:
+    """Return the settings of host memory that every page is copied to as soon as it is complete."""
+    num_bytes = parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory
+    return from_room("offload.config", "OffloadConfig", field="host_memory")(host_memory=num_bytes, policy="eager")
 
 
 def _attention(attention: str, device: str) -> str:

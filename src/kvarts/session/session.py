@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from kvarts.content import Content
 from kvarts.session.pages import SessionPages
 from kvarts.session.values import SessionSettings
@@ -19,6 +21,7 @@ class Session:
 
     __slots__ = (
         "content",
+        "created_s",
         "furthest",
         "inv1_violations",
         "inv2_violations",
@@ -51,6 +54,7 @@ class Session:
         self.content = content
         self.pages = pages
         self.touched_ns = now_ns
+        self.created_s = time.time()
         self.state = "idle"
         self.request: int | None = None
         self.pin: int | None = None

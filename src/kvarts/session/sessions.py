@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineDeadError, Gone
 from kvarts.sampling import SamplingParams
-from kvarts.session.errors import SessionNotReadyError, SessionValueError
+from kvarts.session.errors import SessionBusyError, SessionNotReadyError, SessionValueError
 from kvarts.session.exclusive import Exclusive
 from kvarts.session.generation import AppendTurn, GenerationTurn
+from kvarts.session.keeper import Keeper, usage_of
 from kvarts.session.session import Session
+from kvarts.session.stored import EndReason
 from kvarts.session.streams import Outbox, UpdateStream
 from kvarts.session.table import SessionTable
 from kvarts.session.turns import Turns
@@ -26,10 +33,19 @@ T = TypeVar("T")
 
 
 class Sessions:
-    """A SessionRuntime over `table`. Everything but waiting happens in the thread of the engine, between steps."""
+    """A SessionRuntime over `table`. Everything but waiting happens in the thread of the engine, between steps.
 
-    def __init__(self, table: SessionTable) -> None:
+    With a `keeper`, what is answered is on disk.
+    """
+
+    def __init__(self, table: SessionTable, keeper: Keeper | None = None) -> None:
         self._table = table
+        self._keeper = keeper
+        self._ending: dict[str, Future[int]] = {}
+        """By session that was closed: what is done when that is on disk."""
+        self._is_closing = False
+        if keeper is not None:
+            table.on_removed = self._removed
         self._host = table.host
         self._turns = Turns(table)
         self._exclusive = Exclusive()
@@ -44,8 +60,12 @@ class Sessions:
 
     async def create(self, owner: str, settings: SessionSettings | None = None) -> str:
         """Return the id of a new session."""
+        self._check_open()
         chosen = self.defaults if settings is None else settings
-        session_id = await self._make(lambda: self._table.create(owner, chosen))
+        session_id = await self._make(
+            lambda: self._table.create(owner, chosen),
+            lambda keeper, session: keeper.histories.create(keeper.stored(session)),
+        )
         self._start_reaper()
         return session_id
 
@@ -59,18 +79,23 @@ class Sessions:
         queue: bool = False,
     ) -> int:
         """Append tokens; return the length of the history when their KV is in pages."""
+        self._check_open()
         packed = self._packed(tokens)
         session = await self._get(owner, session_id)
         await self._exclusive.take(session_id, queue=queue)
-        return await self._append(owner, session, packed, expected_length)
+        # What was appended is there, whether its client waits for the KV or not.
+        appending = asyncio.get_running_loop().create_task(self._append(owner, session, packed, expected_length))
+        appending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(appending)
 
     async def generate(
         self, owner: str, session_id: str, params: SamplingParams, *, queue: bool = False
     ) -> AsyncGenerator[Update, None]:
         """Yield Truncated, if tokens were dropped, then every token, then Done."""
+        self._check_open()
         session = await self._get(owner, session_id)
         await self._exclusive.take(session_id, queue=queue)
-        stream = UpdateStream(self._streams(), lambda: self._end(session_id))
+        stream = UpdateStream(self._streams(), lambda: self._end(session))
         turn = GenerationTurn(
             self._turns,
             session,
@@ -79,6 +104,7 @@ class Sessions:
             self._host.loop,
             now_ns=self._host.clock.now_ns,
             max_positions=self._max_positions(session),
+            write=None if self._keeper is None else partial(self._keeper.histories.append, session_id),
         )
 
         def begin(engine: LLMEngine) -> int | None:
@@ -94,7 +120,7 @@ class Sessions:
                 if isinstance(update, Done):
                     return
         finally:
-            if not over.done():  # nobody reads it any more
+            if not over.done():  # it is not read any more
                 self._host.loop.post(turn.cancel)
                 await _settled(over)
 
@@ -124,21 +150,30 @@ class Sessions:
                 self._table.remove(self._table.get(owner, session_id), "closed")
                 return session.history_length
 
-            return await self._call(close)
+            length = await self._call(close)
+            if self._keeper is not None:
+                await asyncio.wrap_future(self._ending.pop(session_id))
+            return length
 
     async def fork(self, owner: str, session_id: str, *, label: str = "", queue: bool = False) -> str:
         """Return the id of a new session with the same history and settings."""
         await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
-            return await self._make(lambda: self._table.fork(self._table.get(owner, session_id), label))
+            fork_id = await self._make(
+                lambda: self._table.fork(self._table.get(owner, session_id), label),
+                lambda keeper, fork: keeper.histories.fork(session_id, keeper.stored(fork)),
+            )
+            if self._keeper is not None:
+                self._keeper.save_kv(self._table.get(owner, fork_id))
+            return fork_id
 
     async def rollback(self, owner: str, session_id: str, length: int, *, queue: bool = False) -> int:
         """Shorten the history to `length`, and return it."""
-        await self._get(owner, session_id)
+        session = await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
 
-            def shorten() -> int:
-                session = self._table.get(owner, session_id)
+            def check() -> None:
+                self._table.get(owner, session_id)
                 if not 0 <= length <= session.history_length:
                     raise SessionValueError(
                         f"the history has {session.history_length} tokens, not {length}", field="length"
@@ -151,10 +186,13 @@ class Sessions:
                         field="length",
                         hint="Roll back less far, or fork before.",
                     )
-                self._table.shorten(session, length)
-                return length
 
-            return await self._call(shorten)
+            await self._call(check)
+            if self._keeper is not None:
+                await asyncio.wrap_future(self._keeper.histories.truncate(session_id, length))
+            await self._call(lambda: self._table.shorten(session, length))
+            self._write_rest(session)
+            return length
 
     async def list(self, owner: str) -> list[SessionInfo]:
         """Return the sessions of `owner`, the oldest first."""
@@ -178,6 +216,7 @@ class Sessions:
             with suppress(asyncio.CancelledError):
                 await self._reaper
             self._reaper = None
+        self._is_closing = True
         while self._exclusive.num_busy:  # what waited for its turn begins, and ends as well
             under_way = list(self._under_way.values())
             for operation in under_way:
@@ -185,16 +224,45 @@ class Sessions:
             if under_way:
                 await asyncio.wait([operation.over for operation in under_way])
             await asyncio.sleep(0.001)
+        if self._keeper is not None:
+            await self._keeper.close()
 
     # Inside -----------------------------------------------------------------------------------------------
 
     async def _append(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
+        def check() -> int:
+            """Return the length of the history, to which tokens can be appended."""
+            self._table.get(owner, session.session_id)
+            length = session.history_length
+            if expected_length is not None and expected_length != length:
+                raise SessionNotReadyError(
+                    f"the history has {length} tokens, and {expected_length} were expected",
+                    field="expected_length",
+                    hint="The tokens may be there already: compare with what was sent.",
+                )
+            most, longer = self._max_positions(session), length + len(packed) // UNIT_BYTES
+            if most is not None and longer > most:
+                raise SessionNotReadyError(
+                    f"the history would have {longer} tokens, and the model was trained for {most} positions",
+                    field="token_ids",
+                    hint="Create the session with positions='cache', or with past_max_positions.",
+                )
+            return length
+
+        if self._keeper is not None and packed:
+            try:
+                before = await self._call(check)
+                tokens = np.frombuffer(packed, np.uint64)
+                await asyncio.wrap_future(self._keeper.histories.append(session.session_id, before, tokens))
+            except BaseException:
+                self._exclusive.pass_on(session.session_id)
+                raise
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
         def finish(error: BaseException | None) -> None:
             def deliver() -> None:
-                self._end(session.session_id)
+                self._end(session)
                 if done.done():
                     return  # its client has gone; what was appended is there all the same
                 if error is None:
@@ -212,23 +280,9 @@ class Sessions:
 
         def begin(engine: LLMEngine) -> int | None:
             nonlocal length
-            self._table.get(owner, session.session_id)
-            if expected_length is not None and expected_length != session.history_length:
-                raise SessionNotReadyError(
-                    f"the history has {session.history_length} tokens, and {expected_length} were expected",
-                    field="expected_length",
-                    hint="The tokens may be there already: compare with what was sent.",
-                )
-            before = session.history_length
-            most = self._max_positions(session)
-            length = before + len(packed) // UNIT_BYTES
-            if most is not None and length > most:
-                raise SessionNotReadyError(
-                    f"the history would have {length} tokens, and the model was trained for {most} positions",
-                    field="token_ids",
-                    hint="Create the session with positions='cache', or with past_max_positions.",
-                )
+            before = check()
             session.content.append(packed)
+            length = session.history_length
             try:
                 return turn.begin(engine)
             except BaseException:
@@ -246,24 +300,49 @@ class Sessions:
         self._under_way[session_id] = _UnderWay(cancel, over)
         return over
 
-    def _end(self, session_id: str) -> None:
+    def _end(self, session: Session) -> None:
         """Note the end of an operation, and pass the turn on."""
-        self._under_way.pop(session_id).over.set_result(None)
-        self._exclusive.pass_on(session_id)
+        self._write_rest(session)
+        self._under_way.pop(session.session_id).over.set_result(None)
+        self._exclusive.pass_on(session.session_id)
 
-    async def _make(self, make: Callable[[], Session]) -> str:
-        """Return the id of the session that `make` returns. One that is made for nobody goes at once."""
+    async def _make(self, make: Callable[[], Session], write: Callable[[Keeper, Session], Future[Any]]) -> str:
+        """Return the id of the session that `make` returns, when `write` has it on disk.
+
+        One that cannot be there, or that is not waited for any more, goes at once.
+        """
         made: list[Session] = []
         try:
             await self._call(lambda: made.append(make()))
-        except asyncio.CancelledError:
+            if self._keeper is not None:
+                await asyncio.wrap_future(write(self._keeper, made[0]))
+        except BaseException:
             self._host.loop.post(lambda _: self._forget(made))
             raise
         return made[0].session_id
 
+    def _write_rest(self, session: Session) -> None:
+        """Write what an operation has left, beside what happens next."""
+        if self._keeper is not None:
+            self._keeper.histories.note(session.session_id, usage_of(session))
+            self._keeper.save_kv(session)
+
+    def _removed(self, session: Session, reason: EndReason) -> None:
+        """Write that a session is gone. In the thread of the engine."""
+        assert self._keeper is not None
+        ending = self._keeper.histories.end(session.session_id, reason, time.time())
+        if reason == "closed":
+            self._ending[session.session_id] = ending
+        self._keeper.forget_kv(session.session_id)
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise SessionBusyError("the server is shutting down", hint="Try again when it is back.")
+
     def _forget(self, sessions: Sequence[Session]) -> None:
         for session in sessions:
             self._table.remove(session, "closed")
+            self._ending.pop(session.session_id, None)
 
     def _packed(self, tokens: Sequence[int]) -> bytes:
         vocab_size = self._host.vocab_size

@@ -44,7 +44,7 @@ class Outbox:
 class UpdateStream:
     """The updates of one generation, in the event loop. An error is raised where the next update would be.
 
-    `on_end` is called when Done or an error has come, whether anybody reads it or not.
+    `on_end` is called when Done or an error has come, whether it is read or not.
     """
 
     def __init__(self, outbox: Outbox, on_end: Callable[[], None]) -> None:

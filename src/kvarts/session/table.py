@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from secrets import token_hex
 
@@ -16,7 +17,8 @@ from kvarts.session.errors import SessionsExhaustedError
 from kvarts.session.invariants import count_retained, holds_what_it_should
 from kvarts.session.pages import ChunkRoom, SessionPages
 from kvarts.session.session import Session
-from kvarts.session.tombstones import GoneReason, Tombstone, Tombstones
+from kvarts.session.stored import EndReason, Tombstone
+from kvarts.session.tombstones import Tombstones
 from kvarts.session.values import SessionInfo, SessionSettings
 
 __all__ = ["SessionTable", "check_settings", "random_id"]
@@ -37,6 +39,8 @@ class SessionTable:
     def __init__(self, host: ModelHost, config: SessionsConfig, *, new_id: Callable[[], str] = random_id) -> None:
         self.host = host
         self.config = config
+        self.on_removed: Callable[[Session, EndReason], object] | None = None
+        """Is told of a session that was removed, and why."""
         self.tombstones = Tombstones(ttl_s=config.tombstone_ttl_s)
         self._new_id = new_id
         self._page_size = host.config.page_size
@@ -52,7 +56,7 @@ class SessionTable:
         """Return a session of `owner`. Raise UnknownSessionError if there is none, which says what became of it."""
         session = self.find(owner, session_id)
         if session is None:
-            raise self.tombstones.error(owner, session_id, self.now_ns())
+            raise self.tombstones.error(owner, session_id)
         return session
 
     def find(self, owner: str, session_id: str) -> Session | None:
@@ -63,6 +67,10 @@ class SessionTable:
     def of_owner(self, owner: str) -> list[Session]:
         """Return the sessions of `owner`, the oldest first."""
         return [session for session in self._sessions.values() if session.owner == owner]
+
+    def has(self, session: Session) -> bool:
+        """Return whether a session is still here."""
+        return self._sessions.get(session.session_id) is session
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -109,7 +117,7 @@ class SessionTable:
         session.touched_ns = other.touched_ns
         return other
 
-    def remove(self, session: Session, reason: GoneReason) -> None:
+    def remove(self, session: Session, reason: EndReason) -> None:
         """Forget a session on which nothing is under way; its pages are free at once."""
         assert session.request is None, f"{session!r} has a request under way"
         del self._sessions[session.session_id]
@@ -120,16 +128,18 @@ class SessionTable:
             self._num_bounded -= 1
             self._reserve.shrink(most_pages if self._num_bounded else most_pages + self._room.num_pages)
         self.tombstones.add(
-            session.session_id,
             Tombstone(
-                session.owner,
-                reason,
-                self.now_ns(),
-                session.history_length,
-                session.inv1_violations,
-                session.inv2_violations,
-            ),
+                session_id=session.session_id,
+                owner=session.owner,
+                reason=reason,
+                ended_s=time.time(),
+                length=session.history_length,
+                inv1_violations=session.inv1_violations,
+                inv2_violations=session.inv2_violations,
+            )
         )
+        if self.on_removed is not None:
+            self.on_removed(session, reason)
 
     def pin(self, session: Session) -> None:
         """Keep the full pages of an unbounded session in use until its next turn, as long as requests let it."""
@@ -245,6 +255,8 @@ class SessionTable:
     # Inside -----------------------------------------------------------------------------------------------
 
     def _keeps(self, settings: SessionSettings) -> SinkWindow | None:
+        if settings.window is None and settings.retention == "host" and self.host.core.tiers is None:
+            raise ConfigError("'host' needs host memory", field="retention", hint="Open the server with host memory.")
         if settings.positions == "cache":
             self.host.rotation.enable()
         if settings.window is None:
@@ -277,7 +289,7 @@ class SessionTable:
                 if session.pages is not None:
                     num_missing -= session.pages.keeps.most_pages(self._page_size)
                 elif not is_full:
-                    continue  # its pages are nobody's already
+                    continue  # all its pages are empty already
                 is_full = False
                 leaving.append(session)
         if is_full:

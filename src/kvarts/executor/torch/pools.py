@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -66,6 +67,21 @@ class KVPools:
                 tensors.append(torch.zeros(shape, dtype=dtype, device=device) if own else tensors[layer.owner])
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
         self.values_flat = [values.flatten(0, 1) for values in self.values]
+
+    def read_pages(self, page_ids: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """Return what is in pages, by tensor, as bytes of shape [pages, bytes]."""
+        chosen = torch.tensor(list(page_ids), dtype=torch.long, device=self.device)
+        return {
+            f"{number:04}": tensor[chosen].flatten(1).view(torch.uint8).cpu().numpy()
+            for number, tensor in enumerate(self.tensors)
+        }
+
+    def write_pages(self, page_ids: Sequence[int], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Write what `read_pages` returned, of as many pages."""
+        chosen = torch.tensor(list(page_ids), dtype=torch.long, device=self.device)
+        for number, tensor in enumerate(self.tensors):
+            saved = torch.from_numpy(arrays[f"{number:04}"].copy()).to(self.device)
+            tensor[chosen] = saved.view(self.dtype).view(len(page_ids), *tensor.shape[1:])
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy all that is in one page to another."""

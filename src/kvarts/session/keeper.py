@@ -1,0 +1,176 @@
+"""Sessions on disk: histories before they are acknowledged, and the KV of bounded sessions when a turn has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.errors import OutputError
+from kvarts.session.checkpoint import Checkpoints, Refused
+from kvarts.session.checkpoint_file import CheckpointHeader, token_digest
+from kvarts.session.history import Histories
+from kvarts.session.session import Session
+from kvarts.session.stored import StoredSession, Usage
+from kvarts.session.table import SessionTable
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """The sessions of `table` in `directory`. `say` is told what could not be kept or read, a line each.
+
+    Opened before the first session is made: it brings back those that are there. A session comes back with the KV of
+    its checkpoint where that fits, and is computed again from its tokens where it does not.
+    """
+
+    def __init__(self, table: SessionTable, directory: Path, say: Callable[[str], object]) -> None:
+        self.histories = Histories(directory)
+        self._checkpoints = Checkpoints(directory / "kv")
+        self._table = table
+        self._host = table.host
+        self._say = say
+        self._saving: dict[str, asyncio.Task[None]] = {}
+
+    # At the start -----------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Bring back all sessions, between steps."""
+        stored = self.histories.load()
+        for path in self._checkpoints.sweep([session.session_id for session in stored]):
+            self._say(f"{path} belongs to no session, and was removed")
+        for tombstone in self.histories.tombstones():
+            self._table.tombstones.add(tombstone)
+        now_s, now_ns = time.time(), self._table.now_ns()
+        for known in stored:
+            tokens = self.histories.tokens(known.session_id).result()
+            session = self._table.create(
+                known.owner, known.settings, session_id=known.session_id, tokens=tokens.astype(np.uint64).tobytes()
+            )
+            usage = known.usage
+            session.touched_ns = now_ns - max(0, round((now_s - usage.last_used_s) * 1e9))
+            session.created_s = known.created_s
+            session.num_turns = usage.num_turns
+            session.num_computed_tokens = usage.num_computed_tokens
+            session.inv1_violations, session.inv2_violations = usage.inv1_violations, usage.inv2_violations
+            session.restored = "tokens"
+            if session.pages is not None and len(tokens):
+                self._restore_kv(session, tokens)
+
+    def _restore_kv(self, session: Session, tokens: npt.NDArray[np.uint32]) -> None:
+        assert session.pages is not None
+        found = self._checkpoints.load(session.session_id, self._fingerprint(session), tokens)
+        if found is None:
+            return
+        if isinstance(found, Refused):
+            self._say(f"{found.reason}; the session is computed again")
+            return
+        header, arrays = found.header, dict(found.arrays)
+        positions = arrays.pop("positions")
+        page_ids = session.pages.restore(len(positions), header.num_dropped_pages)
+        self._host.kv.write_pages(page_ids, arrays)
+        self._host.slots.restore(page_ids, positions)
+        session.num_computed = session.furthest = header.num_tokens
+        session.restored = "kv"
+        violations = session.inv1_violations
+        self._table.look(session)
+        if session.inv1_violations > violations:
+            # It does not hold what it says.
+            session.inv1_violations = violations
+            session.pages.release()
+            session.pages.num_dropped = 0
+            session.num_computed = session.furthest = 0
+            session.restored = "tokens"
+            self._say(
+                f"the checkpoint of session {session.session_id} does not hold what it says; it is computed again"
+            )
+
+    # While it runs ----------------------------------------------------------------------------------------
+
+    def stored(self, session: Session) -> StoredSession:
+        """Return what is written of a session beside its tokens."""
+        return StoredSession(
+            session_id=session.session_id,
+            owner=session.owner,
+            settings=session.settings,
+            created_s=session.created_s,
+            usage=usage_of(session),
+            length=session.history_length,
+        )
+
+    def save_kv(self, session: Session) -> None:
+        """Write the KV of a session on which nothing is under way, beside what happens next. For the event loop."""
+        before = self._saving.get(session.session_id)
+        task = asyncio.get_running_loop().create_task(self._save(session, before))
+        self._saving[session.session_id] = task
+
+    async def _save(self, session: Session, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        session_id = session.session_id
+        try:
+            taken = await asyncio.wrap_future(self._host.loop.post(lambda _: self._take(session)))
+            if taken is not None:
+                header, arrays = taken
+                outcome = await asyncio.to_thread(self._checkpoints.save, header, arrays)
+                if isinstance(outcome, Refused):
+                    self._say(f"{outcome.reason}; after a restart the session is computed again")
+        finally:
+            if self._saving.get(session_id) is asyncio.current_task():
+                del self._saving[session_id]
+
+    def _take(self, session: Session) -> tuple[CheckpointHeader, dict[str, npt.NDArray[Any]]] | None:
+        """Return a copy of the KV of an idle session, between steps; None if it has none, or has gone on."""
+        pages = session.pages
+        if pages is None or session.request is not None or not session.num_computed or not self._table.has(session):
+            return None
+        tokens = np.frombuffer(session.content.tokens(0, session.num_computed).tobytes(), np.uint64)
+        header = CheckpointHeader(
+            session_id=session.session_id,
+            fingerprint=self._fingerprint(session),
+            num_tokens=session.num_computed,
+            token_digest=token_digest(tokens),
+            num_dropped_pages=pages.num_dropped,
+        )
+        arrays = dict(self._host.kv.read_pages(pages.page_ids))
+        arrays["positions"] = self._host.slots.positions(pages.page_ids)
+        return header, arrays
+
+    def forget_kv(self, session_id: str) -> None:
+        """Remove the file of a session that is gone, unless it is being written: then the next start removes it."""
+        if session_id not in self._saving:
+            with suppress(OutputError):  # the next start tries again
+                self._checkpoints.remove(session_id)
+
+    async def close(self) -> None:
+        """Write what is to be written."""
+        while self._saving:
+            await asyncio.wait(list(self._saving.values()))
+        await asyncio.to_thread(self.histories.close)
+
+    def _fingerprint(self, session: Session) -> dict[str, str]:
+        settings = session.settings
+        return {
+            "model": self._host.fingerprint(),
+            "page_size": str(self._host.config.page_size),
+            "sink": str(settings.sink),
+            "window": str(settings.window),
+            "positions": settings.positions,
+        }
+
+
+def usage_of(session: Session) -> Usage:
+    """Return the counters of a session as they are written."""
+    return Usage(
+        last_used_s=time.time(),
+        num_turns=session.num_turns,
+        num_computed_tokens=session.num_computed_tokens,
+        inv1_violations=session.inv1_violations,
+        inv2_violations=session.inv2_violations,
+    )

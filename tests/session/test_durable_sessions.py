@@ -1,0 +1,263 @@
+"""Sessions that outlive their process: what was acknowledged is there, and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvarts.errors import KvartsError
+from kvarts.executor.mock import next_tokens
+from kvarts.session.opening import MOCK_VOCAB_SIZE, open_sessions
+from kvarts.session.sessions import Sessions
+from kvarts.session.values import SessionSettings, Token
+
+from builders.sessions import OWNER, greedy, say
+
+
+def mock_says(history: list[int], count: int) -> list[int]:
+    """The next tokens of a mock, by its definition."""
+    tokens = list(history)
+    for _ in range(count):
+        last, position = np.array(tokens[-1:], np.uint64), np.array([len(tokens) - 1], np.uint64)
+        tokens.append(int(next_tokens(last, position, seed=0, vocab_size=MOCK_VOCAB_SIZE)[0]))
+    return tokens[len(history) :]
+
+
+def reopen(directory: Path, said: list[str] | None = None, **settings: Any) -> Sessions:
+    say_line = (lambda _: None) if said is None else said.append
+    return open_sessions(mock=True, speedup=1000.0, kv_memory="256MiB", state_dir=directory, say=say_line, **settings)
+
+
+def test_sessions_come_back_with_their_kv(tmp_path: Path) -> None:
+    async def before() -> tuple[str, str, list[int], int]:
+        sessions = reopen(tmp_path)
+        session = await sessions.create(OWNER, SessionSettings(sink=2, window=40, label="first"))
+        gone = await sessions.create(OWNER)
+        history = list(range(300))
+        history += await say(sessions, session, history, 20)
+        await sessions.append(OWNER, gone, [1, 2, 3])
+        await sessions.close(OWNER, gone)
+        computed = (await sessions.info(OWNER, session)).num_computed_tokens
+        await sessions.shut_down()
+        return session, gone, history, computed
+
+    async def after(session: str, gone: str, history: list[int], computed: int) -> None:
+        sessions = reopen(tmp_path)
+        info = await sessions.info(OWNER, session)
+        assert (info.restored, info.history_length, info.num_retained) == ("kv", len(history), 42)
+        assert info.settings.label == "first"
+        assert info.num_computed_tokens == computed
+        assert await say(sessions, session, [], 5) == mock_says(history, 5)
+        info = await sessions.info(OWNER, session)
+        # The last token again, four that were sampled, and the fifth, for the next turn.
+        assert info.num_computed_tokens == computed + 6
+        assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+        with pytest.raises(KvartsError, match="was closed"):
+            await sessions.info(OWNER, gone)
+        await sessions.shut_down()
+
+    asyncio.run(after(*asyncio.run(before())))
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn", "foreign"])
+def test_kv_that_does_not_fit_is_named_and_computed_again(tmp_path: Path, damage: str) -> None:
+    async def before() -> tuple[str, list[int]]:
+        sessions = reopen(tmp_path)
+        session = await sessions.create(OWNER, SessionSettings(sink=2, window=40))
+        history = list(range(100))
+        history += await say(sessions, session, history, 5)
+        await sessions.shut_down()
+        return session, history
+
+    session, history = asyncio.run(before())
+    (file,) = [path for path in (tmp_path / "kv").iterdir() if session in path.name]
+    if damage == "gone":
+        file.unlink()
+    elif damage == "torn":
+        file.write_bytes(file.read_bytes()[:-100])
+    said: list[str] = []
+
+    async def after() -> None:
+        sessions = reopen(tmp_path, said, page_size=8 if damage == "foreign" else 16)
+        info = await sessions.info(OWNER, session)
+        assert (info.restored, info.num_retained, info.history_length) == ("tokens", 0, len(history))
+        assert await say(sessions, session, [], 4) == mock_says(history, 4)
+        assert (await sessions.info(OWNER, session)).num_retained == 42
+        await sessions.shut_down()
+
+    asyncio.run(after())
+    assert [str(file) in line for line in said] == ([] if damage == "gone" else [True])
+
+
+def test_forks_and_rollbacks_come_back(tmp_path: Path) -> None:
+    async def before() -> tuple[str, str]:
+        sessions = reopen(tmp_path)
+        session = await sessions.create(OWNER, SessionSettings(sink=2, window=40))
+        await say(sessions, session, list(range(20)), 5)
+        fork = await sessions.fork(OWNER, session)
+        await sessions.rollback(OWNER, session, 10)
+        await sessions.append(OWNER, session, [7, 7])
+        await sessions.append(OWNER, fork, [8])
+        await sessions.shut_down()
+        return session, fork
+
+    async def after(session: str, fork: str) -> None:
+        sessions = reopen(tmp_path)
+        first = list(range(20))
+        assert await say(sessions, session, [], 4) == mock_says([*range(10), 7, 7], 4)
+        assert await say(sessions, fork, [], 4) == mock_says([*first, *mock_says(first, 5), 8], 4)
+        await sessions.shut_down()
+
+    asyncio.run(after(*asyncio.run(before())))
+
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from kvarts.sampling import SamplingParams
+from kvarts.session.opening import open_sessions
+from kvarts.session.values import SessionSettings, Token
+
+async def serve():
+    sessions = open_sessions(mock=True, speedup=1000.0, kv_memory="256MiB", state_dir=Path(sys.argv[1]))
+    known = await sessions.list("o")
+    session = known[0].session_id if known else await sessions.create("o", SessionSettings(sink=2, window=30))
+    print("length", (await sessions.info("o", session)).history_length, flush=True)
+    loop = asyncio.get_running_loop()
+    while True:
+        line = await loop.run_in_executor(None, sys.stdin.readline)
+        kind, number = line.split()
+        if kind == "append":
+            tokens = [int(number)] * 7
+            print("appended", await sessions.append("o", session, tokens), flush=True)
+        else:
+            params = SamplingParams(max_tokens=int(number), ignore_eos=True)
+            async for update in sessions.generate("o", session, params):
+                if isinstance(update, Token):
+                    print("token", update.token_id, flush=True)
+            print("done 0", flush=True)
+
+asyncio.run(serve())
+"""
+
+
+def kill_again_and_again(directory: Path, num_kills: int, seed: int) -> None:
+    """Acknowledged is what was printed. The history may have more: of the operation that was under way."""
+    random = Random(seed)
+    history: list[int] = []
+    pending: list[int] = []
+    """Tokens of the append under way, which is there as a whole or not at all."""
+    generating = False
+    for _ in range(num_kills):
+        server = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert server.stdin is not None
+        assert server.stdout is not None
+        length = int(server.stdout.readline().split()[1])
+        if pending and length == len(history) + len(pending):
+            history += pending
+        elif generating:
+            assert length >= len(history), "an acknowledged token is lost"
+            history += mock_says(history, length - len(history))
+        assert length == len(history), "a token is lost or doubled"
+        pending, generating = [], False
+        ends_s = time.monotonic() + random.random() * 0.3
+        killed = False
+        while not killed:
+            if not history or random.random() < 0.5:
+                token = random.randrange(1000)
+                pending = [token] * 7
+                server.stdin.write(f"append {token}\n")
+            else:
+                generating = True
+                server.stdin.write("generate 9\n")
+            while True:
+                if time.monotonic() > ends_s:
+                    server.send_signal(signal.SIGKILL)
+                    killed = True
+                line = server.stdout.readline()
+                if not line.endswith("\n"):
+                    killed = True
+                    break
+                kind, number = line.split()
+                if kind == "token":
+                    assert int(number) == mock_says(history, 1)[0], "the continuation is another"
+                    history.append(int(number))
+                elif kind == "appended":
+                    history += pending
+                    assert int(number) == len(history)
+                    pending = []
+                    break
+                else:
+                    generating = False
+                    break
+        server.stdin.close()
+        server.stdout.close()
+        server.wait()
+
+
+def test_killed_at_any_moment_nothing_that_was_said_is_lost(tmp_path: Path) -> None:
+    kill_again_and_again(tmp_path, 6, seed=1)
+
+
+@pytest.mark.long
+def test_killed_three_hundred_times(tmp_path: Path) -> None:
+    kill_again_and_again(tmp_path, 300, seed=2)
+
+
+def test_a_real_model_goes_on_from_its_checkpoint(tmp_path: Path, models: Callable[[str], tuple[Any, Any]]) -> None:
+    """The KV is that of the file: the same tokens, and none of the history is computed again."""
+    pytest.importorskip("torch", reason="real models need kvarts[torch]")
+    pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+    from kvarts.executor.torch.tiny import write_tiny
+
+    from oracles.masked_forward import masked_greedy
+
+    _, reference = models("qwen3")
+    write_tiny("qwen3", tmp_path / "model")
+    history = [Random(4).randrange(257) for _ in range(90)]
+    expected = masked_greedy(reference, history, 16, sink=3, window=20)
+
+    def opened() -> Sessions:
+        return open_sessions(
+            model=tmp_path / "model",
+            kv_memory="4MiB",
+            page_size=4,
+            defaults=SessionSettings(sink=3, window=20),
+            state_dir=tmp_path / "state",
+        )
+
+    async def before() -> str:
+        sessions = opened()
+        session = await sessions.create(OWNER)
+        assert await say(sessions, session, history, 8) == expected[:8]
+        await sessions.shut_down()
+        return session
+
+    async def after(session: str) -> None:
+        sessions = opened()
+        info = await sessions.info(OWNER, session)
+        assert info.restored == "kv"
+        said = [u.token_id async for u in sessions.generate(OWNER, session, greedy(8)) if isinstance(u, Token)]
+        assert said == expected[8:]
+        assert (await sessions.info(OWNER, session)).num_computed_tokens == info.num_computed_tokens + 9
+        await sessions.shut_down()
+
+    asyncio.run(after(asyncio.run(before())))
