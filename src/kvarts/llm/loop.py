@@ -262,7 +262,7 @@ class EngineLoop:
         return completion
 
     def _tell_end(self, listener: Listener, completion: Completion) -> None:
-        """Tell a listener of its end. One that raises is told of that by whoever catches it, so it is still there."""
+        """Tell a listener of its end. If it raises, it is still listed, and is told of that as well."""
         with suppress(Gone):
             listener.end(completion)
         del self._listeners[completion.index]
