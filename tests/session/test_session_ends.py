@@ -358,7 +358,7 @@ def test_an_error_at_an_end_is_told_to_whoever_waits_for_it() -> None:
         session = await sessions.create(OWNER)
         await sessions.append(OWNER, session, PROMPT)
 
-        def fail(ended: Session, request: Request) -> None:
+        def fail(session: Session, request: Request) -> None:
             raise AssertionError("a page is lost")
 
         sessions._turns.end = fail  # type: ignore[method-assign]
