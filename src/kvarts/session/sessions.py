@@ -294,6 +294,8 @@ class Sessions:
                 return turn.begin(engine)
             except BaseException:
                 self._table.shorten(session, before)
+                if self._keeper is not None and packed:  # before any later append is written
+                    self._keeper.histories.truncate(session.session_id, before)
                 raise
 
         self._begin(session.session_id, turn.cancel)
