@@ -17,7 +17,7 @@ from kvarts.session.values import Done, SessionSettings, StopReason, Token, Trun
 
 from builders.sessions import OWNER, check_at_rest, greedy, mock_says, mock_sessions
 
-ACTS = ("append", "generate", "cancel", "drop", "fork", "rollback", "look")
+ACTS = ("append", "generate", "cancel", "drop", "leave", "fork", "rollback", "look")
 
 
 class Talker:
@@ -91,6 +91,21 @@ class Talker:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await self.generated()
+
+    async def leave(self) -> None:
+        """A client goes in the middle of an append: all of the tokens are there, or none."""
+        new = [self.random.randrange(3000) for _ in range(self.room(40))]
+        appending = asyncio.ensure_future(self.sessions.append(OWNER, self.session, new))
+        for _ in range(self.random.randrange(20)):
+            await asyncio.sleep(0)
+        if self.random.random() < 0.5:
+            appending.cancel()
+        else:
+            await self.sessions.cancel(OWNER, self.session)
+        await asyncio.gather(appending, return_exceptions=True)
+        length = await self.sessions.append(OWNER, self.session, [], queue=True)
+        assert length in (len(self.history), len(self.history) + len(new))
+        self.history += new[: length - len(self.history)]
 
     async def cancel(self) -> None:
         if not (count := self.room(30)):

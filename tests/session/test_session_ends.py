@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import pytest
 
+from kvarts.clock import VirtualClock
+from kvarts.errors import ConfigError
 from kvarts.llm.loop import EngineDeadError
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import SessionGoneError, SessionsExhaustedError
+from kvarts.session.opening import open_sessions
 from kvarts.session.session import Session
+from kvarts.session.sessions import Sessions
 from kvarts.session.values import Done, SessionSettings, StopReason, Token, Update
 
 from builders.sessions import OWNER, GateClock, check_at_rest, greedy, mock_says, mock_sessions, say
@@ -348,6 +353,31 @@ def test_a_generation_that_never_began_is_no_step_back() -> None:
 
     asyncio.run(talk())
     check_at_rest(host)
+
+
+def test_an_append_that_is_refused_is_not_on_disk(tmp_path: Path) -> None:
+    """Not by the engine, either, which has no room for so long a history; and the session goes on."""
+
+    def opened() -> Sessions:
+        return open_sessions(mock=True, kv_memory="100MiB", clock=VirtualClock(), state_dir=tmp_path)
+
+    async def before() -> str:
+        sessions = opened()
+        session = await sessions.create(OWNER, SessionSettings(window=None))
+        await sessions.append(OWNER, session, PROMPT)
+        with pytest.raises(ConfigError, match="pages"):
+            await sessions.append(OWNER, session, [5] * 2000)
+        assert await sessions.append(OWNER, session, [7, 8], expected_length=39) == 41
+        await sessions.shut_down()
+        return session
+
+    async def after(session: str) -> None:
+        sessions = opened()
+        assert (await sessions.info(OWNER, session)).history_length == 41
+        assert await say(sessions, session, [], 3) == mock_says([*PROMPT, 7, 8], 3)
+        await sessions.shut_down()
+
+    asyncio.run(after(asyncio.run(before())))
 
 
 def test_an_error_at_an_end_is_told_to_whoever_waits_for_it() -> None:

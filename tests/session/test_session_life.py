@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 
@@ -188,6 +189,32 @@ def test_the_session_goes_that_was_idle_for_longest() -> None:
         await sessions.append(OWNER, unbounded, [1])
         await sessions.create(OWNER)  # no page is free when the unbounded one goes
         assert unbounded in {info.session_id for info in await sessions.list(OWNER)}
+        await close_all(sessions)
+
+    asyncio.run(talk())
+    check_at_rest(host)
+
+
+def test_a_long_list_lets_steps_in_between() -> None:
+    sessions, host = mock_sessions(SessionsConfig(defaults=SMALL), num_pages=2000)
+
+    async def talk() -> None:
+        made = [await sessions.create(OWNER) for _ in range(300)]
+        post = host.loop.post
+        num_tasks = 0
+
+        def count(task: Any) -> Any:
+            nonlocal num_tasks
+            num_tasks += 1
+            return post(task)
+
+        host.loop.post = count  # type: ignore[method-assign]
+        listing = asyncio.ensure_future(sessions.list(OWNER))
+        closing = asyncio.ensure_future(sessions.close(OWNER, made[299]))
+        assert [info.session_id for info in await listing][:299] == made[:299]
+        await closing
+        assert num_tasks > 4
+        host.loop.post = post  # type: ignore[method-assign]
         await close_all(sessions)
 
     asyncio.run(talk())

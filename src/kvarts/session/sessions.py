@@ -31,6 +31,9 @@ __all__ = ["Sessions"]
 
 T = TypeVar("T")
 
+INFOS_AT_ONCE = 64
+"""Sessions of a list that are looked at between two steps: a millisecond, or less."""
+
 
 class Sessions:
     """A SessionRuntime over `table`. Everything but waiting happens in the thread of the engine, between steps.
@@ -196,7 +199,11 @@ class Sessions:
 
     async def list(self, owner: str) -> list[SessionInfo]:
         """Return the sessions of `owner`, the oldest first."""
-        return await self._call(lambda: [self._table.info(session) for session in self._table.of_owner(owner)])
+        sessions = await self._call(lambda: self._table.of_owner(owner))
+        infos: list[SessionInfo] = []
+        for first in range(0, len(sessions), INFOS_AT_ONCE):
+            infos += await self._call(partial(self._infos, owner, sessions[first : first + INFOS_AT_ONCE]))
+        return infos
 
     async def reap(self) -> int:
         """Let sessions expire that were idle for too long; return how many."""
@@ -287,6 +294,8 @@ class Sessions:
                 return turn.begin(engine)
             except BaseException:
                 self._table.shorten(session, before)
+                if self._keeper is not None and packed:  # before any later append is written
+                    self._keeper.histories.truncate(session.session_id, before)
                 raise
 
         self._begin(session.session_id, turn.cancel)
@@ -338,6 +347,12 @@ class Sessions:
     def _check_open(self) -> None:
         if self._is_closing:
             raise SessionBusyError("the server is shutting down", hint="Try again when it is back.")
+
+    def _infos(self, owner: str, sessions: Sequence[Session]) -> Sequence[SessionInfo]:
+        """Return those that are still there."""
+        return [
+            self._table.info(session) for session in sessions if self._table.find(owner, session.session_id) is session
+        ]
 
     def _forget(self, sessions: Sequence[Session]) -> None:
         for session in sessions:
