@@ -53,8 +53,9 @@ class Engine:
         self._is_at_rest = False
         if tell is not None:
             asked = request.num_prompt_tokens, request.max_tokens, request.priority
-            num_ahead = self.scheduler.waiting.num_ahead(request)
             has_own = request.own is not None
+            scheduler = self.scheduler
+            num_ahead = len(scheduler.waiting_with_pages) - 1 if has_own else scheduler.waiting.num_ahead(request)
             tell(Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead, has_own))
         return None
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvarts.clock import VirtualClock
 from kvarts.content import Content
+from kvarts.events import Blocked
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.request import Request
@@ -416,6 +417,27 @@ def test_back_to_what_is_retained() -> None:
             assert info.num_retained == min(13, len(history))
             await sessions.append(OWNER, session, history[-1:] * 30)
             history += history[-1:] * 30
+        await close_all(sessions)
+
+    asyncio.run(talk())
+    check_at_rest(host)
+
+
+def test_a_turn_does_not_wait_behind_a_request_that_waits_for_pages() -> None:
+    """A session never waits for memory, whatever is first in the queue."""
+    sessions, host = mock_sessions(num_pages=200, page_size=4)
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER)
+        num_free = host.core.scheduler.cache.num_free
+        first = host.loop.submit(list(range(4 * (num_free - 40))), greedy(120))
+        second = host.loop.submit(list(range(5000, 5000 + 4 * 60)), greedy(8))
+        while host.core.scheduler.blocked is not Blocked.PAGES:
+            host.loop.step()
+        assert len(await say(sessions, session, [1, 2, 3], 4)) == 4
+        assert host.core.scheduler.waiting.num_waiting == 1
+        for index in (first, second):
+            host.loop.cancel(index)
         await close_all(sessions)
 
     asyncio.run(talk())

@@ -10,6 +10,8 @@ The scheduler reads no clock and no random number: time comes in with `schedule`
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
@@ -62,6 +64,8 @@ class Scheduler:
         self.tiers = tiers
         self.wheel = DecodeWheel(config.page_size)
         self.waiting = WaitingQueue(policy)
+        self.waiting_with_pages: deque[Request] = deque()
+        """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
         self.running = Running(cache, self.wheel, batch)
         self.loads = None if tiers is None else Loads(tiers, cache, config.page_size, tell)
         self.own_pages = OwnPagesInUse(cache, tell)
@@ -108,6 +112,9 @@ class Scheduler:
         if config.profile == "mocker":
             request.priority = 0
         request.become(RequestState.WAITING)
+        if request.own is not None:
+            self.waiting_with_pages.append(request)
+            return None
         waiting = self.waiting
         waiting.push(request)
         if waiting.num_waiting == 1 or waiting.head(request.arrival_ns) is request:
@@ -127,7 +134,10 @@ class Scheduler:
             assert self.loads is not None
             self.loads.cancel(request)
         else:
-            self.waiting.remove(request)
+            if request.own is None:
+                self.waiting.remove(request)
+            else:
+                self.waiting_with_pages.remove(request)
             request.become(RequestState.CANCELLED)
         self.blocked = Blocked.NOT
 
@@ -145,14 +155,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
-        if self.running.num_running or self.waiting.num_waiting:
+        if self.running.num_running or self.waiting.num_waiting or self.waiting_with_pages:
             return True
         return self.loads is not None and self.loads.num_requests > 0
 
     @property
     def num_waiting(self) -> int:
         """The number of requests that wait for admission or for a load."""
-        return self.waiting.num_waiting + (0 if self.loads is None else self.loads.num_requests)
+        num_loading = 0 if self.loads is None else self.loads.num_requests
+        return self.waiting.num_waiting + len(self.waiting_with_pages) + num_loading
 
     # One step ---------------------------------------------------------------------------------------------
 
@@ -179,10 +190,12 @@ class Scheduler:
         if self.running.num_sharing:
             self._publish_filled(1)
         admitted: tuple[int, ...] = ()
+        if self.waiting_with_pages:
+            admitted, budget = self._admit_with_pages(now_ns, budget, chunks)
         if preemptions:
             self.blocked = Blocked.NOT
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
-            admitted = self._admit(now_ns, budget, chunks)
+            admitted += self._admit(now_ns, budget, chunks)
         self.mark.look()
         plan_batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
         preempted = (*gave_way, *preemptions) if gave_way else tuple(preemptions)
@@ -227,7 +240,7 @@ class Scheduler:
         0 if the next step has to be scheduled. Certain as long as no request is added that becomes the head of the
         waiting queue, and until the time that the queue's `holds_until_ns` names.
         """
-        if self.running.chunked is not None:
+        if self.running.chunked is not None or self.waiting_with_pages:
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head)
 
@@ -282,6 +295,22 @@ class Scheduler:
         self._compute_chunk(request, num_tokens, num_known, chunks)
         return budget if request is self.running.chunked else num_tokens
 
+    def _admit_with_pages(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[tuple[int, ...], int]:
+        """Admit requests that bring their pages, in the order in which they came; return them and what is left.
+
+        No request that waits for memory is before them.
+        """
+        admitted: list[int] = []
+        waiting, running, loads = self.waiting_with_pages, self.running, self.loads
+        num_loading = 0 if loads is None else loads.num_requests
+        while waiting and budget > 0 and running.num_running + num_loading < self.config.max_num_seqs:
+            request = waiting.popleft()
+            if self._tell is not None:
+                self._tell(Admitted(request.index, request.content, 0))
+            budget -= self._enter(request, request.start, budget, now_ns, chunks)
+            admitted.append(request.index)
+        return tuple(admitted), budget
+
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
         waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
@@ -305,14 +334,6 @@ class Scheduler:
             if budget <= 0:
                 self.blocked = Blocked.BUDGET
                 break
-            if request.own is not None:
-                waiting.remove(request)
-                if tell is not None:
-                    self._told_blocked = None
-                    tell(Admitted(request.index, request.content, 0))
-                budget -= self._enter(request, request.start, budget, now_ns, chunks)
-                admitted.append(request.index)
-                continue
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
             match = cache.match(request.content, (num_known - 1) // page_size)
@@ -451,7 +472,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert laws L1, L2 and L3, between steps, and that requests are where their state says."""
-        for request in self.waiting:
+        for request in (*self.waiting, *self.waiting_with_pages):
             assert request.state in WAITING, f"{request!r} waits"
         held = self.running.holdings()
         holds = []

@@ -347,6 +347,7 @@ class Sessions:
     def _check_open(self) -> None:
         if self._is_closing:
             raise SessionBusyError("the server is shutting down", hint="Try again when it is back.")
+        self._start_reaper()
 
     def _infos(self, owner: str, sessions: Sequence[Session]) -> Sequence[SessionInfo]:
         """Return those that are still there."""
