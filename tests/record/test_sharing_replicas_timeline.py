@@ -19,15 +19,24 @@ DATA = Path(str(files("kvarts") / "data"))
 TRACES = {"chat": DATA / "azure-conv-1000.csv", "code": DATA / "azure-code-1000.csv"}
 
 
+@pytest.fixture
+def traces(tmp_path: Path) -> dict[str, Path]:
+    """The first requests of each trace."""
+    short = {name: tmp_path / path.name for name, path in TRACES.items()}
+    for name, path in TRACES.items():
+        short[name].write_text("".join(path.read_text().splitlines(keepends=True)[:300]))
+    return short
+
+
 def test_the_command_writes_a_file_for_each_model_on_each_device(
-    tmp_path: Path, run_command: Callable[..., int]
+    tmp_path: Path, run_command: Callable[..., int], traces: dict[str, Path]
 ) -> None:
     models = ["--model", "chat=llama-3.1-8b:weight=2", "--model", "code=qwen3-8b:weight=1", "--device", "h100-80gb"]
-    traces = [argument for name, path in TRACES.items() for argument in ("--trace", f"{name}={path}")]
+    given = [argument for name, path in traces.items() for argument in ("--trace", f"{name}={path}")]
     run = tmp_path / "run"
     places = ["--run-dir", run, "--timeline", tmp_path / "t.json"]
     settings = ["--kv-memory", "2GiB", "--replicas", "2", "--router", "prefix"]
-    assert run_command("replay", *models, *traces, *settings, *places) == 0
+    assert run_command("replay", *models, *given, *settings, *places) == 0
     for name in TRACES:
         for number in range(2):
             for path in (run / name / f"timeline-r{number}.json.gz", tmp_path / f"t-{name}-r{number}.json"):
@@ -37,7 +46,7 @@ def test_the_command_writes_a_file_for_each_model_on_each_device(
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_every_timeline_is_true_with_tiers(policy: str, tmp_path: Path) -> None:
+def test_every_timeline_is_true_with_tiers(policy: str, tmp_path: Path, traces: dict[str, Path]) -> None:
     offload = OffloadConfig(host_memory="1GiB", policy=policy)  # type: ignore[arg-type]
     config = SharingConfig(
         models={"chat": ModelShare(model="llama-3.1-8b"), "code": ModelShare(model="qwen3-8b", priority=1)},
@@ -45,7 +54,7 @@ def test_every_timeline_is_true_with_tiers(policy: str, tmp_path: Path) -> None:
         kv_memory="2GiB",
         each=ReplayConfig(replicas=3, router="least-loaded", offload=offload),
     )
-    report = replay(TRACES, config)
+    report = replay(traces, config)
     for name in TRACES:
         timelines = timelines_of(report.reports[name])
         assert len(timelines) == 3
