@@ -384,10 +384,19 @@ class Scheduler:
         end = request.num_computed = start + num_tokens
         if self._tell is not None:
             self._tell(ChunkComputed(request.index, start, end, num_known))
-        if request.own is None:
-            self._fill_pages(request, start, end)
+        own = request.own
+        if own is not None:
+            self.own_pages.compute(own, start, end)
         else:
-            self.own_pages.compute(request.own, start, end)
+            cache, page_size = self.cache, self._page_size
+            holding, content = request.holding, request.content
+            assert holding is not None
+            cache.grow(holding, -(-end // page_size))
+            # No other request can hit a page of unknown tokens; its own can, once it has released the page.
+            num_full = min(end // page_size, content.num_known_pages)
+            cache.publish(holding, content, num_full)
+            if self.loads is not None and num_full > start // page_size:
+                self.loads.add_computed(content, num_full, holding)
         running = self.running
         if end == num_known:
             self._completing.append(request)
@@ -395,31 +404,15 @@ class Scheduler:
                 running.chunked = None
         else:
             running.chunked = request
-        if self._batch is None:
-            keeps = None if request.own is None else request.own.keeps
-            chunk = Chunk(
-                start,
-                num_tokens,
-                request.num_prompt_tokens,
-                num_known,
-                samples=not request.computes_only,
-                keeps=keeps,
-            )
-            chunks.append(chunk.as_seen())
-        else:
+        if self._batch is not None:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
-
-    def _fill_pages(self, request: Request, start: int, end: int) -> None:
-        """Take pages for tokens [start, end), and make the full ones findable."""
-        cache, page_size = self.cache, self._page_size
-        holding, content = request.holding, request.content
-        assert holding is not None
-        cache.grow(holding, -(-end // page_size))
-        # No other request can hit a page of unknown tokens; its own can, once it has released the page.
-        num_full = min(end // page_size, content.num_known_pages)
-        cache.publish(holding, content, num_full)
-        if self.loads is not None and num_full > start // page_size:
-            self.loads.add_computed(content, num_full, holding)
+        elif own is None and not request.computes_only:
+            chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
+        else:
+            keeps = None if own is None else own.keeps
+            samples = not request.computes_only
+            chunk = Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps)
+            chunks.append(chunk.as_seen())
 
     def _commit_completing(self, end_ns: int, finished: list[Request]) -> None:
         """Count the sampled token of each request that computed its last known token off the wheel."""

@@ -28,9 +28,9 @@ class DecodeWheel:
         "_base_sum",
         "_filling",
         "_finishing",
-        "_full_tokens",
         "_members",
         "_num_due",
+        "_num_growing",
         "num_decoding",
         "num_full",
         "page_size",
@@ -47,7 +47,8 @@ class DecodeWheel:
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
         self.num_full = 0
         """Bounded requests that retain all that they may, so that what they see does not grow."""
-        self._full_tokens = 0
+        # Requests that see a token more in every step: all but the full ones, which are a constant in `_base_sum`.
+        self._num_growing = 0
         # (step from which it is full, admission, request), as in `_finishing`.
         self._filling: list[tuple[int, int, Request]] = []
         self.window_places: Counter[int] = Counter()
@@ -65,6 +66,7 @@ class DecodeWheel:
         self.num_decoding += 1
         if request.own is None:
             self._num_due[slot] += 1
+            self._num_growing += 1
             self._base_sum += base
         else:
             self._join_bounded(request, request.own.keeps)
@@ -78,6 +80,7 @@ class DecodeWheel:
         self.num_decoding -= 1
         if request.own is None:
             self._num_due[slot] -= 1
+            self._num_growing -= 1
             self._base_sum -= base
         else:
             self._leave_bounded(request, request.own.keeps)
@@ -91,7 +94,7 @@ class DecodeWheel:
     @property
     def known_tokens(self) -> int:
         """Tokens that all decoding requests together know in the next step; of bounded ones, those that they see."""
-        return self._base_sum + (self.num_decoding - self.num_full) * (self.step + 1) + self._full_tokens
+        return self._base_sum + self._num_growing * (self.step + 1)
 
     def num_computed(self, request: Request) -> int:
         """Return how many tokens of `request`, which is on the wheel, are computed before the next step."""
@@ -153,6 +156,7 @@ class DecodeWheel:
         while filling and filling[0][0] <= step:
             _, admission, request = heappop(filling)
             if request.admission == admission and request.own is not None:
+                self._num_growing -= 1
                 self._base_sum -= request.wheel_base
                 self._fill(request.own.keeps)
         finished: list[Request] = []
@@ -172,6 +176,7 @@ class DecodeWheel:
         if full_step <= self.step:
             self._fill(keeps)
         else:
+            self._num_growing += 1
             self._base_sum += request.wheel_base
             heappush(self._filling, (full_step, request.admission, request))
 
@@ -183,8 +188,9 @@ class DecodeWheel:
         full_step = keeps.sink + keeps.window - request.wheel_base
         if full_step <= self.step:
             self.num_full -= 1
-            self._full_tokens -= keeps.sink + keeps.window + 1
+            self._base_sum -= keeps.sink + keeps.window + 1
         else:
+            self._num_growing -= 1
             self._base_sum -= request.wheel_base
             self._filling.remove((full_step, request.admission, request))
             heapify(self._filling)
@@ -192,4 +198,4 @@ class DecodeWheel:
     def _fill(self, keeps: SinkWindow) -> None:
         """Count a bounded request as one that sees as many tokens in every step from now on, its own included."""
         self.num_full += 1
-        self._full_tokens += keeps.sink + keeps.window + 1
+        self._base_sum += keeps.sink + keeps.window + 1
