@@ -122,6 +122,31 @@ def test_forks_and_rollbacks_come_back(tmp_path: Path) -> None:
     asyncio.run(after(*asyncio.run(before())))
 
 
+@pytest.mark.parametrize("at_capacity", ["refuse", "evict"])
+def test_sessions_without_room_stay_on_disk(tmp_path: Path, at_capacity: str) -> None:
+    async def fill() -> list[str]:
+        sessions = reopen(tmp_path)
+        made = [await sessions.create(OWNER, SessionSettings(sink=2, window=40)) for _ in range(3)]
+        for number, session in enumerate(made):
+            await sessions.append(OWNER, session, [number] * 9)
+        await sessions.shut_down()
+        return made
+
+    async def look(**settings: Any) -> tuple[list[str], list[str]]:
+        said: list[str] = []
+        sessions = reopen(tmp_path, said, **settings)
+        found = [info.session_id for info in await sessions.list(OWNER)]
+        await sessions.shut_down()
+        return found, said
+
+    made = asyncio.run(fill())
+    found, said = asyncio.run(look(max_sessions=2, at_capacity=at_capacity))
+    assert found == made[:2]
+    assert len(said) == 1
+    assert said[0].startswith(f"session {made[2]} stays on disk")
+    assert asyncio.run(look()) == (made, [])
+
+
 SERVER = """
 import asyncio, sys
 from pathlib import Path

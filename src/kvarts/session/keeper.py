@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.errors import OutputError
+from kvarts.errors import ConfigError, OutputError
 from kvarts.session.checkpoint import Checkpoints, Refused
 from kvarts.session.checkpoint_file import CheckpointHeader, token_digest
+from kvarts.session.errors import SessionsExhaustedError
 from kvarts.session.history import Histories
 from kvarts.session.session import Session
 from kvarts.session.stored import StoredSession, Usage
@@ -27,7 +28,8 @@ class Keeper:
     """The sessions of `table` in `directory`. `say` is told what could not be kept or read, a line each.
 
     Opened before the first session is made: it brings back those that are there. A session comes back with the KV of
-    its checkpoint where that fits, and is computed again from its tokens where it does not.
+    its checkpoint where that fits, and is computed again from its tokens where it does not. One for which there is no
+    room, or that the model cannot have, stays on disk.
     """
 
     def __init__(self, table: SessionTable, directory: Path, say: Callable[[str], object]) -> None:
@@ -50,9 +52,17 @@ class Keeper:
         now_s, now_ns = time.time(), self._table.now_ns()
         for known in stored:
             tokens = self.histories.tokens(known.session_id).result()
-            session = self._table.create(
-                known.owner, known.settings, session_id=known.session_id, tokens=tokens.astype(np.uint64).tobytes()
-            )
+            try:
+                session = self._table.create(
+                    known.owner,
+                    known.settings,
+                    session_id=known.session_id,
+                    tokens=tokens.astype(np.uint64).tobytes(),
+                    may_evict=False,
+                )
+            except (SessionsExhaustedError, ConfigError) as error:
+                self._say(f"session {known.session_id} stays on disk, and is not served: {error}")
+                continue
             usage = known.usage
             session.touched_ns = now_ns - max(0, round((now_s - usage.last_used_s) * 1e9))
             session.created_s = known.created_s

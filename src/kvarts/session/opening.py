@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from kvarts.build import build_engine
 from kvarts.clock import Clock, VirtualClock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
+from kvarts.event_log import EventReader
 from kvarts.executor.cost import CostModel
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
@@ -48,6 +49,7 @@ def mock_host(
     token_bytes: int = MOCK_TOKEN_BYTES,
     vocab_size: int = MOCK_VOCAB_SIZE,
     max_positions: int | None = None,
+    readers: Sequence[EventReader] = (),
     audit: bool = False,
 ) -> ModelHost:
     """Return a model that takes as long as `cost` says, by default as llama-3.1-8b on an H100, and computes nothing."""
@@ -61,7 +63,7 @@ def mock_host(
         speedup=speedup,
     )
     detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=clock)
-    core = build_engine(config, detokenizing, audit=audit)
+    core = build_engine(config, detokenizing, readers=readers, audit=audit)
     engine = LLMEngine(core, executor, detokenizing, clock, page_size=config.page_size)
     return ModelHost(
         loop=EngineLoop(engine),

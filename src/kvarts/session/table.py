@@ -85,7 +85,13 @@ class SessionTable:
     # Coming and going -------------------------------------------------------------------------------------
 
     def create(
-        self, owner: str, settings: SessionSettings, *, session_id: str | None = None, tokens: bytes = b""
+        self,
+        owner: str,
+        settings: SessionSettings,
+        *,
+        session_id: str | None = None,
+        tokens: bytes = b"",
+        may_evict: bool = True,
     ) -> Session:
         """Return a new session with a history of `tokens`, 8 bytes each.
 
@@ -93,7 +99,7 @@ class SessionTable:
         settings that the model cannot have.
         """
         keeps = self._keeps(settings)
-        self._make_room(keeps)
+        self._make_room(keeps, may_evict=may_evict)
         pages = None
         if keeps is not None:
             self._reserve_pages(keeps)
@@ -269,7 +275,7 @@ class SessionTable:
             return 0
         return keeps.most_pages(self._page_size) + (0 if self._num_bounded else self._room.num_pages)
 
-    def _make_room(self, keeps: SinkWindow | None, spare: Session | None = None) -> None:
+    def _make_room(self, keeps: SinkWindow | None, spare: Session | None = None, *, may_evict: bool = True) -> None:
         """See to it that one more session fits, and evict idle ones for that where that is wanted, and helps."""
         config, scheduler = self.config, self.host.core.scheduler
         num_wanted = self._num_wanted(keeps)
@@ -281,7 +287,7 @@ class SessionTable:
         num_missing = num_wanted - num_free if num_wanted else 0
         is_full = config.max_sessions is not None and len(self._sessions) >= config.max_sessions
         leaving: list[Session] = []
-        if config.at_capacity == "evict" and (is_full or num_missing > 0):
+        if may_evict and config.at_capacity == "evict" and (is_full or num_missing > 0):
             idle = [session for session in self._sessions.values() if session.state == "idle" and session is not spare]
             for session in sorted(idle, key=lambda session: session.touched_ns):
                 if not is_full and num_missing <= 0:
