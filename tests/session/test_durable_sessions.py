@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvarts.errors import KvartsError
-from kvarts.executor.mock import next_tokens
-from kvarts.session.opening import MOCK_VOCAB_SIZE, open_sessions
+from kvarts.errors import KvartsError, OutputError
+from kvarts.session.opening import open_sessions
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import SessionSettings, Token
 
-from builders.sessions import OWNER, greedy, say
-
-
-def mock_says(history: list[int], count: int) -> list[int]:
-    """The next tokens of a mock, by its definition."""
-    tokens = list(history)
-    for _ in range(count):
-        last, position = np.array(tokens[-1:], np.uint64), np.array([len(tokens) - 1], np.uint64)
-        tokens.append(int(next_tokens(last, position, seed=0, vocab_size=MOCK_VOCAB_SIZE)[0]))
-    return tokens[len(history) :]
+from builders.sessions import OWNER, greedy, mock_says, say
 
 
 def reopen(directory: Path, said: list[str] | None = None, **settings: Any) -> Sessions:
@@ -145,6 +136,56 @@ def test_sessions_without_room_stay_on_disk(tmp_path: Path, at_capacity: str) ->
     assert len(said) == 1
     assert said[0].startswith(f"session {made[2]} stays on disk")
     assert asyncio.run(look()) == (made, [])
+
+
+@contextmanager
+def a_full_disk() -> Iterator[None]:
+    """No file of this process grows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_session_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    """What could not be written is not acknowledged, and what is here all the same is written before anything else."""
+
+    async def fill() -> tuple[str, str, list[int], list[int]]:
+        sessions = reopen(tmp_path)
+        session, other = [await sessions.create(OWNER, SessionSettings(sink=2, window=40)) for _ in range(2)]
+        for each in (session, other):
+            await sessions.append(OWNER, each, range(30))
+        with a_full_disk():
+            with pytest.raises(OutputError):
+                await sessions.append(OWNER, session, [1, 2, 3])
+            assert (await sessions.info(OWNER, session)).history_length == 30
+            for each in (session, other):
+                with pytest.raises(OutputError):
+                    await say(sessions, each, [], 500)
+            with pytest.raises(OutputError):
+                await say(sessions, session, [], 5)
+        history = [*range(30)]
+        length = (await sessions.info(OWNER, session)).history_length
+        history += mock_says(history, length - len(history))
+        history += [4, 5]
+        said = await say(sessions, session, [4, 5], 6)
+        assert said == mock_says(history, 6)
+        history += said
+        rest = (await sessions.info(OWNER, other)).history_length
+        fork = await sessions.fork(OWNER, other)
+        forked = [*range(30), *mock_says([*range(30)], rest - 30)]
+        await sessions.shut_down()
+        return session, fork, history, forked
+
+    async def after(session: str, fork: str, history: list[int], forked: list[int]) -> None:
+        sessions = reopen(tmp_path)
+        assert await say(sessions, session, [], 4) == mock_says(history, 4)
+        assert await say(sessions, fork, [], 4) == mock_says(forked, 4)
+        await sessions.shut_down()
+
+    asyncio.run(after(*asyncio.run(fill())))
 
 
 SERVER = """

@@ -183,6 +183,7 @@ class GenerationTurn:
             _put(self._stream, *map(Token, tokens))
         elif self._write_error is None:
             self._write_error = error
+            self._session.is_written = False
             self._loop.post(self.cancel)
 
 

@@ -114,6 +114,28 @@ class Keeper:
             length=session.history_length,
         )
 
+    async def append(self, session: Session, length: int, packed: bytes) -> None:
+        """Write tokens, 8 bytes each, after the first `length` of a history."""
+        try:
+            tokens = np.frombuffer(packed, np.uint64)
+            await asyncio.wrap_future(self.histories.append(session.session_id, length, tokens))
+        except BaseException:
+            session.is_written = False
+            raise
+
+    async def catch_up(self, session: Session) -> None:
+        """Bring the history on disk to that of an idle session, after a write that failed. Raise what fails again."""
+        if session.is_written:
+            return
+        session_id, length = session.session_id, session.history_length
+        stored: npt.NDArray[np.uint32] = await asyncio.wrap_future(self.histories.tokens(session_id))
+        num_stored = len(stored)
+        if num_stored > length:
+            await asyncio.wrap_future(self.histories.truncate(session_id, length))
+        elif num_stored < length:
+            await self.append(session, num_stored, session.content.tokens(num_stored, length).tobytes())
+        session.is_written = True
+
     def save_kv(self, session: Session) -> None:
         """Write the KV of a session on which nothing is under way, beside what happens next. For the event loop."""
         before = self._saving.get(session.session_id)

@@ -25,6 +25,7 @@ class Session:
         "furthest",
         "inv1_violations",
         "inv2_violations",
+        "is_written",
         "num_computed",
         "num_computed_tokens",
         "num_turns",
@@ -66,6 +67,8 @@ class Session:
         self.inv1_violations = 0
         self.inv2_violations = 0
         self.restored: str | None = None
+        self.is_written = True
+        """Whether its history on disk, if it has one, is what it is here; False after a write that failed."""
 
     @property
     def history_length(self) -> int:

@@ -10,8 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineDeadError, Gone
@@ -85,7 +83,7 @@ class Sessions:
         self._check_open()
         packed = self._packed(tokens)
         session = await self._get(owner, session_id)
-        await self._exclusive.take(session_id, queue=queue)
+        await self._take(session, queue=queue)
         # What was appended is there, whether its client waits for the KV or not.
         appending = asyncio.get_running_loop().create_task(self._append(owner, session, packed, expected_length))
         appending.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -97,7 +95,7 @@ class Sessions:
         """Yield Truncated, if tokens were dropped, then every token, then Done."""
         self._check_open()
         session = await self._get(owner, session_id)
-        await self._exclusive.take(session_id, queue=queue)
+        await self._take(session, queue=queue)
         stream = UpdateStream(self._streams(), lambda: self._end(session))
         turn = GenerationTurn(
             self._turns,
@@ -160,8 +158,9 @@ class Sessions:
 
     async def fork(self, owner: str, session_id: str, *, label: str = "", queue: bool = False) -> str:
         """Return the id of a new session with the same history and settings."""
-        await self._get(owner, session_id)
+        session = await self._get(owner, session_id)
         async with self._exclusive.hold(session_id, queue=queue):
+            await self._catch_up(session)
             fork_id = await self._make(
                 lambda: self._table.fork(self._table.get(owner, session_id), label),
                 lambda keeper, fork: keeper.histories.fork(session_id, keeper.stored(fork)),
@@ -191,6 +190,7 @@ class Sessions:
                     )
 
             await self._call(check)
+            await self._catch_up(session)
             if self._keeper is not None:
                 await asyncio.wrap_future(self._keeper.histories.truncate(session_id, length))
             await self._call(lambda: self._table.shorten(session, length))
@@ -259,8 +259,7 @@ class Sessions:
         if self._keeper is not None and packed:
             try:
                 before = await self._call(check)
-                tokens = np.frombuffer(packed, np.uint64)
-                await asyncio.wrap_future(self._keeper.histories.append(session.session_id, before, tokens))
+                await self._keeper.append(session, before, packed)
             except BaseException:
                 self._exclusive.pass_on(session.session_id)
                 raise
@@ -296,12 +295,27 @@ class Sessions:
                 self._table.shorten(session, before)
                 if self._keeper is not None and packed:  # before any later append is written
                     self._keeper.histories.truncate(session.session_id, before)
+                    session.is_written = False  # as far as is known here
                 raise
 
         self._begin(session.session_id, turn.cancel)
         self._host.loop.start(begin, turn)
         await done
         return length
+
+    async def _take(self, session: Session, *, queue: bool) -> None:
+        """Wait for the turn of an operation that goes on with the history."""
+        await self._exclusive.take(session.session_id, queue=queue)
+        try:
+            await self._catch_up(session)
+        except BaseException:
+            self._exclusive.pass_on(session.session_id)
+            raise
+
+    async def _catch_up(self, session: Session) -> None:
+        """See to it that the history on disk is what it is here."""
+        if self._keeper is not None:
+            await self._keeper.catch_up(session)
 
     def _begin(self, session_id: str, cancel: Callable[[LLMEngine], None]) -> asyncio.Future[None]:
         """Note an operation that has its turn; return what is done when it has ended."""
