@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from kvarts.errors import KvartsError, OutputError
+from kvarts.session.history import Histories
 from kvarts.session.opening import open_sessions
 from kvarts.session.sessions import Sessions
+from kvarts.session.stored import StoredSession, Usage
 from kvarts.session.values import SessionSettings, Token
 
 from builders.sessions import OWNER, greedy, mock_says, say
@@ -136,6 +138,48 @@ def test_sessions_without_room_stay_on_disk(tmp_path: Path, at_capacity: str) ->
     assert len(said) == 1
     assert said[0].startswith(f"session {made[2]} stays on disk")
     assert asyncio.run(look()) == (made, [])
+
+
+def test_no_kv_is_left_of_sessions_that_were_closed(tmp_path: Path) -> None:
+    """Also where it was being written when the session went."""
+
+    async def talk() -> None:
+        sessions = reopen(tmp_path)
+        made = [await sessions.create(OWNER, SessionSettings(sink=2, window=40)) for _ in range(20)]
+
+        async def turn(session: str) -> None:
+            await say(sessions, session, list(range(50)), 2)
+            await sessions.close(OWNER, session)
+
+        await asyncio.gather(*map(turn, made))
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_tombstones_do_not_stay_for_ever(tmp_path: Path) -> None:
+    async def close_one() -> str:
+        sessions = reopen(tmp_path)
+        session = await sessions.create(OWNER)
+        await sessions.close(OWNER, session)
+        await sessions.shut_down()
+        return session
+
+    asyncio.run(close_one())
+    with Histories(tmp_path) as histories:
+        old = StoredSession(
+            session_id="0" * 32, owner=OWNER, settings=SessionSettings(), created_s=0.0, usage=Usage(last_used_s=0.0)
+        )
+        histories.create(old).result()
+        histories.end(old.session_id, "closed", 1.0).result()
+        assert len(histories.tombstones()) == 2
+    new = asyncio.run(close_one())
+    with Histories(tmp_path) as histories:
+        known = {tombstone.session_id for tombstone in histories.tombstones()}
+    assert len(known) == 2
+    assert new in known
+    assert old.session_id not in known
 
 
 @contextmanager

@@ -39,6 +39,9 @@ class Keeper:
         self._host = table.host
         self._say = say
         self._saving: dict[str, asyncio.Task[None]] = {}
+        self._to_save_again: set[str] = set()
+        """Sessions with KV that is being written, and that have another by now."""
+        self._forgot_s = 0.0
 
     # At the start -----------------------------------------------------------------------------------------
 
@@ -47,6 +50,7 @@ class Keeper:
         stored = self.histories.load()
         for path in self._checkpoints.sweep([session.session_id for session in stored]):
             self._say(f"{path} belongs to no session, and was removed")
+        self.forget_old()
         for tombstone in self.histories.tombstones():
             self._table.tombstones.add(tombstone)
         now_s, now_ns = time.time(), self._table.now_ns()
@@ -137,25 +141,32 @@ class Keeper:
         session.is_written = True
 
     def save_kv(self, session: Session) -> None:
-        """Write the KV of a session on which nothing is under way, beside what happens next. For the event loop."""
-        before = self._saving.get(session.session_id)
-        task = asyncio.get_running_loop().create_task(self._save(session, before))
-        self._saving[session.session_id] = task
+        """Write the KV of a session on which nothing is under way, beside what happens next. For the event loop.
 
-    async def _save(self, session: Session, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.wait([before])
+        While it is being written, any number of calls are one more.
+        """
+        session_id = session.session_id
+        if session_id in self._saving:
+            self._to_save_again.add(session_id)
+        else:
+            self._saving[session_id] = asyncio.get_running_loop().create_task(self._save(session))
+
+    async def _save(self, session: Session) -> None:
         session_id = session.session_id
         try:
-            taken = await asyncio.wrap_future(self._host.loop.post(lambda _: self._take(session)))
-            if taken is not None:
-                header, arrays = taken
-                outcome = await asyncio.to_thread(self._checkpoints.save, header, arrays)
-                if isinstance(outcome, Refused):
-                    self._say(f"{outcome.reason}; after a restart the session is computed again")
+            is_due = True
+            while is_due:
+                self._to_save_again.discard(session_id)
+                taken = await asyncio.wrap_future(self._host.loop.post(lambda _: self._take(session)))
+                if taken is not None:
+                    outcome = await asyncio.to_thread(self._checkpoints.save, *taken)
+                    if isinstance(outcome, Refused):
+                        self._say(f"{outcome.reason}; after a restart the session is computed again")
+                is_due = session_id in self._to_save_again
         finally:
-            if self._saving.get(session_id) is asyncio.current_task():
-                del self._saving[session_id]
+            del self._saving[session_id]
+            if not self._table.has(session):
+                self.forget_kv(session_id)  # it went meanwhile
 
     def _take(self, session: Session) -> tuple[CheckpointHeader, dict[str, npt.NDArray[Any]]] | None:
         """Return a copy of the KV of an idle session, between steps; None if it has none, or has gone on."""
@@ -175,10 +186,17 @@ class Keeper:
         return header, arrays
 
     def forget_kv(self, session_id: str) -> None:
-        """Remove the file of a session that is gone, unless it is being written: then the next start removes it."""
+        """Remove the file of a session that is gone; if it is being written, when that has ended."""
         if session_id not in self._saving:
             with suppress(OutputError):  # the next start tries again
                 self._checkpoints.remove(session_id)
+
+    def forget_old(self) -> None:
+        """Remove tombstones that are too old to be told of, once in that time."""
+        now_s, ttl_s = time.time(), self._table.config.tombstone_ttl_s
+        if now_s - self._forgot_s >= ttl_s:
+            self._forgot_s = now_s
+            self.histories.forget(now_s - ttl_s)
 
     async def close(self) -> None:
         """Write what is to be written."""

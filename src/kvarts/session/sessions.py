@@ -214,6 +214,8 @@ class Sessions:
                 self._table.remove(session, "expired")
             return len(expired)
 
+        if self._keeper is not None:
+            self._keeper.forget_old()
         return await self._call(reap)
 
     async def shut_down(self) -> None:
