@@ -27,10 +27,6 @@ class PageReserve:
         """Pages that are taken; none where pages are only counted."""
         return len(self._num_sharing)
 
-    def has_room(self, num_pages: int) -> bool:
-        """Return whether the cache has `num_pages` for the reserve to grow by."""
-        return num_pages <= self._cache.num_free
-
     def extend(self, num_pages: int) -> None:
         """Take `num_pages` from the cache, which must have them."""
         page_ids = self._cache.take(num_pages)

@@ -33,12 +33,11 @@ class SinkWindow(msgspec.Struct, frozen=True):
 
     def most_pages(self, page_size: int) -> int:
         """Return the most pages that a sequence holds between steps: ceil(sink/page) + ceil(window/page) + 1."""
-        return -(-self.sink // page_size) + -(-self.window // page_size) + 1
+        return self.num_sink_pages(page_size) + -(-self.window // page_size) + 1
 
     def num_dropped(self, position: int, page_size: int) -> int:
         """Return how many pages after those of the sink no token at `position` or later can see."""
-        num_sink_pages = -(-self.sink // page_size)
-        return max(0, max(0, position - self.window) // page_size - num_sink_pages)
+        return max(0, max(0, position - self.window) // page_size - self.num_sink_pages(page_size))
 
 
 class OwnPages(Protocol):

@@ -32,7 +32,6 @@ class ModelHost:
     rotation: LateRotation
     kv: PageBytes
     token_bytes: int
-    kv_bytes: int
     vocab_size: int
     max_positions: int | None
     fingerprint: Callable[[], str]

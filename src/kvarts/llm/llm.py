@@ -181,7 +181,6 @@ class LLM:
             rotation=self._executor.rotation,
             kv=pools,
             token_bytes=pools.page_bytes // pools.page_size,
-            kv_bytes=pools.num_bytes,
             vocab_size=self._vocab_size,
             max_positions=self._max_positions,
             fingerprint=lambda: fingerprint(self._model),

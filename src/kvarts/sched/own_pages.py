@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.event_log import Tell
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import PageCache
 from kvarts.kv.pool import PageId
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import OwnPages
@@ -64,7 +64,3 @@ class OwnPagesInUse:
             copies += own.take_copies()
         self._copying.clear()
         return tuple(copies)
-
-    def holding(self) -> Holding | None:
-        """Return the pages of the reserve as something that holds them; None if there are none."""
-        return self.reserve.holding()

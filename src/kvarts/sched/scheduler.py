@@ -473,7 +473,7 @@ class Scheduler:
             held += self.loads.holdings()
             holds = self.loads.tiers.holds()
             self.loads.tiers.check()
-        reserved = self.own_pages.holding()
+        reserved = self.own_pages.reserve.holding()
         if reserved is not None:
             held.append((reserved, reserved.num_pages))
         if self.pins is not None:

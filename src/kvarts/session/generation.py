@@ -36,14 +36,11 @@ class AppendTurn:
 
     def begin(self, engine: LLMEngine) -> int | None:
         """Begin the request, between steps; None if all is computed already."""
-        index = self._turns.begin_append(engine, self._session)
-        if index is None:
+        self._request = self._turns.begin_append(engine, self._session)
+        if self._request is None:
             self._done(None)
             return None
-        generation = engine.generation(index)
-        assert generation is not None
-        self._request = generation.request
-        return index
+        return self._request.index
 
     def cancel(self, engine: LLMEngine) -> None:
         """End the request at a token boundary, between steps; the tokens stay, some of them not computed."""
@@ -115,11 +112,8 @@ class GenerationTurn:
         if not max_tokens:
             self._stream.put(Done(StopReason.TRUNCATED, 0, 0.0, 0.0))
             return None
-        index = self._turns.begin_generation(engine, session, self._params, max_tokens)
-        generation = engine.generation(index)
-        assert generation is not None
-        self._request = generation.request
-        return index
+        self._request = self._turns.begin_generation(engine, session, self._params, max_tokens)
+        return self._request.index
 
     def cancel(self, engine: LLMEngine) -> None:
         """End the request at a token boundary, between steps; what was generated stays."""

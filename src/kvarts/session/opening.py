@@ -74,7 +74,6 @@ def mock_host(
         rotation=executor.rotation,
         kv=NoPageBytes(),
         token_bytes=token_bytes,
-        kv_bytes=config.num_pages * config.page_size * token_bytes,
         vocab_size=vocab_size,
         max_positions=max_positions,
         fingerprint=lambda: f"mock {seed} {vocab_size} {token_bytes}",

@@ -63,12 +63,10 @@ class Sessions:
         """Return the id of a new session."""
         self._check_open()
         chosen = self.defaults if settings is None else settings
-        session_id = await self._make(
+        return await self._make(
             lambda: self._table.create(owner, chosen),
             lambda keeper, session: keeper.histories.create(keeper.stored(session)),
         )
-        self._start_reaper()
-        return session_id
 
     async def append(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from secrets import token_hex
 
 import msgspec
@@ -12,6 +12,7 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.llm.host import ModelHost
+from kvarts.llm.text import Generation
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import SessionsExhaustedError
 from kvarts.session.invariants import count_retained, holds_what_it_should
@@ -71,12 +72,6 @@ class SessionTable:
     def has(self, session: Session) -> bool:
         """Return whether a session is still here."""
         return self._sessions.get(session.session_id) is session
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(self._sessions.values())
 
     def now_ns(self) -> int:
         """Return the time."""
@@ -208,7 +203,7 @@ class SessionTable:
         Return how many of its tokens are computed, those of a request under way included.
         """
         num_computed = session.num_computed
-        if session.request is not None and (generation := self.host.loop.generation(session.request)) is not None:
+        if (generation := self._under_way(session)) is not None:
             running, request = self.host.core.scheduler.running, generation.request
             # Preempted, it computes again what it had: no position fell.
             num_computed = max(num_computed, running.num_computed(request), request.furthest_computed)
@@ -226,7 +221,7 @@ class SessionTable:
         host, pages = self.host, session.pages
         num_computed = self.look(session)
         length = session.history_length
-        if session.request is not None and (generation := host.loop.generation(session.request)) is not None:
+        if (generation := self._under_way(session)) is not None:
             # Sampled tokens enter the content some at a time.
             length = generation.request.num_prompt_tokens + len(generation.tokens)
         page_bytes = host.token_bytes * self._page_size
@@ -259,6 +254,10 @@ class SessionTable:
         )
 
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _under_way(self, session: Session) -> Generation | None:
+        """Return the request of a session that is under way, with its tokens; None if there is none."""
+        return None if session.request is None else self.host.loop.generation(session.request)
 
     def _keeps(self, settings: SessionSettings) -> SinkWindow | None:
         if settings.window is None and settings.retention == "host" and self.host.core.tiers is None:

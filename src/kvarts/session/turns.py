@@ -30,7 +30,7 @@ class Turns:
     def __init__(self, table: SessionTable) -> None:
         self._table = table
 
-    def begin_append(self, engine: LLMEngine, session: Session) -> int | None:
+    def begin_append(self, engine: LLMEngine, session: Session) -> Request | None:
         """Begin to compute what is not computed of the history; return the request, or None if that is nothing."""
         self._take(session, "appending")
         length = session.history_length
@@ -52,7 +52,7 @@ class Turns:
 
         return self._start(engine, session, make_request=make, params=COMPUTE_ONLY)
 
-    def begin_generation(self, engine: LLMEngine, session: Session, params: SamplingParams, max_tokens: int) -> int:
+    def begin_generation(self, engine: LLMEngine, session: Session, params: SamplingParams, max_tokens: int) -> Request:
         """Begin to generate at most `max_tokens` tokens; return the request."""
         self._take(session, "generating")
         length = session.history_length
@@ -69,9 +69,9 @@ class Turns:
             )
 
         params = msgspec.structs.replace(params, max_tokens=max_tokens)
-        index = self._start(engine, session, make_request=make, params=params)
+        request = self._start(engine, session, make_request=make, params=params)
         session.num_turns += 1
-        return index
+        return request
 
     def end(self, session: Session, request: Request) -> None:
         """Note what a request that has ended computed, and look at the pages that it left."""
@@ -101,10 +101,14 @@ class Turns:
         session.state = state
         session.touched_ns = self._table.now_ns()
 
-    def _start(self, engine: LLMEngine, session: Session, *, make_request: MakeRequest, params: SamplingParams) -> int:
+    def _start(
+        self, engine: LLMEngine, session: Session, *, make_request: MakeRequest, params: SamplingParams
+    ) -> Request:
         try:
             session.request = engine.start(make_request, params, stop_ids=session.settings.eos_token_ids)
         except BaseException:
             session.state = "idle"
             raise
-        return session.request
+        generation = engine.generation(session.request)
+        assert generation is not None, "a request that was just begun is under way"
+        return generation.request
