@@ -376,11 +376,11 @@ class Sessions:
 
     def _packed(self, tokens: Sequence[int]) -> bytes:
         vocab_size = self._host.vocab_size
-        for place, token in enumerate(tokens):
-            if not 0 <= token < vocab_size:
-                raise SessionValueError(
-                    f"token {token} at place {place} is not in the vocabulary of {vocab_size}", field="token_ids"
-                )
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            place = next(place for place, token in enumerate(tokens) if not 0 <= token < vocab_size)
+            raise SessionValueError(
+                f"token {tokens[place]} at place {place} is not in the vocabulary of {vocab_size}", field="token_ids"
+            )
         return pack_units(tokens)
 
     def _max_positions(self, session: Session) -> int | None:
