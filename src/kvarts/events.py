@@ -66,11 +66,15 @@ class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
 
 
 class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
-    """A run of cached pages was evicted, the last page first; another copy can still be found."""
+    """A run of cached pages was evicted, the last page first; another copy can still be found.
+
+    `copy`: which of the resident copies, counted from 0 in the order in which they were made.
+    """
 
     content: Content
     start_page: int
     end_page: int
+    copy: int
 
 
 class StoreStarted(msgspec.Struct, frozen=True, gc=False):

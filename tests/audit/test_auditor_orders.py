@@ -13,11 +13,13 @@ from kvarts.audit.auditor import AuditError, Finding
 from kvarts.config import EngineConfig
 from kvarts.events import Admitted, CopiesRemoved, Event, PagesRemoved, PagesStored
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.sim.replica import Replica
+from kvarts.sim.replica import NEVER_NS, Replica
 
+from builders.case import Case, Row
 from builders.engines import make_replica
 from builders.guide_policies import LeastHits
 from builders.orders import FewestHits
+from builders.outcome import run_kvarts
 from builders.tampering import PAGE_SIZE, SHARED, hear, request, tamper, wrap
 
 Plant = Callable[[Replica], None]
@@ -156,11 +158,40 @@ def test_an_invented_event_is_found(kind: type[Any]) -> None:
         stored = [event for event in events if isinstance(event, PagesStored)]
         if stored and not invented:
             one = stored[0]
-            parent = {"parent": one.parent} if kind is PagesStored else {}
-            invented.append(kind(one.content, one.start_page, one.start_page + 1, **parent))
+            more: dict[Any, dict[str, Any]] = {PagesStored: {"parent": one.parent}, CopiesRemoved: {"copy": 1}}
+            invented.append(kind(one.content, one.start_page, one.start_page + 1, **more.get(kind, {})))
             events.append(invented[0])
         return events
 
     findings, _ = run(lambda engine: hear(engine, say_more))
     assert invented
     assert "says an event, and should not have been" in findings[0].what
+
+
+def test_which_of_several_copies_was_evicted_is_told() -> None:
+    """Three copies of a page, the second in use: an order that evicts the third leaves the first one to be hit."""
+
+    def row(arrival_ms: int, units: list[int], num_output_tokens: int) -> Row:
+        return Row(arrival_ms, units, 4 * len(units), num_output_tokens, None, 0, None)
+
+    same = [1] * 4
+    computed_together = [row(0, same, num_output_tokens) for num_output_tokens in (3, 16, 1)]
+    hit = row(300, [*same, 1], 6)
+    case = Case([*computed_together, row(100, [2], 1), hit, row(480, [3], 1)], 4, 4, 9, 64, 8, "default", 1)
+
+    events = run_kvarts(case, eviction=LeastHits).events[0]
+    assert next(event.copy for event in events if isinstance(event, CopiesRemoved)) == 2
+
+
+def test_an_eviction_of_another_copy_than_the_one_told_is_found() -> None:
+    """The engine says that it evicted the copy that is in use."""
+
+    def change(event: Event) -> Event:
+        return msgspec.structs.replace(event, copy=1 - event.copy) if isinstance(event, CopiesRemoved) else event
+
+    engine = make_replica(EngineConfig(num_pages=13, page_size=PAGE_SIZE), audit=True, make_order=LeastHits)
+    tamper(engine, change)
+    for index, num_output in enumerate((2, 34)):
+        engine.submit(request(index, [*SHARED, 7, 7, 7, 7], num_output), 0)
+    with pytest.raises(AuditError, match="was evicted while it was in use"):
+        engine.run_until(NEVER_NS, [])

@@ -154,7 +154,7 @@ def told(used: str | None = None, **below: bool) -> tuple[EvictionsTold, dict[st
 )
 def test_an_eviction_is_judged(says: str, below: dict[str, bool], what: str | None) -> None:
     evictions, blocks, findings = told(None, **below)
-    evictions.told.append(says.encode())
+    evictions.told.append((says.encode(), 0))
     assert evictions.choose(iter(blocks.values())) is blocks[says]
     assert [digest for _, digest in findings] == ([] if what is None else [says.encode()])
     assert all(what is not None and what in found for found, _ in findings)
@@ -162,6 +162,6 @@ def test_an_eviction_is_judged(says: str, below: dict[str, bool], what: str | No
 
 def test_an_eviction_of_what_is_in_use_is_found() -> None:
     evictions, blocks, findings = told(used="b")
-    evictions.told.append(b"b")
+    evictions.told.append((b"b", 0))
     assert evictions.choose(iter([blocks["c"]])) is blocks["c"]
     assert findings == [("was evicted while it was in use", b"b")]

@@ -114,8 +114,10 @@ class Auditor:
         """Check `events` against the ledger. Raise AuditError for what does not add up, if page counts are compared."""
         if self._evictions is not None:
             for event in events:
-                if isinstance(event, CopiesRemoved) or (isinstance(event, PagesRemoved) and event.medium == "device"):
-                    self._evictions.told.extend(self._digests_of(event))
+                if isinstance(event, CopiesRemoved):
+                    self._evictions.told.extend((digest, event.copy) for digest in self._digests_of(event))
+                elif isinstance(event, PagesRemoved) and event.medium == "device":
+                    self._evictions.told.extend((digest, 0) for digest in self._digests_of(event))
         for event in events:
             try:
                 self._follow(event)

@@ -104,7 +104,8 @@ class EvictionsTold:
         find: Callable[[str, bytes], object],
         is_evictable: Callable[[FullBlock], bool],
     ) -> None:
-        self.told: deque[bytes] = deque()
+        self.told: deque[tuple[bytes, int]] = deque()
+        """Pages, and which copy of each, counted from the one that was made first."""
         self._books = books
         self._copies = copies
         self._digest_of = digest_of
@@ -132,12 +133,12 @@ class EvictionsTold:
         """Return the candidate that the engine says it evicted next, or the first where it says nothing that can be."""
         if not self.told:
             return next(candidates)  # comparing the events will show it
-        digest = self.told.popleft()
-        block = next(filter(self._is_evictable, self._copies.get(digest, ())), None)
-        if block is None:
+        digest, copy = self.told.popleft()
+        copies = self._copies.get(digest, [])
+        if copy >= len(copies) or not self._is_evictable(copies[copy]):
             self._find("was evicted while it was in use", digest)
             return next(candidates)
-        if len(self._copies[digest]) == 1 and digest in self._followers:
+        if len(copies) == 1 and digest in self._followers:
             self._find("was evicted before what follows it", digest)
         books = self._books
         if books is not None and not self._is_safe(books, digest):
@@ -145,7 +146,7 @@ class EvictionsTold:
                 if other not in self._followers and books.has(other):
                     self._find("was lost, and there was a page to evict that a tier below has", digest)
                     break
-        return block
+        return copies[copy]
 
     def _is_safe(self, books: TierBooks, digest: bytes) -> bool:
         pages = [digest]

@@ -388,11 +388,11 @@ class PrefixTree:
             if self.tell is not None or self.on_removed is not None:
                 self._tell_removed(node, node.start, node.end)
             return
+        copy = twins.index(node)
         if self.tell is not None:
-            self.tell(CopiesRemoved(node.content, node.start, node.end))
-        was_first = twins[0] is node
-        twins.remove(node)
-        if was_first:
+            self.tell(CopiesRemoved(node.content, node.start, node.end, copy))
+        del twins[copy]
+        if copy == 0:
             parent.children[node.key] = twins[0]
             if self._watcher is not None:
                 self._watcher.first_copy_gone(node)

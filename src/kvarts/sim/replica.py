@@ -5,6 +5,8 @@ The events of a leap are the same as if its steps had been done one by one.
 
 from __future__ import annotations
 
+import msgspec
+
 from kvarts.engine import Engine
 from kvarts.events import (
     Blocked,
@@ -234,9 +236,9 @@ def tell_by_step(
             run = evicted.pop()
             size = run.end_page - run.start_page
             cut = max(run.start_page, run.end_page + num_empty)
-            told.append(type(run)(run.content, cut, run.end_page))
+            told.append(msgspec.structs.replace(run, start_page=cut))
             if cut > run.start_page:
-                evicted.append(type(run)(run.content, run.start_page, cut))
+                evicted.append(msgspec.structs.replace(run, end_page=cut))
             num_empty = min(0, num_empty + size)
         start_ns += duration_ns
     return told + evicted + rest
