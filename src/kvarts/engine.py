@@ -115,6 +115,7 @@ class Engine:
                     plan.preemptions,
                     () if self.tiers is None else self.tiers.num_pages(),
                     num_withheld,
+                    scheduler.cache.num_reserved,
                 )
             )
         self.now_ns = now_ns + result.duration_ns
@@ -147,9 +148,8 @@ class Engine:
         if self.log.tell is not None and step:
             cache = self.scheduler.cache
             tier_pages = () if self.tiers is None else self.tiers.num_pages()
-            self.log.tell(
-                AtRest(step - 1, self.now_ns, cache.num_used, cache.num_cached, cache.num_released, tier_pages)
-            )
+            counts = cache.num_used, cache.num_cached, cache.num_released
+            self.log.tell(AtRest(step - 1, self.now_ns, *counts, tier_pages, cache.num_reserved))
 
 
 def __getattr__(name: str) -> object:

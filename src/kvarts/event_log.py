@@ -49,6 +49,12 @@ class EventLog:
         self.tell_details: Tell | None = self.tell if has_details else None
         """Adds a page or request event; None if no reader wants details."""
 
+    def add_reader(self, reader: EventReader) -> None:
+        """Hand events to one reader more from now on; it must do without details."""
+        assert getattr(reader, "wants_details", True) is False, "details are made for readers that were there first"
+        self._readers += (reader,)
+        self.tell = self.waiting.append
+
     @property
     def mark(self) -> int:
         """The place of the next event among those that wait."""

@@ -274,6 +274,7 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     `num_released`: pages that have gone out of use since the engine began. `blocked`: why the head of the queue waits.
     `tiers`: pages used and pages cached in each tier below the device, one pair a tier. `num_withheld`: pages that are
     not used here and could not be taken before the step, because other models on the device use or claim them.
+    `num_reserved`: pages in use that stay in use when no request runs.
     """
 
     step: int
@@ -291,6 +292,7 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     preemptions: tuple[Preemption, ...]
     tiers: tuple[int, ...] = ()
     num_withheld: int = 0
+    num_reserved: int = 0
 
 
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
@@ -312,6 +314,7 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
     blocked: int
     tiers: tuple[int, ...] = ()
     turns: Turns | None = None
+    num_reserved: int = 0
 
 
 class AtRest(msgspec.Struct, frozen=True, gc=False):
@@ -323,6 +326,7 @@ class AtRest(msgspec.Struct, frozen=True, gc=False):
     num_cached: int
     num_released: int
     tiers: tuple[int, ...] = ()
+    num_reserved: int = 0
 
 
 Event = (

@@ -194,6 +194,10 @@ class Miscounting:
     def num_cached(self) -> int:
         return self.cache.num_cached
 
+    @property
+    def num_reserved(self) -> int:
+        return self.cache.num_reserved
+
     def runs(self) -> Iterable[tuple[Content, int, int, int]]:
         return self.cache.runs()
 

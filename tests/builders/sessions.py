@@ -8,6 +8,7 @@ from threading import Event
 
 from kvarts.clock import Clock, VirtualClock
 from kvarts.config import EngineConfig
+from kvarts.event_log import EventReader
 from kvarts.llm.host import ModelHost
 from kvarts.sampling import SamplingParams
 from kvarts.session.config import SessionsConfig
@@ -46,9 +47,11 @@ def mock_sessions(
     clock: Clock | None = None,
     max_positions: int | None = None,
     audit: bool = HAS_AUDIT,
+    readers: Sequence[EventReader] = (),
 ) -> tuple[Sessions, ModelHost]:
     engine = EngineConfig(num_pages=num_pages, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=seqs)
-    host = mock_host(engine, clock=VirtualClock() if clock is None else clock, audit=audit, max_positions=max_positions)
+    clock = VirtualClock() if clock is None else clock
+    host = mock_host(engine, clock=clock, audit=audit, max_positions=max_positions, readers=readers)
     return sessions_on(host, config), host
 
 

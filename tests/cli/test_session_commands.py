@@ -90,7 +90,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `open_sessions` is asked for; it refuses."""
     asked: list[dict[str, Any]] = []
 
-    def open_sessions(*, say: Any, **settings: Any) -> None:
+    def open_sessions(*, say: Any, record: Any = None, **settings: Any) -> None:
         assert callable(say)
         asked.append(settings)
         raise KeyboardInterrupt

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarts.llm.host import ModelHost
+from kvarts.report.steps import StepLog
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import SessionNotReadyError
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import Done, SessionSettings, StopReason, Token, Truncated
 
+from builders.session_timeline import check_timeline
 from builders.sessions import OWNER, check_at_rest, greedy, mock_says, mock_sessions
 
 ACTS = ("append", "generate", "cancel", "drop", "leave", "fork", "rollback", "look")
@@ -169,12 +171,14 @@ async def ask(host: ModelHost, random: Random, count: int) -> None:
 
 
 def run(seed: int, page_size: int, chunk: int, budget: int, num_pages: int, *, num_talkers: int, num_acts: int) -> None:
+    steps = StepLog(num_pages)
     sessions, host = mock_sessions(
         SessionsConfig(defaults=SessionSettings(sink=3, window=10), chunk_tokens=chunk),
         num_pages=num_pages,
         page_size=page_size,
         budget=budget,
         seqs=5,
+        readers=[steps],
     )
 
     async def main() -> None:
@@ -188,6 +192,7 @@ def run(seed: int, page_size: int, chunk: int, budget: int, num_pages: int, *, n
 
     asyncio.run(main())
     check_at_rest(host)
+    check_timeline(steps, page_size)
 
 
 @pytest.mark.laws

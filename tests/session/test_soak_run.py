@@ -306,7 +306,7 @@ def on_a_fake(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
         yield FakeClient(target)
 
     @asynccontextmanager
-    async def open_virtual_target(*, sink: int, window: int) -> Any:
+    async def open_virtual_target(*, sink: int, window: int, record: Any = None) -> Any:
         yield SessionsTarget(FakeSessions(target), target)
 
     client = types.ModuleType("kvarts.client")

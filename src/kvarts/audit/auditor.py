@@ -475,6 +475,9 @@ class Auditor:
             # Name the pages that the engine and the ledger do not hold alike.
             find_different_pages(account, ledger, self._copies, self._digests, self._find)
             find_different_private(account, ledger, self._requests, self._find)
+        num_reserved = len(self._reserved) + len({block for blocks in self._pinned.values() for block in blocks})
+        if account.num_reserved != num_reserved:
+            self._find(f"the engine counts {account.num_reserved} pages reserved or pinned, the ledger {num_reserved}")
         if self.findings:
             raise AuditError(self.findings)
         self._digests.forget()

@@ -28,6 +28,10 @@ class PageAccount(Protocol):
     def num_cached(self) -> int:
         """Pages that hold a prefix and are not used."""
 
+    @property
+    def num_reserved(self) -> int:
+        """Pages in use that stay in use when no request runs."""
+
     def runs(self) -> Iterable[tuple[Content, int, int, int]]:
         """Return findable pages and their copies: content, first page, page after the last, how often referenced."""
 

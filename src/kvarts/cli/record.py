@@ -1,4 +1,4 @@
-"""What `kvarts replay` and `kvarts profile` record: timelines and journals."""
+"""What `kvarts replay`, `kvarts profile` and sessions record: timelines and journals."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import click
 
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.parts import Part
+from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file
 from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica
 
 if TYPE_CHECKING:
     from kvarts.config import EngineConfig
     from kvarts.event_log import EventReader
+    from kvarts.events import Event
     from kvarts.record.live import LiveTimeline
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["PART", "Recordings", "kv_timeline_option", "open_live"]
+__all__ = ["PART", "Recordings", "kv_timeline_option", "live_reader", "open_live"]
 
 TITLE = "Results"
 
@@ -33,7 +35,7 @@ kv_timeline_option = click.option(
     help="Write how KV pages are used to FILE, step by step, while it runs: .jsonl, .jsonl.gz or .json. For `kvarts "
     "verify`.",
 )
-"""Of `kvarts profile`; see open_live."""
+"""Of `kvarts profile`, see open_live; and of sessions, see live_reader."""
 
 
 class RecordPart(Part):
@@ -151,6 +153,37 @@ def open_live(
         return None
     live = LiveTimeline(path, total_blocks=config.num_pages, block_size_tokens=config.page_size, tiers=tiers)
     return stack.enter_context(live)
+
+
+class UntilItFails:
+    """An EventReader for a server, which goes on without a record where that cannot be written any more."""
+
+    wants_details = False
+
+    def __init__(self, reader: EventReader, say: Callable[[str], object]) -> None:
+        self._reader: EventReader | None = reader
+        self._say = say
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Hand `events` on; say it when that fails, and hand on nothing afterwards."""
+        if self._reader is not None:
+            try:
+                self._reader.observe(events)
+            except OutputError as error:
+                self._reader = None
+                self._say(f"nothing more is recorded: {error}")
+
+
+def live_reader(
+    stack: ExitStack, values: dict[str, Any], say: Callable[[str], object] | None = None
+) -> Callable[[EngineConfig, Mapping[str, int]], EventReader | None]:
+    """Return what `open_sessions` asks for a reader: see open_live. With `say`, an engine outlives its record."""
+
+    def reader(config: EngineConfig, tiers: Mapping[str, int]) -> EventReader | None:
+        live = open_live(stack, values, config, tiers)
+        return live if live is None or say is None else UntilItFails(live, say)
+
+    return reader
 
 
 PART = RecordPart()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvarts.cli import record
 from kvarts.cli.engine_options import MODEL_HELP, engine_options
 from kvarts.cli.options import GroupedCommand, GroupedOption, grouped
 from kvarts.cli.sessions import WINDOW, need_grpc
@@ -57,6 +59,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
             help="Ask for a bearer token. A line is OWNER:TOKEN, or the only line is a token.")  # fmt: skip
 @of_address("--max-message-bytes", metavar="N", type=click.IntRange(min=1024), default=16 * 1024 * 1024,
             show_default=True, help="Refuse longer requests.")  # fmt: skip
+@record.kv_timeline_option
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 def sessions_command(**values: Any) -> None:
     """Serve sessions over gRPC: conversations with their state here, in bounded memory."""
@@ -76,7 +79,9 @@ def sessions_command(**values: Any) -> None:
         insecure=values["insecure"],
     )
     owners = None if values["token_file"] is None else read_owners(values["token_file"])
-    asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"]))
+    with ExitStack() as stack:
+        settings["record"] = record.live_reader(stack, values, settings["say"])
+        asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"]))
 
 
 def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,14 @@ import asyncio
 import re
 import signal
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.cli import record as recording
 from kvarts.cli.outputs import print_bytes
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, write_whole
@@ -64,6 +66,7 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg]
 @click.option("--json", "json_file", metavar="OUT", type=click.Path(path_type=Path),
               help="Write what was measured, and the verdict.")  # fmt: skip
 @click.option("--page", "page_file", metavar="OUT", type=click.Path(path_type=Path), help="Write a page that shows it.")
+@recording.kv_timeline_option
 def soak_command(
     address: str | None,
     virtual: bool,
@@ -82,6 +85,13 @@ def soak_command(
     from kvarts.session.soak.record import load_record, write_record
     from kvarts.session.soak.verdict import judge_soak
 
+    timeline = values.get("kv_timeline")
+    if timeline is not None and not virtual:
+        raise ConfigError(
+            "is of --virtual: a client does not see the pages of a server",
+            field="kv_timeline",
+            hint="Give --kv-timeline to kvarts serve sessions, and that file to kvarts verify.",
+        )
     if sum((address is not None, virtual, judge is not None)) != 1:
         raise ConfigError("give exactly one of --address, --virtual and --judge", field="address")
     for path in (json_file, page_file):
@@ -96,14 +106,30 @@ def soak_command(
             if json_file is not None:
                 write_record(json_file, record, judge_soak(record))
 
-        record = asyncio.run(_run(plan, address, values["server_pid"], checkpoint, checkpoint_turns))
+        with ExitStack() as stack:
+            virtual_settings: dict[str, Any] = {"sink": plan.sink, "window": plan.window}
+            virtual_settings["record"] = recording.live_reader(stack, values)
+
+            def open_target(stack: AsyncExitStack) -> Awaitable[SoakTarget]:
+                return _open(stack, address, values["server_pid"], virtual_settings)
+
+            record = asyncio.run(_run(plan, open_target, checkpoint, checkpoint_turns))
     verdict = judge_soak(record)
     if json_file is not None:
         write_record(json_file, record, verdict)
     if page_file is not None:
         write_whole(page_file, render_soak_page(record, verdict))
     print_bytes(verdict.to_text().encode())
-    return verdict.exit_code
+    return verdict.exit_code if timeline is None else _with_timeline(verdict.exit_code, timeline)
+
+
+def _with_timeline(exit_code: int, timeline: Path) -> int:
+    """Return the exit code of a run and its timeline: violated if either is, else inconclusive if either is."""
+    from kvarts.verify.verifier import verify_file
+
+    verdict = verify_file(timeline)
+    print_bytes(f"{timeline}: {verdict.to_text()}".encode())
+    return next((code for code in (5, 6) if code in (exit_code, verdict.exit_code)), 0)
 
 
 def _plan(target: str, values: dict[str, Any]) -> SoakPlan:
@@ -136,7 +162,12 @@ def _layers(text: str, bound_tokens: int) -> KvLayers:
     return KvLayers(max_tokens=int(match[2] or bound_tokens), bytes_per_token=int(match[1]))
 
 
-async def _run(plan: SoakPlan, address: str | None, pid: int | None, checkpoint: Any, checkpoint_turns: int) -> Any:
+async def _run(
+    plan: SoakPlan,
+    open_target: Callable[[AsyncExitStack], Awaitable[SoakTarget]],
+    checkpoint: Callable[[SoakRecord], None],
+    checkpoint_turns: int,
+) -> SoakRecord:
     from kvarts.session.soak.run import run_soak
 
     stop = asyncio.Event()
@@ -145,7 +176,7 @@ async def _run(plan: SoakPlan, address: str | None, pid: int | None, checkpoint:
         loop.add_signal_handler(number, stop.set)
     try:
         async with AsyncExitStack() as stack:
-            target = await _open(stack, plan, address, pid)
+            target = await open_target(stack)
             click.echo(
                 f"kvarts: soak of {plan.num_sessions} sessions on {plan.target} for {plan.duration_s:,.0f} s; "
                 "SIGTERM ends it with a verdict",
@@ -157,12 +188,14 @@ async def _run(plan: SoakPlan, address: str | None, pid: int | None, checkpoint:
             loop.remove_signal_handler(number)
 
 
-async def _open(stack: AsyncExitStack, plan: SoakPlan, address: str | None, pid: int | None) -> SoakTarget:
+async def _open(
+    stack: AsyncExitStack, address: str | None, pid: int | None, virtual_settings: dict[str, Any]
+) -> SoakTarget:
     from kvarts.session.soak.target import SessionsTarget, rss_of
 
     if address is None:
         open_virtual: Any = from_room("session.opening", "open_virtual_target", field="--virtual")
-        target: SoakTarget = await stack.enter_async_context(open_virtual(sink=plan.sink, window=plan.window))
+        target: SoakTarget = await stack.enter_async_context(open_virtual(**virtual_settings))
         return target
     sessions = await stack.enter_async_context(from_room("client", "AsyncSessions", field="--address")(address))
     return SessionsTarget(_OfClient(sessions), _WallClock(), lambda: None if pid is None else rss_of(pid))

@@ -37,7 +37,17 @@ class PageCache:
     is true from one `refresh` until one of them takes or releases something.
     """
 
-    __slots__ = ("has_page_ids", "match", "num_evicted", "num_free", "num_released", "on_evicted", "pool", "tree")
+    __slots__ = (
+        "has_page_ids",
+        "match",
+        "num_evicted",
+        "num_free",
+        "num_released",
+        "num_reserved",
+        "on_evicted",
+        "pool",
+        "tree",
+    )
 
     def __init__(self, pool: Pool, tree: PrefixTree) -> None:
         self.pool = pool
@@ -48,6 +58,8 @@ class PageCache:
         self.num_evicted = 0
         self.num_released = 0
         """Pages that have gone out of use since the beginning; those that came into use are these and `num_used`."""
+        self.num_reserved = 0
+        """Pages in use that stay in use when no request runs: counted by those that reserve or pin them."""
         self.match = tree.match
         self.on_evicted: Callable[[], object] | None = None
         """Is called when pages were evicted, before anything else is done."""

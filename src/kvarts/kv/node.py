@@ -19,8 +19,9 @@ class Node(msgspec.Struct, eq=False):
     """Pages [start, end) of `content`, counted from the first token. Written by PrefixTree, but for the last four.
 
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is listed for eviction.
-    `holds`: how many transfers do; at 0 of both the run is cached. `children` is by their keys, and one dict for all
-    twins. `page_ids` is None where pages are only counted. A root has neither content nor key.
+    `holds`: how many transfers do; at 0 of both the run is cached. `pins`: how many of the paths keep it for later.
+    `children` is by their keys, and one dict for all twins. `page_ids` is None where pages are only counted. A root
+    has neither content nor key.
 
     `place` belongs to the eviction order: what it keeps about the run, referenced or not. A new run has None, and only
     then does it grow; the parts of a run that is split have the same. `older` and `newer` are links for an order that
@@ -37,6 +38,7 @@ class Node(msgspec.Struct, eq=False):
     twins: list[Node] | None = None
     page_ids: list[PageId] | None = None
     holds: int = 0
+    pins: int = 0
     place: Any = None
     notes: Any = None
     older: Node = None  # type: ignore[assignment]

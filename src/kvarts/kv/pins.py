@@ -36,7 +36,9 @@ class Pins:
         match = cache.match(content, num_pages)
         pin = self._num_made
         self._num_made += 1
-        self._pins[pin] = cache.open(match), content
+        holding = cache.open(match)
+        self._pins[pin] = holding, content
+        cache.num_reserved += cache.tree.keep(holding.path)
         if self._tell is not None:
             self._tell(PagesPinned(pin, content, match.num_pages))
         return pin
@@ -46,6 +48,7 @@ class Pins:
         pinned = self._pins.pop(pin, None)
         if pinned is not None:
             holding, content = pinned
+            self._cache.num_reserved -= self._cache.tree.unkeep(holding.path)
             self._cache.close(holding, content, holding.num_pages, holding.num_pages)
             if self._tell is not None:
                 self._tell(PagesUnpinned(pin))

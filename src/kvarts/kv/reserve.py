@@ -47,6 +47,7 @@ class PageReserve:
 
     def _change(self, num_pages: int) -> None:
         self.num_pages += num_pages
+        self._cache.num_reserved += num_pages
         if self._tell is not None:
             self._tell(PagesReserved(self.num_pages))
 

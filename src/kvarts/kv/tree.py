@@ -151,6 +151,25 @@ class PrefixTree:
                 else:
                     copy.holds += 1
 
+    def keep(self, path: Path) -> int:
+        """Note that `path`, which is pinned, is kept for later; return how many of its pages were not yet."""
+        num_pages = 0
+        for node in self.walk(path):
+            if not node.pins:
+                num_pages += node.end - node.start
+            node.pins += 1
+        return num_pages
+
+    def unkeep(self, path: Path) -> int:
+        """End what `keep` began; return how many pages are not kept any more."""
+        num_pages = 0
+        for node in self.walk(path):
+            node.pins -= 1
+            assert node.pins >= 0, f"{node} was kept less often"
+            if not node.pins:
+                num_pages += node.end - node.start
+        return num_pages
+
     def unhold(self, path: Path) -> None:
         """End what `hold_path` began."""
         for node in self.walk(path):
@@ -338,7 +357,7 @@ class PrefixTree:
         for tail in tails:
             head = Node(tail.content, tail.key, tail.start, at, tail.refs, tail.parent, children)
             heads.append(head)
-            head.holds, head.place, head.notes = tail.holds, tail.place, tail.notes
+            head.holds, head.pins, head.place, head.notes = tail.holds, tail.pins, tail.place, tail.notes
             if tail.page_ids is not None:
                 cut = at - tail.start
                 head.page_ids = tail.page_ids[:cut]

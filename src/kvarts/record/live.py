@@ -94,6 +94,7 @@ class LiveTimeline:
             done.num_waiting,
             done.tiers,
             done.num_withheld,
+            done.num_reserved,
         )
         if asked:
             row = msgspec.structs.replace(row, preempted_seqs=len(asked), asked=asked)
@@ -121,6 +122,7 @@ class LiveTimeline:
                     done.num_waiting,
                     done.tiers,
                     num_withheld,
+                    done.num_reserved,
                 )
             )
             start_ns += duration_ns
@@ -129,7 +131,7 @@ class LiveTimeline:
     def record_rest(self, rest: AtRest) -> None:
         """Keep a time when the engine ran out of work."""
         counts = rest.num_used, rest.num_cached, rest.num_released
-        self._write([self._row(rest.step, rest.time_ns, *counts, 0, 0, rest.tiers)])
+        self._write([self._row(rest.step, rest.time_ns, *counts, 0, 0, rest.tiers, 0, rest.num_reserved)])
 
     def close(self) -> None:
         """Write what is known in the end, and close the file."""
@@ -158,7 +160,8 @@ class LiveTimeline:
         num_running: int,
         num_waiting: int,
         tiers: tuple[int, ...],
-        num_withheld: int = 0,
+        num_withheld: int,
+        num_reserved: int,
     ) -> Row:
         freed = num_released - self._released
         allocated = num_used - self._used + freed
@@ -179,7 +182,11 @@ class LiveTimeline:
             num_waiting,
             *tiers,  # type: ignore[arg-type]  # pairs of counts, in the order of the fields
         )
-        return msgspec.structs.replace(row, withheld_blocks=num_withheld) if num_withheld else row
+        if num_withheld or num_reserved:
+            row = msgspec.structs.replace(
+                row, withheld_blocks=num_withheld or None, reserved_blocks=num_reserved or None
+            )
+        return row
 
     def _write(self, rows: list[Row]) -> None:
         try:

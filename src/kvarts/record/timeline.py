@@ -44,7 +44,8 @@ class RecordedSteps(Protocol):
     """What a timeline is made from: the steps of one engine of `num_pages` pages, in columns.
 
     `columns` has a row a step: start_ns, used, cached, running, waiting, preempted, and the `tier_fields`. `rests` has
-    one for each time at which the engine ran out of work: step, time_ns, used, cached, released, and the `tier_fields`.
+    one for each time at which the engine ran out of work: step, time_ns, used, cached, released, reserved, and the
+    `tier_fields`.
     """
 
     num_pages: int
@@ -78,6 +79,9 @@ class RecordedSteps(Protocol):
 
     def withheld(self) -> Column | None:
         """Return the pages that were not used and could not be taken, before each step; None where there are none."""
+
+    def reserved(self) -> Column | None:
+        """Return the pages that stay in use when no request runs, as of each step; None where there never are any."""
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -138,6 +142,7 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     disk_used_blocks: int | None = None
     disk_cached_blocks: int | None = None
     withheld_blocks: int | None = None
+    reserved_blocks: int | None = None
     asked: list[Ask] | None = None
 
 
@@ -175,7 +180,7 @@ def columns_of(present: Collection[str]) -> tuple[str, ...]:
     return tuple(
         name
         for name in Row.__struct_fields__[:-1]
-        if name in present or not name.startswith(("host", "disk", "withheld"))
+        if name in present or not name.startswith(("host", "disk", "withheld", "reserved"))
     )
 
 
@@ -236,6 +241,9 @@ class Timeline:
         withheld = log.withheld()
         if withheld is not None:
             columns["withheld_blocks"] = merged(withheld, 0)
+        reserved = log.reserved()
+        if reserved is not None:
+            columns["reserved_blocks"] = merged(reserved, rests["reserved"])
         row_of_step = np.flatnonzero(order < len(log))
         name_of = str if request_ids is None else request_ids.__getitem__
         asked: dict[int, list[Ask]] = {}

@@ -32,7 +32,7 @@ _SPAN_FIELDS = (
     "admitted",
     "is_leap",
 )
-_REST_FIELDS = ("step", "time_ns", "used", "cached", "released")
+_REST_FIELDS = ("step", "time_ns", "used", "cached", "released", "reserved")
 
 
 class StepLog:
@@ -58,6 +58,9 @@ class StepLog:
         self._rests = Rows(len(self._rest_fields))
         self._durations_ns = array("q")
         self._pages_taken = array("i")
+        self._num_reserved = 0
+        # Of the pages reserved, only where they change: the step, and the pages from then on.
+        self._reserved = Rows(2)
 
     def observe(self, events: Sequence[Event]) -> None:
         """Keep what `events` say of steps. Spelled out in one loop: in virtual time these are all the events."""
@@ -65,6 +68,8 @@ class StepLog:
         durations_ns, pages_taken = self._durations_ns, self._pages_taken
         for event in events:
             if isinstance(event, StepDone):
+                if event.num_reserved != self._num_reserved:
+                    self._note_reserved(event.step, event.num_reserved)
                 preemptions = event.preemptions
                 if preemptions:
                     self.preemptions += [(event.step, preemption) for preemption in preemptions]
@@ -87,6 +92,8 @@ class StepLog:
                 durations_ns.append(event.duration_ns)
                 pages_taken.append(0)
             elif isinstance(event, LeapDone):
+                if event.num_reserved != self._num_reserved:
+                    self._note_reserved(event.step, event.num_reserved)
                 num_decodes = event.num_running
                 spans += (
                     len(event.durations_ns),
@@ -108,9 +115,13 @@ class StepLog:
                 pages_taken.fromlist(event.pages_taken)
             elif isinstance(event, AtRest):
                 counts = event.num_used, event.num_cached, event.num_released
-                self._rests.add((event.step, event.time_ns, *counts, *event.tiers))
+                self._rests.add((event.step, event.time_ns, *counts, event.num_reserved, *event.tiers))
         if spans:
             self._spans.add(spans)
+
+    def _note_reserved(self, step: int, num_pages: int) -> None:
+        self._num_reserved = num_pages
+        self._reserved.add((step, num_pages))
 
     @property
     def tokens_lost(self) -> int:
@@ -177,6 +188,20 @@ class StepLog:
     def withheld(self) -> Column | None:
         """Return the pages not used here that could not be taken, before each step; None where there are none."""
         return None
+
+    def reserved(self) -> Column | None:
+        """Return the pages that stay in use when no request runs, as of each step; None where there never are any."""
+        steps, num_pages = self._changes_of_reserved
+        if not len(steps) and not self.rests["reserved"].any():
+            return None
+        changes = np.diff(num_pages, prepend=0)
+        reserved = np.zeros(len(self), np.int64)
+        reserved[steps] = changes
+        return np.cumsum(reserved)
+
+    @cached_property
+    def _changes_of_reserved(self) -> Column:
+        return self._reserved.take_columns()
 
     @cached_property
     def columns(self) -> dict[str, Column]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes
 
 __all__ = ["mock_host", "open_sessions", "open_virtual_target"]
+
+Record = Callable[[EngineConfig, Mapping[str, int]], EventReader | None]
+"""Answers with a reader of steps, or None: of an engine with this configuration, and so many pages in each tier."""
 
 MOCK_VOCAB_SIZE = 151_936
 MOCK_TOKEN_BYTES = 114_688
@@ -100,14 +103,16 @@ def open_sessions(
     host_memory: str | int | None = None,
     clock: Clock | None = None,
     say: Callable[[str], object] = lambda _: None,
+    record: Record | None = None,
 ) -> Sessions:
     """Return sessions on the model in the directory `model`, or on a mock.
 
     `session_memory`: bytes of KV for bounded sessions, as a number or as 2GiB. The other settings are those of
     SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. `state_dir`: where sessions are
     kept beyond the end of the process; `say` is told what could not be kept or read. `host_memory`: memory below the
-    pages, for unbounded sessions that are kept there. Raise ConfigError for settings that exclude each other, or that
-    leave no room for a session.
+    pages, for unbounded sessions that are kept there. `record` is asked for a reader of the engine's events.
+
+    Raise ConfigError for settings that exclude each other, or that leave no room for a session.
     """
     if mock == (model is not None):
         raise ConfigError("is needed, or a mock, and not both", field="model")
@@ -131,6 +136,7 @@ def open_sessions(
             max_num_seqs=min(max_seqs, max_batched_tokens),
         )
         host = mock_host(engine, clock=clock, speedup=speedup)
+        tiers: Mapping[str, int] = {}
     else:
         llm: Any = from_room("llm.llm", "LLM", field="model")(
             model,
@@ -144,7 +150,10 @@ def open_sessions(
             offload=None if host_memory is None else _eager(host_memory),
             clock=clock,
         )
-        host = llm.host()
+        host, tiers = llm.host(), llm.tiers
+    reader = None if record is None else record(host.config, tiers)
+    if reader is not None:
+        host.core.log.add_reader(reader)
     # Room for chunks is taken from sessions: of a small memory, less.
     most_tokens = max(host.config.page_size, host.config.pool_tokens // 4)
     config = msgspec.structs.replace(config, chunk_tokens=min(config.chunk_tokens, most_tokens))
@@ -158,10 +167,10 @@ def open_sessions(
 
 
 @asynccontextmanager
-async def open_virtual_target(*, sink: int, window: int) -> AsyncIterator[SessionsTarget]:
-    """Yield sessions on a mock on a virtual clock, to be soaked: waiting takes no time."""
+async def open_virtual_target(*, sink: int, window: int, record: Record | None = None) -> AsyncIterator[SessionsTarget]:
+    """Yield sessions on a mock on a virtual clock, to be soaked: waiting takes no time. `record`: see open_sessions."""
     clock = VirtualClock()
-    sessions = open_sessions(mock=True, defaults=SessionSettings(sink=sink, window=window), clock=clock)
+    sessions = open_sessions(mock=True, defaults=SessionSettings(sink=sink, window=window), clock=clock, record=record)
     try:
         seen = VirtualSoakClock(clock)
         yield SessionsTarget(OneOwner(sessions, seen), seen)

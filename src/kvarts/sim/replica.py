@@ -198,6 +198,7 @@ class Replica:
                     scheduler.num_waiting,
                     scheduler.blocked,
                     () if self._tiers is None else self._tiers.num_pages(),
+                    num_reserved=cache.num_reserved,
                 )
             )
         self._num_leapt = num_steps

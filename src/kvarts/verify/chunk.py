@@ -54,11 +54,12 @@ class Step(msgspec.Struct, gc=False):
     freed: _Count = -1
     waiting: _Count = -1
     withheld_blocks: _Count = -1
+    reserved_blocks: _Count = -1
     asked: list[Ask] | None = None
 
 
 REQUIRED = Step.__struct_fields__[:7]
-OPTIONAL = Step.__struct_fields__[7:12]
+OPTIONAL = Step.__struct_fields__[7:13]
 REALS = ("t_ms", "used_pct")
 NUMBERS = REQUIRED + OPTIONAL
 _GETTERS = {name: attrgetter(name) for name in NUMBERS}

@@ -57,7 +57,7 @@ class Schema(Rule):
 
 
 class BlockConservation(Rule):
-    """used + free = total in every step, and what is cached is free."""
+    """used + free = total in every step, what is cached is free, and what is reserved is used."""
 
     name = "block_conservation"
 
@@ -83,6 +83,12 @@ class BlockConservation(Rule):
             chunk,
             ("cached_blocks", "free_blocks"),
             lambda cached_blocks, free_blocks: f"cached {cached_blocks} of {free_blocks} free",
+        )
+        self.add_where(
+            chunk.columns["reserved_blocks"] > used,
+            chunk,
+            ("reserved_blocks", "used_blocks"),
+            lambda reserved_blocks, used_blocks: f"reserved {reserved_blocks} of {used_blocks} used",
         )
 
 
@@ -282,7 +288,7 @@ class Flux(Rule):
 
 
 class Leak(Rule):
-    """At rest, with no sequence active, nothing is used. What is left and keeps growing is named."""
+    """At rest, with no sequence active, only what is reserved is used. What is left and keeps growing is named."""
 
     name = "leak"
 
@@ -297,7 +303,8 @@ class Leak(Rule):
         """Judge rows at rest, and count in which direction their use changes."""
         columns = chunk.columns
         idle = (columns["active_seqs"] == 0) & (columns["preempted_seqs"] == 0) & (columns["waiting"] <= 0)
-        used = columns["used_blocks"][idle]
+        left = columns["used_blocks"] - np.maximum(columns["reserved_blocks"], 0)
+        used = left[idle]
         if not len(used):
             return
         self.why_not = None
@@ -309,10 +316,13 @@ class Leak(Rule):
         self._num_falls += int((changes < 0).sum())
         self._last = int(used[-1])
         self.add_where(
-            idle & (columns["used_blocks"] > 0),
+            idle & (left > 0),
             chunk,
-            ("used_blocks",),
-            lambda used_blocks: f"{used_blocks} blocks are in use and no sequence is active",
+            ("used_blocks", "reserved_blocks"),
+            lambda used_blocks, reserved_blocks: (
+                f"{used_blocks} blocks are in use and no sequence is active"
+                + (f"; {reserved_blocks} are reserved" if reserved_blocks > 0 else "")
+            ),
         )
 
     def finish(self, top: dict[str, Any]) -> None:
