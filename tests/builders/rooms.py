@@ -48,7 +48,15 @@ SPELLINGS = {
     "llm": ("kvarts generate", "kvarts profile", "kvarts model tiny", "kvarts.executor.torch"),
     "offload": ("--host-memory", "--host-pages", "[offload]"),
     "record": ("--events", "--run-dir", "--timeline"),
-    "session": ("kvarts.session", "kvarts.client", "kvarts serve", "kvarts chat", "kvarts soak"),
+    "session": (
+        "kvarts.session",
+        "kvarts.client",
+        "kvarts serve",
+        "kvarts chat",
+        "kvarts soak",
+        "--session-",
+        "[sessions]",
+    ),
     "sharing": ("--model chat=", "[models."),
 }
 """What else an example says that needs a room, by the room: commands, options and tables of files."""

@@ -28,6 +28,7 @@ FILE_ONLY = {
     "offload.full_prompt_hits",
     "offload.workers",
     "offload.fail_every",
+    "sessions.chunk_tokens",
 }
 """Settings that only a file, or Python, can give."""
 
@@ -51,7 +52,9 @@ def written(setting: Setting, number: int) -> tuple[str, Any]:
     if setting.key in VALUES:
         return VALUES[setting.key]
     if "Literal" in str(setting.kind):
-        choice = next(value for value in ("mocker", "prefix", "lazy") if f"'{value}'" in str(setting.kind))
+        choice = next(
+            value for value in ("mocker", "prefix", "lazy", "pin", "evict") if f"'{value}'" in str(setting.kind)
+        )
         return choice, choice
     if setting.default is False:
         return "", True

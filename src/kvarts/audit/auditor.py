@@ -145,10 +145,13 @@ class Auditor:
             case TransferEnded():
                 self._end_transfer(event)
             case PagesReserved():
+                self._settle()
                 self._reserve(event.num_pages)
             case PagesPinned():
+                self._settle()
                 self._pin(event)
             case PagesUnpinned():
+                self._settle()
                 self.ledger.deref(self._pinned.pop(event.pin))
             case Arrived() if event.has_own_pages:
                 self._with_own_pages.add(event.request)

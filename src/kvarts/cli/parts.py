@@ -24,6 +24,7 @@ __all__ = ["Outputs", "Part", "Results", "Run", "load_parts"]
 PARTS: tuple[str, ...] = (
     "offload",
     "record",
+    "session_replay",
     "sharing",
 )
 """Modules of this package; each has a `PART`."""

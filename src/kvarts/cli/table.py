@@ -59,6 +59,7 @@ def render_table(summary: dict[str, Any]) -> str:
             f"({summary['num_cached_tokens']:,} of {summary['num_input_tokens']:,})",
         ),
         *_tiers(summary),
+        *_sessions(summary),
         _row(
             "KV pages",
             f"peak {as_percent(summary['peak_used_pct'])} used, mean {as_percent(summary['mean_used_pct'])}, "
@@ -87,6 +88,30 @@ def _tiers(summary: dict[str, Any]) -> list[str]:
     if failed or left_out:
         lines.append(_row("", f"{failed:,} failed, {left_out:,} pages found no room to be stored"))
     return lines
+
+
+def _sessions(summary: dict[str, Any]) -> list[str]:
+    """Return rows on sessions; none where a turn is a request as any other."""
+    totals = summary.get("sessions")
+    if totals is None:
+        return []
+    lines = [
+        _row(
+            "sessions",
+            f"{totals['num_turns']:,} turns; {totals['num_history_tokens_computed']:,} of "
+            f"{totals['num_history_tokens']:,} tokens of history computed again; "
+            f"{totals['peak_reserved_pages']:,} pages kept at most",
+        )
+    ]
+    ends = {
+        "changed history": totals["num_turns_of_changed_history"],
+        "expired": totals["num_expired"],
+        "evicted": totals["num_evicted"],
+        "refused": totals["num_refused_turns"],
+        "pins given up": totals["num_pins_given_up"],
+    }
+    said = ", ".join(f"{count:,} {what}" for what, count in ends.items() if count)
+    return [*lines, _row("", said)] if said else lines
 
 
 def as_bytes(count: float) -> str:

@@ -18,31 +18,33 @@ class PageReserve:
         self._tell = tell
         self.num_pages = 0
         self.has_page_ids = cache.has_page_ids
+        self._num_numbered = 0
+        """Where pages are only counted, the reserve numbers its own: how many numbers there are."""
         self._free_ids: list[PageId] = []
         self._num_sharing: dict[PageId, int] = {}
         """By page that is taken, how many have it."""
 
     @property
     def num_taken(self) -> int:
-        """Pages that are taken; none where pages are only counted."""
+        """Pages that are taken."""
         return len(self._num_sharing)
 
     def extend(self, num_pages: int) -> None:
         """Take `num_pages` from the cache, which must have them."""
         page_ids = self._cache.take(num_pages)
-        if page_ids is not None:
-            self._free_ids += page_ids
+        if page_ids is None:
+            page_ids = [PageId(self._num_numbered + index) for index in range(num_pages)]
+            self._num_numbered += num_pages
+        self._free_ids += page_ids
         self._change(num_pages)
 
     def shrink(self, num_pages: int) -> None:
         """Give `num_pages` back, none of which is taken."""
-        page_ids = None
-        if self.has_page_ids:
-            assert num_pages <= len(self._free_ids), f"{num_pages} pages to give back, {len(self._free_ids)} are free"
-            at = len(self._free_ids) - num_pages
-            page_ids = self._free_ids[at:]
-            del self._free_ids[at:]
-        self._cache.give(num_pages, page_ids)
+        assert num_pages <= len(self._free_ids), f"{num_pages} pages to give back, {len(self._free_ids)} are free"
+        at = len(self._free_ids) - num_pages
+        page_ids = self._free_ids[at:]
+        del self._free_ids[at:]
+        self._cache.give(num_pages, page_ids if self.has_page_ids else None)
         self._change(-num_pages)
 
     def _change(self, num_pages: int) -> None:

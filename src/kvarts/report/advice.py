@@ -34,6 +34,12 @@ def advice(summary: dict[str, Any], *, tier_flag: str | None = None) -> str | No
 
 
 def _rejected(summary: dict[str, Any]) -> str:
+    num_refused = summary.get("sessions", {}).get("num_refused_turns", 0)
+    if num_refused:
+        return (
+            f"{num_refused:,} of {summary['num_requests']:,} turns found no room for their session; try a smaller "
+            f"--session-window, --session-at-capacity evict, or {_more_memory(summary)}"
+        )
     return (
         f"{summary['num_rejected']:,} of {summary['num_requests']:,} requests can never fit into "
         f"{summary['config']['pages']:,} pages; try {_more_memory(summary)}"

@@ -7,7 +7,7 @@ round(p (n - 1)), halves to even: an observed value, never one between two. Time
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from math import fsum, isnan
@@ -91,6 +91,7 @@ class Report:
         *,
         num_evicted_pages: int,
         transfers: Sequence[TransferTotals] = (),
+        sessions: Mapping[str, int] | None = None,
     ) -> None:
         self.config = config
         self.trace_name = trace.name
@@ -100,6 +101,7 @@ class Report:
         self._stalls_ns = requests.stalls_ns
         self._num_evicted_pages = num_evicted_pages
         self._transfers = transfers
+        self._sessions = sessions
         self._tiers = list(steps[0].tiers)
 
     # Columns ----------------------------------------------------------------------------------------------
@@ -229,6 +231,7 @@ class Report:
             "num_cached_tokens": cached_tokens,
             "num_cached_tokens_by_tier": cached_by_tier,
             "transfers": _added_up(self._transfers) if self._tiers else None,
+            **({} if self._sessions is None else {"sessions": dict(self._sessions)}),
             "num_recomputed_tokens": int(completed["recomputed_tokens"].sum()),
             "num_preemptions": sum(int(span["preempted"].sum()) for span in spans),
             "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),

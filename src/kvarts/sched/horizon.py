@@ -54,9 +54,7 @@ class Horizon:
                 return 0
             if blocked is Blocked.BUDGET and wheel.num_decoding < self._pages.token_budget:
                 return 0
-        if wheel.num_full:
-            return 1  # how long a step takes grows with the others only: each is asked for by itself
-        num_steps = wheel.steps_to_finish()
+        num_steps = min(wheel.steps_to_finish(), wheel.steps_with_all_growing())
         page_size = self._page_size
         most_pages = (num_steps // page_size + 1) * wheel.num_decoding
         if running.num_sharing:

@@ -17,6 +17,8 @@ from kvarts.request import Request
 
 __all__ = ["DecodeWheel"]
 
+NEVER = 1 << 62
+
 
 class DecodeWheel:
     """Owner of `step`, the number of the next step, and of each decoding request's `wheel_base` and `stop_step`.
@@ -145,6 +147,15 @@ class DecodeWheel:
             if request.admission == admission and request.stop_step == stop_step:
                 return stop_step - self.step + 1
             heappop(finishing)
+
+    def steps_with_all_growing(self) -> int:
+        """Return for how many steps from the next on each request certainly sees a token more than in the one before.
+
+        At least 1. How long steps take is asked for as many at once.
+        """
+        if self.num_full:
+            return 1
+        return self._filling[0][0] - self.step if self._filling else NEVER
 
     def turn(self, num_steps: int) -> list[Request]:
         """Let `num_steps` steps pass, at most `steps_to_finish`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from kvarts.report.requests import RequestLog
 from kvarts.request import Request
@@ -10,13 +11,34 @@ from kvarts.sim.router import Routed, Router
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "SessionsKept"]
+
+
+class SessionsKept(Protocol):
+    """What engines keep of the sessions of a trace, between their turns.
+
+    Promises: it changes only what it keeps itself, and requests before they are submitted.
+    """
+
+    @property
+    def totals(self) -> Mapping[str, int]:
+        """What is counted of all sessions, for the report."""
+
+    def replica_of(self, row: TraceRequest, now_ns: int) -> int | None:
+        """Return the replica that has the session of `row`; None if none has, and the router is free."""
+
+    def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
+        """Let `request` be the next turn of its session; return the reason why it cannot be, or None."""
+
+    def end(self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool) -> None:
+        """Note that a turn has ended, or was refused, before its source hears of it."""
 
 
 class Arrivals:
     """The traffic of one model. Its `engines`, all of one configuration, stand behind `router`.
 
-    Owner of the numbers that requests get in arrival order. `priority` is added to that of each request.
+    Owner of the numbers that requests get in arrival order. `priority` is added to that of each request. `sessions`:
+    what is kept of them; left out, a turn is a request as any other.
     """
 
     def __init__(
@@ -28,6 +50,7 @@ class Arrivals:
         log: RequestLog,
         *,
         priority: int = 0,
+        sessions: SessionsKept | None = None,
     ) -> None:
         self.source = source
         self.router = router
@@ -35,6 +58,7 @@ class Arrivals:
         self.log = log
         self._trace = trace
         self._priority = priority
+        self._sessions = sessions
         self._page_size = engines[0].config.page_size
         # In the profile of the mocker, every generated token differs from all others.
         self._know_output = engines[0].config.profile != "mocker"
@@ -56,6 +80,32 @@ class Arrivals:
         )
         return request, row
 
-    def choose(self, request: Request) -> int:
-        """Return the number of the engine that `request` goes to."""
+    def choose(self, request: Request, row: TraceRequest, now_ns: int) -> int:
+        """Return the number of the engine that `request`, which arrives at `now_ns`, goes to."""
+        if self._sessions is not None:
+            replica = self._sessions.replica_of(row, now_ns)
+            if replica is not None:
+                return replica
         return self.router.choose(request, self.engines) if len(self.engines) > 1 else 0
+
+    def submit(self, request: Request, row: TraceRequest, index: int, now_ns: int) -> str | None:
+        """Queue `request` in an engine, at `now_ns`; or return the reason why it can never run."""
+        if self._sessions is not None:
+            reason = self._sessions.begin(request, row, index)
+            if reason is not None:
+                return reason
+        return self.engines[index].submit(request, now_ns)
+
+    def end(self, request: Request, row: TraceRequest, index: int) -> None:
+        """Take note that `request` ended in an engine."""
+        self.log.end(request, row, index)
+        if self._sessions is not None:
+            self._sessions.end(request, row, request.last_token_ns, is_refused=False)
+        self.source.done(row, request.last_token_ns)
+
+    def reject(self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int) -> None:
+        """Take note that `request` was refused, because of `reason`, at `now_ns`."""
+        self.log.reject(request, row, index, reason)
+        if self._sessions is not None:
+            self._sessions.end(request, row, now_ns, is_refused=True)
+        self.source.done(row, now_ns)

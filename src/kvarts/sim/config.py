@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.report.report import Report
     from kvarts.sched.policy import AdmissionPolicy
+    from kvarts.sim.arrivals import SessionsKept
     from kvarts.sim.replay import Traffic
+    from kvarts.sim.router import Routed
+    from kvarts.traffic.source import Source
+    from kvarts.traffic.trace import Trace
 
 __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_config", "resolve_replay"]
 
@@ -55,6 +59,13 @@ class TiersBelow(Protocol):
         """Return the same for a model with tokens of `kv_bytes_per_token` bytes."""
 
 
+class SessionSettings(Protocol):
+    """Settings of what engines keep of a trace's sessions."""
+
+    def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> SessionsKept:
+        """Return the sessions of `trace` on `engines` of `config`. Raise ConfigError where they cannot be."""
+
+
 def _default_cost() -> CostModel:
     from kvarts.executor.cost import PolynomialCost  # a help text is printed without
 
@@ -84,7 +95,8 @@ class ReplayConfig(
     `cost`: a cost model, or any callable that answers the milliseconds of a Batch. `replicas` engines of the same
     configuration stand behind `router`. Requests arrive at their times divided by `speedup`, or `concurrency` of them
     (or sessions) are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of
-    page accounting after every step. `offload`: tiers below the device of each replica.
+    page accounting after every step. `offload`: tiers below the device of each replica. `sessions`: what engines keep
+    of sessions between their turns; left out, a turn is a request as any other.
 
     Only Python can give `eviction`, which makes the EvictionOrder of a replica (LruOrder unless given), and
     `admission`, which makes its AdmissionPolicy (PriorityPolicy): a class, or a function without arguments.
@@ -124,6 +136,7 @@ class ReplayConfig(
     ] = False
     audit: Annotated[bool, setting("After every step, check that each page is accounted for.")] = False
     offload: TiersBelow | None = None
+    sessions: SessionSettings | None = None
     # Any, because msgspec checks types of fields and knows no callables.
     eviction: Any = msgspec.field(default_factory=_default_eviction)
     admission: Any = msgspec.field(default_factory=_default_admission)
@@ -182,6 +195,10 @@ class ReplayConfig(
         values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(self.cost_model)
         values["slo"] = msgspec.to_builtins(values["slo"])
         values["offload"] = msgspec.to_builtins(values["offload"])
+        if self.sessions is None:
+            del values["sessions"]
+        else:
+            values["sessions"] = msgspec.to_builtins(self.sessions)
         # How a replay is carried out is no part of what it says.
         del values["step_by_step"], values["audit"]
         for field, default in (("eviction", _default_eviction()), ("admission", _default_admission())):

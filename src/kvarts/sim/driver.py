@@ -143,8 +143,7 @@ class Driver:
     def _end(self, index: int, finished: list[Request]) -> None:
         for request in finished:
             of_model, row = self._in_engines.pop(request)
-            of_model.log.end(request, row, index)
-            of_model.source.done(row, request.last_token_ns)
+            of_model.end(request, row, index)
         if finished:
             self._tell(len(finished))
 
@@ -152,21 +151,20 @@ class Driver:
         """Send the request that arrives next, at `now_ns`, to an engine."""
         of_model = self._arriving
         request, row = of_model.pop(now_ns)
-        index = of_model.choose(request)
+        index = of_model.choose(request, row, now_ns)
         if not self._is_reactive:
             self._run_alone(index, now_ns)
         runner = self._runners[index]
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS
         runner.wake(now_ns)
-        reason = of_model.engines[index].submit(request, now_ns)
+        reason = of_model.submit(request, row, index, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row
             # It may be admitted in the next step of this engine, and end before all others.
             self._quiet_ns[index] = self._ends_ns[index]
         else:
-            of_model.log.reject(request, row, index, reason)
-            of_model.source.done(row, now_ns)
+            of_model.reject(request, row, index, reason, now_ns)
             self._tell(1)
 
     def _tell(self, num_ended: int) -> None:

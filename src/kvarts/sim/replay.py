@@ -113,7 +113,8 @@ def replay_one(
         open_replica(config, [log, *(() if observers_of is None else observers_of(index))])
         for index, log in enumerate(steps)
     ]
-    arrivals = Arrivals(trace, source, make_router(config.router), replicas, requests)
+    sessions = None if config.sessions is None else config.sessions.open(config, trace, source, replicas)
+    arrivals = Arrivals(trace, source, make_router(config.router), replicas, requests, sessions=sessions)
     Driver([arrivals], replicas, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
     return Report(
@@ -123,6 +124,7 @@ def replay_one(
         steps,
         num_evicted_pages=sum(scheduler.cache.num_evicted for scheduler in schedulers),
         transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
+        sessions=None if sessions is None else sessions.totals,
     )
 
 

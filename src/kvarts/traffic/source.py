@@ -34,6 +34,9 @@ class Source(Protocol):
     def done(self, request: TraceRequest, now_ns: int) -> None:
         """Take note that `request` ended, or was rejected, at `now_ns`."""
 
+    def has_turns_after(self, request: TraceRequest) -> bool:
+        """Return whether a turn of its session waits for `request`."""
+
 
 class _Loop:
     """What both loops share: the next request of the trace, and turns that are due since the turn before them is done.
@@ -66,6 +69,10 @@ class _Loop:
         assert request is not None
         self._advance()
         return request
+
+    def has_turns_after(self, request: TraceRequest) -> bool:
+        """Return whether a turn of its session waits for `request`."""
+        return request.session_id is not None and bool(self._turns.get(request.session_id))
 
     def _is_turn_next(self) -> bool:
         return bool(self._later) and (self._upcoming is None or self._later[0][0] <= self._upcoming_ns)

@@ -1,0 +1,32 @@
+"""The part of `kvarts replay` that is about sessions."""
+
+from __future__ import annotations
+
+from kvarts.cli.parts import Part
+from kvarts.session.replayed.config import SessionReplay
+from kvarts.settings import Flags, Given, Section
+
+__all__ = ["PART"]
+
+TABLE = "sessions"
+
+
+class SessionsPart(Part):
+    """What engines keep of sessions: options, and the table [sessions]."""
+
+    sections = (Section(struct=SessionReplay, title="Sessions", table=TABLE),)
+
+    def check(self, given: Given) -> None:
+        """Raise ConfigError where what was given says nothing without what was not."""
+        keys = {key.removeprefix(f"{TABLE}.") for key in given.in_table(TABLE)}
+        for key in ("sink", "at_capacity"):
+            if key in keys and "window" not in keys and given.source_of(f"{TABLE}.{key}") == Flags():
+                raise given.error(
+                    f"{TABLE}.{key}", "is of bounded sessions", hint="Give --session-window as well, or leave it out."
+                )
+        has_host = not {"offload.host_pages", "offload.host_memory"}.isdisjoint(given.in_table("offload"))
+        if "retention" in keys and given[f"{TABLE}.retention"] == "host" and not has_host:
+            raise given.error(f"{TABLE}.retention", "needs host memory", hint="Give --host-memory or --host-pages.")
+
+
+PART = SessionsPart()

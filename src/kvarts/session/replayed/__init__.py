@@ -1,0 +1,1 @@
+"""Sessions of a trace in a replay: what engines keep of them between turns."""

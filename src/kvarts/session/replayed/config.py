@@ -1,0 +1,126 @@
+"""What the engines of a replay keep of a trace's sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.kv.sink_window import SinkWindow
+from kvarts.session.config import AtCapacity
+from kvarts.session.values import Retention
+from kvarts.settings import AtLeastOne, SettingError, setting
+
+if TYPE_CHECKING:
+    from kvarts.session.replayed.sessions import ReplayedSessions
+    from kvarts.sim.config import ReplayConfig
+    from kvarts.sim.router import Routed
+    from kvarts.traffic.source import Source
+    from kvarts.traffic.trace import Trace
+
+__all__ = ["SessionReplay"]
+
+
+class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sessions on the server: a turn brings new tokens only, and goes to the replica that has its session.
+
+    With a `window`, sessions are bounded: each keeps the KV of its first `sink` and its last `window` tokens in pages
+    of its own, which are reserved for as long as it lives. Without one, `retention` says where the KV of a session is
+    between turns: in the prefix cache, as of all requests; pinned, until a request needs the memory; or in the host
+    tier, to which every page is copied when it is complete.
+
+    A session ends with its last turn in the trace, or after `ttl_s` seconds of idleness. `at_capacity`: what happens to
+    a turn of a bounded session for which there is no room: it is refused, or the session that is idle longest goes.
+    `chunk_tokens`: see SessionsConfig. Raises ConfigError for a value out of range.
+    """
+
+    window: Annotated[
+        int | None,
+        setting(
+            "Keep the KV of each session's last N tokens, and of its first ones, in pages of its own.",
+            flag="--session-window",
+            metavar="N",
+            default="all tokens",
+        ),
+    ] = None
+    sink: Annotated[
+        int, setting("Of bounded sessions: the first tokens that are kept.", flag="--session-sink", metavar="N")
+    ] = 4
+    retention: Annotated[
+        Retention,
+        setting("Of sessions without a window: where KV is between turns.", flag="--session-retention"),
+    ] = "cache"
+    ttl_s: Annotated[
+        float | None,
+        setting(
+            "A session that is idle for so long ends: its next turn computes all.",
+            flag="--session-ttl",
+            metavar="SECONDS",
+            default="never",
+        ),
+    ] = None
+    at_capacity: Annotated[
+        AtCapacity,
+        setting(
+            "Of bounded sessions: refuse a turn for which there is no room, or evict the session idle longest.",
+            flag="--session-at-capacity",
+        ),
+    ] = "refuse"
+    chunk_tokens: Annotated[
+        AtLeastOne,
+        setting("Of bounded sessions: tokens that a step may compute beside one of each that generates.", flag=None),
+    ] = 512
+
+    def __post_init__(self) -> None:
+        if self.sink < 0:
+            raise SettingError(f"must not be negative, got {self.sink}", "sink")
+        if self.window is not None and self.window < 1:
+            raise SettingError(f"must be at least 1, got {self.window}", "window")
+        if self.retention not in ("pin", "cache", "host"):
+            raise SettingError(f"must be 'pin', 'cache' or 'host', got {self.retention!r}", "retention")
+        if self.window is not None and self.retention != "cache":
+            raise SettingError(
+                "is of sessions without a window",
+                "retention",
+                hint="A bounded session keeps its pages. Leave {retention} out.",
+            )
+        if self.ttl_s is not None and not 0 < self.ttl_s < float("inf"):
+            raise SettingError(f"must be positive, got {self.ttl_s}", "ttl_s")
+        if self.at_capacity not in ("refuse", "evict"):
+            raise SettingError(f"must be 'refuse' or 'evict', got {self.at_capacity!r}", "at_capacity")
+
+    @property
+    def keeps(self) -> SinkWindow | None:
+        """What a bounded session keeps; None without a window."""
+        return None if self.window is None else SinkWindow(self.sink, self.window)
+
+    def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> ReplayedSessions:
+        """Return the sessions of `trace` on `engines` of `config`.
+
+        Raise ConfigError for a configuration without what they need, and for a trace without sessions.
+        """
+        from kvarts.session.replayed.sessions import ReplayedSessions
+
+        if not trace.has_sessions:
+            raise ConfigError(
+                f"{trace.name} has no sessions",
+                field="sessions",
+                hint="Leave the options of sessions out, or give requests a session_id.",
+            )
+        if config.profile == "mocker":
+            raise ConfigError("the profile 'mocker' knows no sessions", field="sessions", hint="Take another profile.")
+        if self.retention == "host" and config.offload is None:
+            raise ConfigError("'host' needs host memory", field="sessions.retention", hint="Set offload.")
+        if self.window is not None:
+            most_pages = SinkWindow(self.sink, self.window).most_pages(config.page_size)
+            room_pages = -(-self.chunk_tokens // config.page_size)
+            if most_pages + room_pages > config.num_pages:
+                raise ConfigError(
+                    f"a session needs {most_pages} pages, beside {room_pages} for chunks, and the device has "
+                    f"{config.num_pages}",
+                    field="sessions.window",
+                    hint="Keep a smaller window, or give the device more memory.",
+                )
+        return ReplayedSessions(self, trace, source, engines, page_size=config.page_size)

@@ -1,0 +1,233 @@
+"""Replays of sessions: what is kept of them between turns, and what their next turns have to compute."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvarts
+from kvarts.errors import ConfigError
+from kvarts.session.replayed.config import SessionReplay
+from kvarts.sim.config import ReplayConfig, make_config
+from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace, TraceRequest
+
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, timelines_json
+from builders.session_traces import Talk, session_traces
+
+pytestmark = pytest.mark.laws
+
+KEPT: list[dict[str, Any]] = [
+    {"window": 1, "sink": 0},
+    {"window": 7, "sink": 3},
+    {"window": 30, "sink": 4, "at_capacity": "evict"},
+    {"window": 7, "sink": 3, "ttl_s": 0.06, "at_capacity": "evict"},
+    {"retention": "pin"},
+    {"retention": "pin", "ttl_s": 0.06},
+    {"retention": "cache"},
+]
+
+configs = st.fixed_dictionaries(
+    {
+        "page_size": st.sampled_from([1, 3, 4]),
+        "num_pages": st.sampled_from([70, 120, 300]),
+        "max_num_batched_tokens": st.sampled_from([8, 32, 512]),
+        "max_num_seqs": st.sampled_from([2, 8]),
+        "replicas": st.sampled_from([1, 1, 3]),
+        "router": st.sampled_from(["round-robin", "least-loaded"]),
+        "concurrency": st.sampled_from([None, None, 1, 3]),
+        "sessions": st.sampled_from(KEPT).map(lambda settings: SessionReplay(chunk_tokens=16, **settings)),
+    }
+)
+
+
+@given(session_traces(), configs)
+def test_fast_forward_equals_step_by_step(talk: Talk, settings: dict[str, Any]) -> None:
+    """L5, and the audit and the timelines agree that each page is accounted for."""
+    settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
+    fast, slow = (
+        replay(talk.trace(), ReplayConfig(step_by_step=slowly, audit=HAS_AUDIT, **settings)) for slowly in (False, True)
+    )
+    assert fast.to_json() == slow.to_json()
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    assert timelines_json(fast) == timelines_json(slow)
+    assert fast.summary["num_requests"] == len(talk.rows)
+    for timeline in timelines_json(fast):
+        assert kvarts.verify(timeline).verdict != "violated"
+    for log in fast.step_logs:
+        rests = log.rests
+        assert (rests["used"] == rests["reserved"]).all()
+
+
+@given(session_traces(max_plain=0), configs)
+def test_a_bounded_turn_computes_what_is_new(talk: Talk, settings: dict[str, Any]) -> None:
+    """Against a walk over the turns: what a session has computed is there, unless its client changed the history."""
+    settings |= {"num_pages": 2000, "sessions": SessionReplay(window=5, sink=2, chunk_tokens=16)}
+    settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
+    report = replay(talk.trace(), ReplayConfig(**settings))
+    cached = dict(zip(map(int, report.request_ids), report.requests["cached_tokens"], strict=True))
+    before: dict[str, TraceRequest] = {}
+    num_changed = num_again = num_history = 0
+    for row in talk.rows:
+        assert row.session_id is not None
+        last = before.get(row.session_id)
+        start = 0
+        if last is not None:
+            whole = last.num_prompt_tokens // talk.unit_tokens * 8
+            is_longer = row.num_prompt_tokens > last.num_prompt_tokens + last.num_output_tokens
+            computed = last.num_prompt_tokens + last.num_output_tokens - 1
+            if is_longer and row.units[:whole] == last.units[:whole]:
+                start = computed
+            else:
+                num_changed += 1
+                num_again += min(computed, row.num_prompt_tokens)
+            num_history += min(computed, row.num_prompt_tokens)
+        assert cached[row.row] == start
+        before[row.session_id] = row
+    totals = report.summary["sessions"]
+    assert totals["num_turns"] == len(talk.rows)
+    assert totals["num_turns_of_changed_history"] == num_changed
+    assert (totals["num_history_tokens"], totals["num_history_tokens_computed"]) == (num_history, num_again)
+    assert report.summary["num_preemptions"] == 0
+
+
+def talk_of(*turns: tuple[str, int, int, int], gap_ms: int = 10_000) -> Trace:
+    """A trace of turns: session, tokens of the prompt, tokens of the answer, and for which history: all of one begin
+    with the same token."""
+    rows = []
+    for place, (session, num_prompt, num_output, history) in enumerate(turns):
+        units = array("Q", [ord(session[0]) * 1000 + history * 100_000 + token for token in range(num_prompt)])
+        rows.append(
+            TraceRequest(place, place * gap_ms * 1_000_000, units.tobytes(), num_prompt, num_output, session_id=session)
+        )
+    return Trace(rows)
+
+
+def totals_of(trace: Trace, **settings: Any) -> dict[str, int]:
+    sessions = SessionReplay(**settings.pop("sessions"))
+    config = ReplayConfig(**{"page_size": 4, "num_pages": 40, "audit": HAS_AUDIT, "sessions": sessions, **settings})
+    totals: dict[str, int] = replay(trace, config).summary["sessions"]
+    return totals
+
+
+def test_a_bounded_session_has_its_bound_and_no_more() -> None:
+    trace = talk_of(("a", 300, 50, 0), ("a", 400, 50, 0), ("a", 500, 5, 0))
+    totals = totals_of(trace, sessions={"window": 16, "sink": 4, "chunk_tokens": 32})
+    assert totals["peak_reserved_pages"] == (1 + 4 + 1) + 8
+    assert totals["num_history_tokens_computed"] == 0
+    assert totals["num_history_tokens"] == 349 + 449
+
+
+def test_at_capacity_a_turn_is_refused_or_the_session_idle_longest_goes() -> None:
+    turns = [("a", 8, 4, 0), ("b", 8, 4, 0), ("c", 8, 4, 0), ("a", 20, 4, 0), ("b", 20, 4, 0), ("c", 20, 4, 0)]
+    bounded = {"window": 16, "sink": 4, "chunk_tokens": 32}  # 6 pages each, and 8 for chunks
+    refused = totals_of(talk_of(*turns), num_pages=20, sessions=bounded)
+    assert (refused["num_refused_turns"], refused["num_evicted"]) == (1, 0)
+    evicted = totals_of(talk_of(*turns), num_pages=20, sessions={**bounded, "at_capacity": "evict"})
+    # c evicts a, whose second turn evicts b, whose second turn finds room: a has ended.
+    assert (evicted["num_refused_turns"], evicted["num_evicted"]) == (0, 2)
+    assert evicted["num_history_tokens_computed"] == 2 * 11
+
+
+def test_a_pin_keeps_what_others_would_evict() -> None:
+    turns = [("a", 64, 4, 0), *((other, 80, 4, 1) for other in "xyz"), ("a", 100, 4, 0)]
+    cached = totals_of(talk_of(*turns), sessions={"retention": "cache"})
+    pinned = totals_of(talk_of(*turns), sessions={"retention": "pin"})
+    # Generated tokens are not known, so the page with the first of them is computed again.
+    assert (cached["num_history_tokens_computed"], pinned["num_history_tokens_computed"]) == (67, 3)
+    assert pinned["peak_reserved_pages"] == 16
+    expired = totals_of(talk_of(*turns), sessions={"retention": "pin", "ttl_s": 15.0})
+    assert (expired["num_expired"], expired["num_history_tokens_computed"]) == (1, 67)
+
+
+def test_a_pin_is_given_up_for_a_request_that_needs_the_memory() -> None:
+    totals = totals_of(
+        talk_of(("a", 64, 4, 0), ("x", 120, 4, 1), ("a", 80, 4, 0)), num_pages=32, sessions={"retention": "pin"}
+    )
+    assert totals["num_pins_given_up"] == 1
+
+
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
+def test_host_memory_keeps_what_the_device_evicts() -> None:
+    turns = [("a", 64, 4, 0), *((other, 80, 4, 1) for other in "xyz"), ("a", 100, 4, 0)]
+    offload = getattr(kvarts, "OffloadConfig")(host_pages=100, kv_bytes_per_token=1000)  # noqa: B009  # may be missing
+    totals = totals_of(talk_of(*turns), sessions={"retention": "host"}, offload=offload)
+    assert totals["num_history_tokens_computed"] == 3
+    with pytest.raises(ConfigError, match="'host' needs host memory"):
+        totals_of(talk_of(*turns), sessions={"retention": "host"})
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"window": 0}, "window: must be at least 1, got 0"),
+        ({"sink": -1}, "sink: must not be negative, got -1"),
+        ({"ttl_s": 0}, "ttl_s: must be positive, got 0"),
+        ({"window": 9, "retention": "pin"}, "retention: is of sessions without a window"),
+        ({"window": 9999}, "window: a session needs 2502 pages, beside 128 for chunks, and the device has 40"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        totals_of(talk_of(("a", 8, 4, 0)), sessions=values)
+    assert problem in str(caught.value)
+
+
+def test_a_trace_without_sessions_is_refused() -> None:
+    trace = Trace([TraceRequest(0, 0, array("Q", [1]).tobytes(), 1, 1)])
+    with pytest.raises(ConfigError, match="has no sessions"):
+        replay(trace, ReplayConfig(sessions=SessionReplay(window=9)))
+
+
+def test_a_report_without_sessions_says_nothing_of_them() -> None:
+    report = replay(talk_of(("a", 8, 4, 0)), ReplayConfig(page_size=4, num_pages=40))
+    assert "sessions" not in report.summary
+    assert "sessions" not in report.summary["config"]
+
+
+def test_options_and_tables_say_the_same(
+    run_command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"timestamp": 0, "input_length": 1000, "output_length": 20, "hash_ids": [1, 2], "session_id": "a"},
+        {"delay": 50, "input_length": 1800, "output_length": 5, "hash_ids": [1, 2, 3, 4], "session_id": "a"},
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(msgspec.json.encode(rows[0]) + b"\n" + msgspec.json.encode(rows[1]) + b"\n")
+    config = tmp_path / "config.toml"
+    config.write_text("pages = 2000\npage_size = 4\n\n[sessions]\nwindow = 256\nsink = 8\n")
+    by_options = ["--pages", 2000, "--page-size", 4, "--session-window", 256, "--session-sink", 8]
+    printed = []
+    for arguments in (["--config", config], by_options):
+        assert run_command("replay", trace, *arguments, "--json") == 0
+        printed.append(msgspec.json.decode(capsys.readouterr().out))
+    assert printed[0]["sessions"] == printed[1]["sessions"]
+    assert printed[0]["config"]["sessions"]["window"] == 256
+    assert printed[0]["sessions"]["num_history_tokens"] == 1019
+    assert run_command("replay", trace, *by_options) == 0
+    assert "0 of 1,019 tokens of history computed again" in capsys.readouterr().out
+    for wrong, problem in (
+        (["--session-sink", 8], "--session-sink: is of bounded sessions"),
+        (["--session-retention", "host"], "--session-retention: needs host memory"),
+        (["--session-window", 8, "--session-retention", "pin"], "--session-retention: is of sessions without a window"),
+    ):
+        assert run_command("replay", trace, *wrong) == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_a_table_of_sessions_can_be_given_as_values() -> None:
+    config = make_config({"sessions": {"retention": "pin"}}, sections=_sections())
+    assert config.sessions == SessionReplay(retention="pin")
+
+
+def _sections() -> Any:
+    from kvarts.cli.replay import all_sections
+
+    return all_sections()
