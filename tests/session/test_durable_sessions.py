@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvarts.errors import KvartsError, OutputError
+from kvarts.session.errors import SessionGoneError
 from kvarts.session.history import Histories
 from kvarts.session.opening import open_sessions
 from kvarts.session.sessions import Sessions
@@ -240,7 +241,9 @@ from kvarts.session.opening import open_sessions
 from kvarts.session.values import SessionSettings, Token
 
 async def serve():
-    sessions = open_sessions(mock=True, speedup=1000.0, kv_memory="256MiB", state_dir=Path(sys.argv[1]))
+    model = sys.argv[2]
+    served = {"model": model, "page_size": 4} if model else {"mock": True, "speedup": 1000.0}
+    sessions = open_sessions(kv_memory="256MiB", state_dir=Path(sys.argv[1]), **served)
     known = await sessions.list("o")
     session = known[0].session_id if known else await sessions.create("o", SessionSettings(sink=2, window=30))
     print("length", (await sessions.info("o", session)).history_length, flush=True)
@@ -262,8 +265,16 @@ asyncio.run(serve())
 """
 
 
-def kill_again_and_again(directory: Path, num_kills: int, seed: int) -> None:
-    """Acknowledged is what was printed. The history may have more: of the operation that was under way."""
+Says = Callable[[list[int], int], list[int]]
+
+
+def kill_again_and_again(
+    directory: Path, num_kills: int, seed: int, *, model: str = "", says: Says = mock_says, vocab_size: int = 1000
+) -> None:
+    """Acknowledged is what was printed. The history may have more: of the operation that was under way.
+
+    `says`: what comes after a history.
+    """
     random = Random(seed)
     history: list[int] = []
     pending: list[int] = []
@@ -271,7 +282,7 @@ def kill_again_and_again(directory: Path, num_kills: int, seed: int) -> None:
     generating = False
     for _ in range(num_kills):
         server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(directory)],
+            [sys.executable, "-c", SERVER, str(directory), model],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -285,14 +296,14 @@ def kill_again_and_again(directory: Path, num_kills: int, seed: int) -> None:
             history += pending
         elif generating:
             assert length >= len(history), "an acknowledged token is lost"
-            history += mock_says(history, length - len(history))
+            history += says(history, length - len(history))
         assert length == len(history), "a token is lost or doubled"
         pending, generating = [], False
         ends_s = time.monotonic() + random.random() * 0.3
         killed = False
         while not killed:
             if not history or random.random() < 0.5:
-                token = random.randrange(1000)
+                token = random.randrange(vocab_size)
                 pending = [token] * 7
                 server.stdin.write(f"append {token}\n")
             else:
@@ -308,7 +319,7 @@ def kill_again_and_again(directory: Path, num_kills: int, seed: int) -> None:
                     break
                 kind, number = line.split()
                 if kind == "token":
-                    assert int(number) == mock_says(history, 1)[0], "the continuation is another"
+                    assert int(number) == says(history, 1)[0], "the continuation is another"
                     history.append(int(number))
                 elif kind == "appended":
                     history += pending
@@ -330,6 +341,49 @@ def test_killed_at_any_moment_nothing_that_was_said_is_lost(tmp_path: Path) -> N
 @pytest.mark.long
 def test_killed_three_hundred_times(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 300, seed=2)
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(30, marks=pytest.mark.long)])
+def test_a_real_model_is_killed(num_kills: int, tmp_path: Path, models: Callable[[str], tuple[Any, Any]]) -> None:
+    """Each token is that of a forward pass over the whole history, whatever came from a checkpoint."""
+    pytest.importorskip("torch", reason="real models need kvarts[torch]")
+    pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+    from kvarts.executor.torch.tiny import write_tiny
+
+    from oracles.masked_forward import masked_greedy
+
+    _, reference = models("qwen3")
+    write_tiny("qwen3", tmp_path / "model")
+
+    def says(history: list[int], num_tokens: int) -> list[int]:
+        return masked_greedy(reference, history, num_tokens, sink=2, window=30)
+
+    state = tmp_path / "state"
+    kill_again_and_again(state, num_kills, seed=3, model=str(tmp_path / "model"), says=says, vocab_size=257)
+
+
+def test_idleness_goes_on_while_no_server_runs(tmp_path: Path) -> None:
+    """A session whose time has passed meanwhile expires after the restart; one with time left does not."""
+
+    async def before() -> list[str]:
+        sessions = reopen(tmp_path)
+        made = [await sessions.create(OWNER, SessionSettings(ttl_s=ttl_s)) for ttl_s in (0.2, 600.0)]
+        for session in made:
+            await say(sessions, session, [1, 2, 3], 2)
+        await sessions.shut_down()
+        return made
+
+    async def after(short: str, long: str) -> None:
+        sessions = reopen(tmp_path)
+        assert await sessions.reap() == 1
+        assert [info.session_id for info in await sessions.list(OWNER)] == [long]
+        with pytest.raises(SessionGoneError, match="expired"):
+            await sessions.info(OWNER, short)
+        await sessions.shut_down()
+
+    made = asyncio.run(before())
+    time.sleep(0.3)
+    asyncio.run(after(*made))
 
 
 def test_a_real_model_goes_on_from_its_checkpoint(tmp_path: Path, models: Callable[[str], tuple[Any, Any]]) -> None:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvarts
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.llm.llm import LLM
@@ -23,7 +24,7 @@ from kvarts.session.config import SessionsConfig
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import SessionSettings, Token
 
-from builders.rooms import HAS_AUDIT
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 from builders.sessions import OWNER, greedy, say, sessions_on
 from oracles.late_rotation import late_greedy
 from oracles.masked_forward import masked_greedy
@@ -289,3 +290,31 @@ def test_a_model_without_a_rotation_keeps_global_positions() -> None:
         await sessions.shut_down()
 
     asyncio.run(talk())
+
+
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
+def test_an_unbounded_session_comes_back_from_host_memory(models: Models) -> None:
+    """Others have evicted its pages; its next turn loads them, computes what is new, and says the same."""
+    model, reference = models("qwen3")
+    host_memory = getattr(kvarts, "OffloadConfig")(host_pages=200)  # noqa: B009  # the room may be missing
+    config = EngineConfig(num_pages=40, page_size=4, max_num_batched_tokens=64, max_num_seqs=4)
+    history = [token % 250 for token in range(1, 97)]
+    expected = masked_greedy(reference, history, 8, sink=0, window=1000)
+
+    async def talk(retention: Any) -> int:
+        llm = LLM(model, None, config, offload=host_memory, audit=HAS_AUDIT)
+        sessions = sessions_on(llm.host())
+        session = await sessions.create(OWNER, SessionSettings(window=None, retention=retention))
+        assert await say(sessions, session, history, 4) == expected[:4]
+        for start in (300, 600, 900):  # more than the device has room for
+            other = await sessions.create(OWNER, SessionSettings(window=None))
+            await say(sessions, other, [(start + index) * 7 % 250 for index in range(120)], 2)
+            await sessions.close(OWNER, other)
+        before = (await sessions.info(OWNER, session)).num_computed_tokens
+        assert await say(sessions, session, [], 4) == expected[4:]
+        computed = (await sessions.info(OWNER, session)).num_computed_tokens - before
+        await sessions.shut_down()
+        return computed
+
+    # 100 tokens, of which the last page in part was not stored: 24 full pages are loaded.
+    assert asyncio.run(talk("host")) <= 4 + 4
