@@ -1,10 +1,10 @@
 """What a token costs deep in a bounded session, beside what it costs near its beginning.
 
-    python benchmarks/session_depth.py [--depths 1000,100000] [--rounds 7] [--layers 28] [--json OUT]
+    python benchmarks/session_depth.py [--depths 1000,100000] [--full-depths 1000,20000] [--rounds 7] [--layers 28]
 
-A model of the shape of Qwen3-0.6B with random weights in bfloat16, sink 4 and window 64; `--layers` makes it smaller.
-Histories are computed from the first token to the last. Then the sessions generate in turns, a few tokens each, and the
-medians of all rounds are compared.
+A model of the shape of Qwen3-0.6B with random weights in bfloat16 (`--dtype`), sink 4 and window 64; `--layers` makes
+it smaller. Histories are computed from the first token to the last. Then the sessions generate in turns, a few tokens
+each, and the medians of all rounds are compared. `--full-depths`: beside them, plain requests with all of their KV.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ def make_model(num_layers: int, attention: str) -> Any:
     return Qwen3ForCausalLM(shape).to(torch.bfloat16).eval()
 
 
-async def deep_session(sessions: Sessions, depth: int) -> str:
+async def deep_session(sessions: Sessions, depth: int, window: int | None = WINDOW) -> str:
     """Return a session with a history of `depth` tokens, computed from the first to the last."""
-    session = await sessions.create(OWNER, SessionSettings(sink=SINK, window=WINDOW))
+    session = await sessions.create(
+        OWNER, SessionSettings(sink=SINK, window=window, retention="pin" if window is None else "cache")
+    )
     for start in range(0, depth, 8192):
         await sessions.append(OWNER, session, [7] * min(8192, depth - start))
     return session
@@ -66,43 +68,52 @@ async def seconds_a_token(sessions: Sessions, session: str) -> float:
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
-async def measure(depths: list[int], rounds: int, num_layers: int) -> dict[str, Any]:
-    model = make_model(num_layers, ATTENTION)
-    config = EngineConfig(num_pages=256, page_size=16, max_num_batched_tokens=1024, max_num_seqs=4)
+async def measure(depths: list[int], full: list[int], rounds: int, num_layers: int, dtype: str) -> dict[str, Any]:
+    model = make_model(num_layers, ATTENTION).to(getattr(torch, dtype))
+    num_pages = 256 + sum(-(-depth // 16) + 32 for depth in full)
+    config = EngineConfig(num_pages=num_pages, page_size=16, max_num_batched_tokens=1024, max_num_seqs=4)
     llm = LLM(model, None, config)
     sessions = Sessions(SessionTable(llm.host(), SessionsConfig(chunk_tokens=1024)))
-    made = {depth: await deep_session(sessions, depth) for depth in depths}
-    times: dict[int, list[float]] = {depth: [] for depth in depths}
+    made: dict[tuple[int, int | None], str] = {(depth, WINDOW): await deep_session(sessions, depth) for depth in depths}
+    made |= {(depth, None): await deep_session(sessions, depth, None) for depth in full}
+    times: dict[tuple[int, int | None], list[float]] = {which: [] for which in made}
     for number in range(rounds + 1):
-        for depth in depths:
-            seconds = await seconds_a_token(sessions, made[depth])
+        for which, found in times.items():
+            seconds = await seconds_a_token(sessions, made[which])
             if number:  # the first warms up
-                times[depth].append(seconds)
-    bytes_live = {depth: (await sessions.info(OWNER, made[depth])).kv_live_bytes for depth in depths}
+                found.append(seconds)
+    bytes_live = {depth: (await sessions.info(OWNER, made[depth, WINDOW])).kv_live_bytes for depth in depths}
     await sessions.shut_down()
-    medians = {depth: statistics.median(found) for depth, found in times.items()}
+    medians = {which: statistics.median(found) for which, found in times.items()}
     return {
         "layers": num_layers,
-        "ms_a_token": {str(depth): medians[depth] * 1e3 for depth in depths},
+        "dtype": dtype,
+        "ms_a_token": {str(depth): medians[depth, WINDOW] * 1e3 for depth in depths},
+        "ms_a_token_with_all_kv": {str(depth): medians[depth, None] * 1e3 for depth in full},
         "kv_live_bytes": {str(depth): bytes_live[depth] for depth in depths},
-        "ratio": medians[depths[-1]] / medians[depths[0]],
+        "ratio": medians[depths[-1], WINDOW] / medians[depths[0], WINDOW],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", default="1000,100000", help="Lengths of histories. [1000,100000]")
+    parser.add_argument("--full-depths", default="", help="Lengths of prompts that keep all of their KV. [none]")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="[bfloat16]")
     parser.add_argument("--rounds", type=int, default=7, help="Rounds. [7]")
     parser.add_argument("--layers", type=int, default=28, help="Layers; 28 is Qwen3-0.6B. [28]")
     parser.add_argument("--json", type=Path, help="Write the figures here as well.")
     arguments = parser.parse_args()
     depths = [int(depth) for depth in arguments.depths.split(",")]
-    figures = asyncio.run(measure(depths, arguments.rounds, arguments.layers))
+    full = [int(depth) for depth in arguments.full_depths.split(",") if depth]
+    figures = asyncio.run(measure(depths, full, arguments.rounds, arguments.layers, arguments.dtype))
     for depth in depths:
         print(
             f"{depth:>9,} tokens of history: {figures['ms_a_token'][str(depth)]:8.2f} ms a token, "
             f"{figures['kv_live_bytes'][str(depth)]:,} bytes of KV"
         )
+    for depth in full:
+        print(f"{depth:>9,} tokens, all kept:   {figures['ms_a_token_with_all_kv'][str(depth)]:8.2f} ms a token")
     print(f"ratio of the deepest to the first: {figures['ratio']:.3f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
