@@ -17,13 +17,23 @@ if TYPE_CHECKING:
     from kvarts.audit.auditor import Auditor as Auditor
     from kvarts.audit.auditor import Finding as Finding
     from kvarts.audit.ledger import BlockInUseError as BlockInUseError
+    from kvarts.audit.ledger import BlocksRemoved as BlocksRemoved
+    from kvarts.audit.ledger import BlocksStored as BlocksStored
+    from kvarts.audit.ledger import Deref as Deref
+    from kvarts.audit.ledger import Destroy as Destroy
     from kvarts.audit.ledger import FullBlock as FullBlock
+    from kvarts.audit.ledger import Keep as Keep
     from kvarts.audit.ledger import LedgerError as LedgerError
     from kvarts.audit.ledger import NotUniqueError as NotUniqueError
     from kvarts.audit.ledger import PageLedger as PageLedger
     from kvarts.audit.ledger import PartialBlock as PartialBlock
+    from kvarts.audit.ledger import PrefillCost as PrefillCost
+    from kvarts.audit.ledger import Promote as Promote
+    from kvarts.audit.ledger import Unkeep as Unkeep
     from kvarts.audit.ledger import UnknownBlockError as UnknownBlockError
+    from kvarts.audit.ledger import Use as Use
     from kvarts.config import EngineConfig as EngineConfig
+    from kvarts.content import Content as Content
     from kvarts.errors import ConfigError as ConfigError
     from kvarts.errors import InputError as InputError
     from kvarts.errors import KvartsError as KvartsError
@@ -38,6 +48,12 @@ if TYPE_CHECKING:
     from kvarts.explain.reading import load_journal as load_journal
     from kvarts.explain.story import story_of_block as story_of_block
     from kvarts.explain.story import story_of_request as story_of_request
+    from kvarts.kv.cache import PageCache as PageCache
+    from kvarts.kv.eviction import LruOrder as LruOrder
+    from kvarts.kv.pool import CountPool as CountPool
+    from kvarts.kv.pool import IdPool as IdPool
+    from kvarts.kv.pool import PageError as PageError
+    from kvarts.kv.tree import PrefixTree as PrefixTree
     from kvarts.llm.llm import LLM as LLM
     from kvarts.offload.config import OffloadConfig as OffloadConfig
     from kvarts.record.journal import JournalWriter as JournalWriter
@@ -69,27 +85,41 @@ _HOMES = {
     "AuditError": "kvarts.audit.auditor",
     "Auditor": "kvarts.audit.auditor",
     "BlockInUseError": "kvarts.audit.ledger",
+    "BlocksRemoved": "kvarts.audit.ledger",
+    "BlocksStored": "kvarts.audit.ledger",
     "ConfigError": "kvarts.errors",
+    "Content": "kvarts.content",
+    "CountPool": "kvarts.kv.pool",
+    "Deref": "kvarts.audit.ledger",
+    "Destroy": "kvarts.audit.ledger",
     "EngineConfig": "kvarts.config",
     "Finding": "kvarts.audit.auditor",
     "FullBlock": "kvarts.audit.ledger",
     "HitLedger": "kvarts.explain.hits",
+    "IdPool": "kvarts.kv.pool",
     "InputError": "kvarts.errors",
     "Journal": "kvarts.explain.reading",
     "JournalWriter": "kvarts.record.journal",
+    "Keep": "kvarts.audit.ledger",
     "KvartsError": "kvarts.errors",
     "LLM": "kvarts.llm.llm",
     "LedgerError": "kvarts.audit.ledger",
     "LinearCost": "kvarts.executor.cost",
     "LiveTimeline": "kvarts.record.live",
+    "LruOrder": "kvarts.kv.eviction",
     "MissingFileError": "kvarts.errors",
     "ModelShare": "kvarts.sharing.config",
     "NotUniqueError": "kvarts.audit.ledger",
     "OffloadConfig": "kvarts.offload.config",
     "OutputError": "kvarts.errors",
+    "PageCache": "kvarts.kv.cache",
+    "PageError": "kvarts.kv.pool",
     "PageLedger": "kvarts.audit.ledger",
     "PartialBlock": "kvarts.audit.ledger",
     "PolynomialCost": "kvarts.executor.cost",
+    "PrefillCost": "kvarts.audit.ledger",
+    "PrefixTree": "kvarts.kv.tree",
+    "Promote": "kvarts.audit.ledger",
     "ReplayConfig": "kvarts.sim.config",
     "Report": "kvarts.report.report",
     "RooflineCost": "kvarts.executor.roofline",
@@ -100,7 +130,9 @@ _HOMES = {
     "Timeline": "kvarts.record.timeline",
     "Trace": "kvarts.traffic.trace",
     "TraceRequest": "kvarts.traffic.trace",
+    "Unkeep": "kvarts.audit.ledger",
     "UnknownBlockError": "kvarts.audit.ledger",
+    "Use": "kvarts.audit.ledger",
     "Verdict": "kvarts.verify.verifier",
     "Workload": "kvarts.traffic.workload",
     "hit_ledger": "kvarts.explain.hits",

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvarts.limits import MOST_PAGE_TOKENS, MOST_PAGES, check_whole
 from kvarts.settings import SettingError, setting
 
 __all__ = ["EngineConfig", "Profile"]
@@ -55,10 +56,10 @@ class EngineConfig(
     )
 
     def __post_init__(self) -> None:
-        for field in ("num_pages", "page_size", "max_num_batched_tokens", "max_num_seqs"):
-            value = getattr(self, field)
-            if value < 1:
-                raise SettingError(f"must be at least 1, got {value}", field)
+        check_whole(self.num_pages, "num_pages", most=MOST_PAGES)
+        check_whole(self.page_size, "page_size", most=MOST_PAGE_TOKENS)
+        check_whole(self.max_num_batched_tokens, "max_num_batched_tokens")
+        check_whole(self.max_num_seqs, "max_num_seqs")
         if self.profile not in ("default", "mocker"):
             raise SettingError(f"must be 'default' or 'mocker', got {self.profile!r}", "profile")
         if self.max_num_seqs > self.max_num_batched_tokens:

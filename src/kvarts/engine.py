@@ -10,6 +10,7 @@ from kvarts.config import EngineConfig
 from kvarts.event_log import EventLog
 from kvarts.events import Arrived, AtRest, Cancelled, Rejected, StepDone, StepEnded, StepStarted
 from kvarts.executor.base import Executor
+from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.moved import moved_name
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
@@ -119,6 +120,8 @@ class Engine:
                 )
             )
         self.now_ns = now_ns + result.duration_ns
+        if self.now_ns > LATEST_NS:
+            raise TooLateError
         return True
 
     def end(self) -> list[Request]:

@@ -1,49 +1,322 @@
-"""Reading text files, and writing result files whole or not at all."""
+"""Reading files, and writing result files whole or not at all.
+
+Every command and every room reads and writes through this module, so that each of these is decided once:
+
+- Only a regular file is replaced, at once, by a complete new one with the same permissions. A link is followed. A
+  device, a pipe or a socket is written to. `-`, and `/dev/stdout`, is standard output.
+- What fails while an output is written is an OutputError with its path, and then the old file is there, or none.
+- What fails while an input is read is a MissingFileError or an InputError with its path.
+"""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kvarts.errors import InputError, MissingFileError, OutputError
+from kvarts.errors import ConfigError, InputError, MissingFileError, OutputError
 
-__all__ = ["check_writable", "read_text", "read_toml", "whole_file", "write_whole"]
+__all__ = [
+    "check_outputs",
+    "check_writable",
+    "is_replaceable",
+    "is_standard_output",
+    "open_stream",
+    "read_bytes",
+    "read_text",
+    "read_toml",
+    "reading",
+    "shown",
+    "whole_file",
+    "write_all",
+    "write_whole",
+    "writing",
+]
+
+STANDARD_OUTPUT = 1
+MOST_LINKS = 40
+DATA_SUFFIXES = (".csv", ".gz", ".json", ".jsonl", ".parquet", ".safetensors", ".toml")
+"""Of the files that are read where a directory is."""
+
+
+def shown(path: Path | str) -> str:
+    """Return a path as text that any encoding of Unicode can hold: bytes that are no UTF-8 become a question mark."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+# Reading --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reading(path: Path | str, *, hint: str | None = None) -> Iterator[None]:
+    """Give an OSError the path: raise MissingFileError with `hint` for a file that is not there, else InputError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise MissingFileError("no such file", path=shown(path), hint=hint) from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror or error}", path=shown(path)) from error
+    except ValueError as error:
+        if "null byte" not in str(error):
+            raise
+        raise InputError("cannot be read: a path has no NUL", path=shown(path).replace("\0", "?")) from None
+
+
+def read_bytes(path: Path, *, hint: str | None = None) -> bytes:
+    """Return what is in a file. Raise MissingFileError with `hint`, or InputError."""
+    with reading(path, hint=hint):
+        return path.read_bytes()
+
+
+def read_text(path: Path, *, hint: str) -> str:
+    """Return the text of a file. Raise MissingFileError with `hint`, or InputError for a file that is no text."""
+    try:
+        # As Path.read_text has it: every kind of line end is one.
+        return io.TextIOWrapper(io.BytesIO(read_bytes(path, hint=hint)), encoding="utf-8").read()
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot be read: {error}", path=path) from error
+
+
+def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raise MissingFileError with `hint`, or InputError for invalid TOML."""
+    import tomllib  # imported only if such a file is given
+
+    text = read_text(path, hint=hint)
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # of the syntax, and of a number with thousands of digits
+        raise InputError(f"is no readable TOML: {error}", path=path) from error
+    except RecursionError:
+        raise InputError("is no readable TOML: it is nested too deeply", path=path) from None
+
+
+# Where results go -----------------------------------------------------------------------------------------
+
+
+def _descriptor_of(path: Path) -> int | None:
+    """Return the open file of this process that a path stands for: `-`, /dev/stdout, /dev/fd/3; None for a file."""
+    if str(path) == "-":
+        return STANDARD_OUTPUT
+    own = f"/proc/{os.getpid()}/fd"
+    for _ in range(MOST_LINKS):
+        parent = os.path.realpath(path.parent)
+        if path.name.isdecimal() and parent in (own, "/dev/fd"):
+            return int(path.name)
+        if not path.is_symlink():
+            break
+        path = Path(parent, path.readlink())
+    return None
+
+
+def is_standard_output(path: Path | None) -> bool:
+    """Return whether a result goes to standard output, where nothing else belongs then."""
+    if path is None:
+        return False
+    with writing(path):
+        return _descriptor_of(path) == STANDARD_OUTPUT
+
+
+def is_replaceable(path: Path) -> bool:
+    """Return whether a result is a file of its own, which may be written again: no device, no pipe."""
+    with writing(path):
+        return _descriptor_of(path) is None and (_mode_of(path) is None or path.is_file())
+
+
+def _mode_of(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_mode  # noqa: PTH116  # follows links, as Path.stat does, and is faulted in tests
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Give an OSError the path: raise OutputError."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror or error}", path=shown(path)) from error
+    except ValueError as error:
+        if "null byte" not in str(error):
+            raise
+        raise OutputError("cannot be written: a path has no NUL", path=shown(path).replace("\0", "?")) from None
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that cannot become a file, before any work is done. Raise OutputError."""
-    if path.is_dir():
-        raise OutputError("is a directory", path=path, hint="Give the path of a file.")
-    parent = path.parent
-    if not parent.is_dir():
-        raise OutputError(f"there is no directory {parent}", path=path, hint="Create it first.")
-    if not os.access(parent, os.W_OK):
-        raise OutputError(f"the directory {parent} cannot be written to", path=path)
+    """Refuse a path that cannot be written to, before any work is done. Raise OutputError."""
+    with writing(path):
+        descriptor = _descriptor_of(path)
+        if descriptor is not None:
+            os.fstat(descriptor)
+            return
+        target = Path(os.path.realpath(path))
+        if not target.parent.is_dir():
+            raise OutputError(
+                f"there is no directory {shown(target.parent)}", path=shown(path), hint="Create it first."
+            )
+        mode = _mode_of(target)
+        if mode is not None and stat.S_ISDIR(mode):
+            raise OutputError("is a directory", path=shown(path), hint="Give the path of a file.")
+        if mode is not None and not os.access(target, os.W_OK):
+            raise OutputError("is write-protected", path=shown(path))
+        if mode is not None and not stat.S_ISREG(mode):
+            return
+        if not os.access(target.parent, os.W_OK):
+            raise OutputError(f"the directory {shown(target.parent)} cannot be written to", path=shown(path))
+
+
+def check_outputs(outputs: Iterable[Path], inputs: Iterable[Path] = (), *, run_dir: Path | None = None) -> None:
+    """Refuse outputs that would destroy what is read, each other, or what goes to `run_dir`. Raise ConfigError.
+
+    Files are the same by what they are, whatever they are called. A directory among `inputs` stands for its data.
+    """
+    taken: dict[object, str] = {}
+    for path in inputs:
+        for file in _files_of(path):
+            for key in _keys_of(file):
+                taken.setdefault(key, f"is an input of this command: {shown(file)}")
+    for path in outputs:
+        with writing(path):
+            keys = _keys_of(path)
+            inside = run_dir is not None and Path(os.path.realpath(run_dir)) in Path(os.path.realpath(path)).parents
+        if inside:
+            raise ConfigError(
+                f"lies in the directory of the run, {run_dir}", path=shown(path), hint="Give another path."
+            )
+        for key in keys:
+            if key in taken:
+                raise ConfigError(taken[key], path=shown(path), hint="Give another path.")
+        taken.update(dict.fromkeys(keys, f"is another output of this command: {shown(path)}"))
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    yield path
+    with suppress(OSError, ValueError):
+        if path.is_dir():
+            yield from (file for file in path.iterdir() if file.name.endswith(DATA_SUFFIXES))
+
+
+def _keys_of(path: Path) -> list[object]:
+    """Return what makes a file the same as another; nothing for a device, which many can use."""
+    try:
+        descriptor = _descriptor_of(path)
+        if descriptor is not None:
+            return [descriptor]
+        found = path.stat()
+    except (OSError, ValueError):
+        return [os.path.realpath(path).replace("\0", "")] if "\0" not in str(path) else []
+    if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
+        return []
+    return [(found.st_dev, found.st_ino), os.path.realpath(path)]
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+
+class _Result(io.FileIO):
+    """A file that knows what it is for: an error names that path."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        super().__init__(descriptor, "wb")
+        self._path = path
+
+    def write(self, data: Any) -> int:
+        """Write some of `data`, as FileIO does. Raise OutputError."""
+        with writing(self._path):
+            return os.write(self.fileno(), data)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file beside `path` and move it there on success. Raise OutputError; `path` is then unchanged."""
+    """Open a file for a result, which gets to `path` on success, as the module says. Raise OutputError.
+
+    If anything fails, `path` is as it was.
+    """
+    with writing(path):
+        descriptor = _descriptor_of(path)
+        target = Path(os.path.realpath(path))
+        mode = _mode_of(target) if descriptor is None else None
+    if descriptor is not None or (mode is not None and not stat.S_ISREG(mode)):
+        with _spooled(path, lambda: _open_special(target, descriptor, mode)) as file:
+            yield file
+        return
+    # Hidden, and short whatever the name of the file is.
+    temporary = target.with_name(f".kvarts-{os.urandom(8).hex()}")
+    is_made = False
+    try:
+        with writing(path):
+            number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        is_made = True
+        raw = _Result(number, path)
+        file = io.BufferedWriter(raw, 1 << 16)
+        try:
+            yield file
+            with writing(path):
+                file.flush()
+                if mode is not None:
+                    os.fchmod(raw.fileno(), stat.S_IMODE(mode))
+        finally:
+            # What could not be flushed is lost with the file.
+            with suppress(OSError, OutputError):
+                file.close()
+        with writing(path):
+            os.replace(temporary, target)  # noqa: PTH105
+        is_made = False
+    finally:
+        if is_made:
+            with suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+
+
+@contextmanager
+def _spooled(path: Path, open_target: Callable[[], IO[bytes]]) -> Iterator[IO[bytes]]:
+    """Collect what is written, and pass it on when all of it is there."""
     import tempfile  # takes longer to import than a small replay
 
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            yield file
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        temporary.replace(path)
-        temporary = None
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    with writing(path):
+        spool = tempfile.TemporaryFile()  # noqa: SIM115
+    with spool:
+        yield spool
+        with writing(path):
+            spool.seek(0)
+            target = open_target()
+            try:
+                while block := spool.read(1 << 20):
+                    write_all(target, block)
+                target.flush()
+            finally:
+                if target is not sys.stdout.buffer:
+                    target.close()
+
+
+def _open_special(target: Path, descriptor: int | None, mode: int | None) -> IO[bytes]:
+    if descriptor == STANDARD_OUTPUT:
+        return sys.stdout.buffer
+    if descriptor is not None:
+        return os.fdopen(os.dup(descriptor), "wb", buffering=0)
+    if mode is not None and stat.S_ISSOCK(mode):
+        import socket
+
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(target))
+            made: Any = connection.makefile("wb", buffering=0)
+            opened: IO[bytes] = made
+            return opened
+    return os.fdopen(os.open(target, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC), "wb", buffering=0)
+
+
+def open_stream(path: Path) -> IO[bytes]:
+    """Open a device, a pipe or a socket, without a buffer, for what is written bit by bit. Raise OutputError."""
+    with writing(path):
+        descriptor = _descriptor_of(path)
+        if descriptor is not None:
+            return os.fdopen(os.dup(descriptor), "wb", buffering=0)
+        return _open_special(path, None, _mode_of(path))
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -52,23 +325,8 @@ def write_whole(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def read_text(path: Path, *, hint: str) -> str:
-    """Return the text of a file. Raise MissingFileError with `hint`, or InputError for a file that is no text."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint=hint) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot be read: {error}", path=path) from error
-
-
-def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raise MissingFileError with `hint`, or InputError for invalid TOML."""
-    import tomllib  # imported only if such a file is given
-
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint=hint) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"is no readable TOML: {error}", path=path) from error
+def write_all(file: IO[bytes], data: bytes) -> None:
+    """Write all of `data` to a file without a buffer, which may take less at a time."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

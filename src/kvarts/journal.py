@@ -6,6 +6,8 @@ itself, so a page can be named, compared and hashed from the journal alone.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvarts.events import Blocked
@@ -38,24 +40,28 @@ JOURNAL_VERSION = 1
 REASONS = {Blocked.BUDGET: "token_budget", Blocked.PAGES: "pages", Blocked.SEQS: "sequence_cap"}
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""Numbers of things, of requests and of pages, as far as a journal that is read back is believed."""
+
+
 class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event", omit_defaults=True):
     """Every line: its number, the step it belongs to (-1 before the first), when it happened, and its request."""
 
     n: int
-    step: int
-    t_ms: float
-    request: int
+    step: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+    t_ms: Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+    request: Count
 
 
 class ArrivedLine(Line, tag="arrived", frozen=True, kw_only=True, gc=False):
     """`units` stand for `unit_tokens` equal tokens each; `num_known_tokens` of them are known beforehand."""
 
     request_id: str
-    prompt_tokens: int
-    output_tokens: int
-    num_ahead: int
-    unit_tokens: int
-    num_known_tokens: int
+    prompt_tokens: Count
+    output_tokens: Count
+    num_ahead: Count
+    unit_tokens: Count
+    num_known_tokens: Count
     units: list[int]
     priority: int = 0
     tenant: str | None = None
@@ -72,32 +78,32 @@ class BlockedLine(Line, tag="blocked", frozen=True, kw_only=True, gc=False):
     """From now on it is the head of the queue that is not admitted; `reason` is one of REASONS."""
 
     reason: str
-    pages_short: int = 0
+    pages_short: Count = 0
 
 
 class AdmittedLine(Line, tag="admitted", frozen=True, kw_only=True, gc=False):
     """It began to run. `loaded_pages`: those of its hit pages, the last ones, that each tier below the device had."""
 
-    hit_pages: int
-    loaded_pages: dict[str, int] = {}
+    hit_pages: Count
+    loaded_pages: dict[str, Count] = {}
 
 
 class ComputedLine(Line, tag="computed", frozen=True, kw_only=True, gc=False):
     """Tokens [start, end) of `known` were computed."""
 
-    start: int
-    end: int
-    known: int
+    start: Count
+    end: Count
+    known: Count
 
 
 class PreemptedLine(Line, tag="preempted", frozen=True, kw_only=True, gc=False):
     """It lost its pages to `asker`."""
 
-    asker: int
-    pages_asked: int
-    pages_short: int
-    used_pages: int
-    lost_tokens: int
+    asker: Count
+    pages_asked: Count
+    pages_short: Count
+    used_pages: Count
+    lost_tokens: Count
 
 
 class FinishedLine(Line, tag="finished", frozen=True, kw_only=True, gc=False):
@@ -113,64 +119,64 @@ class CancelledLine(Line, tag="cancelled", frozen=True, kw_only=True, gc=False):
 class StoredLine(Line, tag="stored", frozen=True, kw_only=True, gc=False):
     """Pages of its sequence can be found from now on."""
 
-    start_page: int
-    end_page: int
+    start_page: Count
+    end_page: Count
 
 
 class StoringLine(Line, tag="storing", frozen=True, kw_only=True, gc=False):
     """Pages of its sequence are on their way to a tier below, with transfer `transfer`."""
 
-    transfer: int
+    transfer: Count
     tier: str
-    start_page: int
-    end_page: int
+    start_page: Count
+    end_page: Count
 
 
 class StoreFailedLine(Line, tag="store_failed", frozen=True, kw_only=True, gc=False):
     """Pages of its sequence did not arrive in the tier below."""
 
-    transfer: int
+    transfer: Count
     tier: str
-    start_page: int
-    end_page: int
+    start_page: Count
+    end_page: Count
 
 
 class StoredBelowLine(Line, tag="stored_below", frozen=True, kw_only=True, gc=False):
     """Pages of its sequence can be found in a tier below from now on."""
 
     tier: str
-    start_page: int
-    end_page: int
+    start_page: Count
+    end_page: Count
 
 
 class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=False):
     """Pages of its sequence left a tier below."""
 
     tier: str
-    start_page: int
-    end_page: int
+    start_page: Count
+    end_page: Count
 
 
 class LoadingLine(Line, tag="loading", frozen=True, kw_only=True, gc=False):
     """Pages it has in tiers below, after `hit_pages` on the device, are on their way, with transfer `transfer`."""
 
-    transfer: int
-    hit_pages: int
-    pages: dict[str, int]
+    transfer: Count
+    hit_pages: Count
+    pages: dict[str, Count]
 
 
 class LoadedLine(Line, tag="loaded", frozen=True, kw_only=True, gc=False):
     """Its load ended, and `good_pages` pages arrived."""
 
-    transfer: int
-    good_pages: int
+    transfer: Count
+    good_pages: Count
 
 
 class RemovedLine(Line, tag="removed", frozen=True, kw_only=True, gc=False):
     """Pages of its sequence were evicted, the last first. `is_copy`: another copy can still be found."""
 
-    start_page: int
-    end_page: int
+    start_page: Count
+    end_page: Count
     is_copy: bool = False
 
 
@@ -198,5 +204,5 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """The first line."""
 
     kvarts_journal: int
-    block_size_tokens: int
-    total_blocks: int
+    block_size_tokens: Count
+    total_blocks: Count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import MOST_UINT32, MOST_UINT64, check_whole
 
 __all__ = ["SamplingParams"]
 
@@ -32,10 +33,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: bool = False
 
     def __post_init__(self) -> None:
+        check_whole(self.max_tokens, "sampling.max_tokens", most=MOST_UINT32)
+        check_whole(self.top_k, "sampling.top_k", least=0, most=MOST_UINT32)
+        if self.seed is not None:
+            check_whole(self.seed, "sampling.seed", least=0, most=MOST_UINT64)
         bounds = {
-            "max_tokens": self.max_tokens >= 1,
             "temperature": 0.0 <= self.temperature < float("inf"),
-            "top_k": self.top_k >= 0,
             "top_p": 0.0 < self.top_p <= 1.0,
             "min_p": 0.0 <= self.min_p <= 1.0,
             "repetition_penalty": 0.0 < self.repetition_penalty < float("inf"),

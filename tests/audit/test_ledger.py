@@ -301,3 +301,50 @@ class TestAgainstLists(RuleBasedStateMachine):
 
 TestLedger = TestAgainstLists.TestCase
 del TestAgainstLists
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.5, True, "4", 0, -1, 2**63, None])
+def test_a_capacity_that_is_no_count_is_refused(value: Any) -> None:
+    for values in ((value, 16), (4, value)):
+        with pytest.raises(ConfigError):
+            PageLedger(*values)
+
+
+@pytest.mark.parametrize("answer", [None, 7, FullBlock(1), FullBlock(99), "x"])
+def test_a_choice_that_cannot_be_evicted_is_refused_and_nothing_has_changed(answer: Any) -> None:
+    events: list[LedgerEvent] = []
+    ledger = PageLedger(4, 16, sink=events.append, choose=lambda _: answer)
+    ledger.use(full(1, 2, 3, 4))
+    ledger.deref(full(2, 3, 4))
+    before = ledger.active, ledger.inactive, ledger.num_free, len(events)
+    with pytest.raises(LedgerError):
+        ledger.use(full(1, 5, 6))
+    assert (ledger.active, ledger.inactive, ledger.num_free, len(events)) == before
+
+
+def test_a_choice_that_raises_changes_nothing() -> None:
+    def choose(candidates: Any) -> FullBlock:
+        raise RuntimeError("no idea")
+
+    ledger = PageLedger(2, 16, choose=choose)
+    ledger.use(full(1, 2))
+    ledger.deref(full(1, 2))
+    with pytest.raises(RuntimeError, match="no idea"):
+        ledger.use(full(3))
+    assert ledger.inactive == [full(2)[0], full(1)[0]]
+
+
+def test_what_is_no_signal_is_refused() -> None:
+    with pytest.raises(LedgerError, match="is no signal"):
+        PageLedger(2, 16).process("use")  # type: ignore[arg-type]
+
+
+def test_a_sink_can_tell_events_apart_by_names_of_the_front_door() -> None:
+    import kvarts
+
+    events: list[Any] = []
+    ledger = kvarts.PageLedger(1, 16, sink=events.append)
+    ledger.process(kvarts.Use(full(1)))
+    ledger.process(kvarts.Deref(full(1)))
+    ledger.process(kvarts.Destroy(full(1)))
+    assert [type(event) for event in events] == [kvarts.BlocksStored, kvarts.BlocksRemoved]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvarts.report.report import Report
+from kvarts.report.run_directory import run_json
 
 
 def timeline_rows(report: Report) -> list[dict[str, Any]]:
@@ -36,6 +37,7 @@ def write_run_directory(path: Path, report: Report, *, replicas: int = 1) -> Pat
     """Everything but a journal; the timeline once for each of `replicas`."""
     path.mkdir()
     (path / "report.json").write_bytes(report.to_json())
+    (path / "run.json").write_bytes(run_json("0.1.0", ["kvarts", "replay", "a trace", "--pages", "700"]))
     (path / "requests.jsonl").write_bytes(report.requests_jsonl())
     (path / "distributions.json").write_bytes(report.distributions_json())
     for replica in range(replicas):

@@ -86,10 +86,10 @@ def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("text", "output"), blocks("python"))
-def test_python_examples(text: str, output: str | None, in_a_folder_with_a_trace: Path) -> None:
+def test_python_examples(text: str, output: str | None) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(text, {"sample_path": in_a_folder_with_a_trace, "__name__": "example"})
+        exec(text, {"__name__": "example"})
     if output is not None:
         assert_printed(printed.getvalue(), output)
 
@@ -141,3 +141,16 @@ def test_the_readme_has_two_complete_commands() -> None:
     commands = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(commands) == 2
     assert all(command.startswith("python3.11 -m venv .venv && .venv/bin/pip install") for command in commands)
+
+
+def test_the_command_for_several_models_in_the_readme_runs(
+    capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing_room("--model chat=") is not None:
+        pytest.skip("needs kvarts.sharing")
+    text = (ROOT / "README.md").read_text()
+    command = re.search(r"`(kvarts replay --model chat=[^`]*)`", text)
+    assert command is not None
+    monkeypatch.setattr(sys, "argv", shlex.split(command[1]))
+    assert main() == 0
+    assert b"2 models on one device" in capsysbinary.readouterr().out

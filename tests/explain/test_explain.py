@@ -15,7 +15,8 @@ from kvarts.content import Content
 from kvarts.errors import InputError
 from kvarts.explain.hits import KINDS, hit_ledger
 from kvarts.explain.reading import Journal, load_journal
-from kvarts.explain.story import longest_waits, story_of_block, story_of_request
+from kvarts.explain.story import story_of_block, story_of_request
+from kvarts.explain.waits import longest_waits
 from kvarts.journal import PreemptedLine, RemovedLine, StoredLine
 from kvarts.keys import BlockKeys
 from kvarts.record.journal import JournalWriter
@@ -177,10 +178,13 @@ def test_a_long_wait_says_what_was_missing() -> None:
     report = replay(load_mooncake(sample), ReplayConfig(num_pages=700, page_size=512), observers_of=lambda _: [writer])
     writer.close()
     journal = load_journal_from(gzip.decompress(file.getvalue()))
-    (name, waited_ms), *_ = longest_waits(journal, 3)
-    queue_ms = report.summary["queue_ms"]["max"]
-    assert waited_ms == pytest.approx(queue_ms)
-    assert any("first in the queue and not admitted" in said for said in story_of_request(journal, name))
+    waits = longest_waits(journal, 10)
+    assert waits[0].waited_ms == pytest.approx(report.summary["queue_ms"]["max"])
+    assert any("first in the queue and not admitted" in said for said in story_of_request(journal, waits[0].request))
+    assert waits == sorted(waits, key=lambda wait: -wait.waited_ms)
+    # Neighbours in one jam are told once.
+    assert len({wait.request for wait in waits}) == len(waits) > 1
+    assert waits[0].num_others > 10
     ledger = hit_ledger(journal)
     assert ledger.prompt_tokens == report.summary["num_input_tokens"]
     assert ledger.tokens["device_hit"] <= report.summary["num_cached_tokens"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -48,4 +51,44 @@ def test_the_page_tells_why(kvarts: Kvarts, recorded_run: Path, tmp_path: Path) 
     page = (tmp_path / "page.html").read_text()
     for said in ("never seen before", "seen, but evicted", "gone for", "first in the queue and not admitted"):
         assert said in page
-    assert page.count('"waited":') == 10
+    waits = re.findall(r'"waited":"waited (.*?)"', page)
+    assert 1 < len(waits) <= 10 and len(set(waits)) == len(waits)
+    assert any("too few free KV pages" in wait and "more waited with it" in wait for wait in waits)
+
+
+def test_a_cut_journal_says_so(kvarts: Kvarts, recorded_run: Path, tmp_path: Path) -> None:
+    text = gzip.decompress((recorded_run / "events.jsonl.gz").read_bytes())
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    whole.write_bytes(text)
+    assert "note:" not in kvarts("story", whole, "--hits")[1]
+    for part in (text[: len(text) // 2], text[: text.rindex(b"\n", 0, len(text) // 2) + 1]):
+        cut.write_bytes(part)
+        for what in (("--hits",), ("--request", "0")):
+            code, out, _ = kvarts("story", cut, *what)
+            assert code == 0 and re.search(
+                r"note: the journal breaks off after step \d+: \d+ requests had not ended", out
+            )
+    cut.write_bytes((recorded_run / "events.jsonl.gz").read_bytes()[:-5000])
+    assert "note: the journal breaks off" in kvarts("story", cut, "--hits")[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"units": [2**64] * 999}, "events.jsonl: has units that are no tokens"),
+        ({"units": [-1] * 999}, "has units that are no tokens"),
+        ({"unit_tokens": 2**40}, "events.jsonl:2: unit_tokens: is too large"),
+        ({"t_ms": 1e300}, "events.jsonl:2: is no event of a journal"),
+        ({"prompt_tokens": 10**400}, "events.jsonl:2: is no event of a journal"),
+        ({"request": -1}, "events.jsonl:2: is no event of a journal"),
+    ],
+)
+def test_what_no_journal_can_say_is_named(
+    kvarts: Kvarts, recorded_run: Path, tmp_path: Path, changes: dict[str, object], what: str
+) -> None:
+    lines = gzip.decompress((recorded_run / "events.jsonl.gz").read_bytes()).splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), **changes}).encode()
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    code, _, err = kvarts("story", path, "--hits")
+    assert code == 4 and what in err

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvarts import ReplayConfig, Report, load_mooncake, replay
+from kvarts import ReplayConfig, Report, Slo, load_mooncake, replay
 from kvarts.report.render import SPARKS, render_html, sparkline
 from kvarts.report.run_directory import RunDirectory
 
@@ -38,6 +38,8 @@ class Kind:
 class Waited:
     request: str
     waited_ms: float
+    cause: str
+    num_others: int
     lines: list[str]
 
 
@@ -48,12 +50,16 @@ class Told:
     prompt_tokens: int
     kinds: list[Kind]
     waits: list[Waited]
+    evictions: list[tuple[float, int]]
+    notes: list[str]
 
 
 TOLD = Told(
     100,
     [Kind("device_hit", 60), Kind("never_seen", 30), Kind("evicted", 10, "gone for 1.0 s (median), 2.0 s (p90)")],
-    [Waited("7", 1234.5, ["step 1  arrived", "step 3  admitted after 1.2 s"])],
+    [Waited("7", 283_234.5, "too few free KV pages", 12, ["step 1  arrived", "step 3  admitted after 1.2 s"])],
+    [(1000.0 * (index + 1), index % 3) for index in range(50)],
+    ["the journal breaks off"],
 )
 
 
@@ -61,7 +67,7 @@ TOLD = Told(
 def report() -> Report:
     """The sample on a small pool."""
     sample = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
-    return replay(load_mooncake(Path(str(sample))), ReplayConfig(num_pages=700, page_size=512))
+    return replay(load_mooncake(Path(str(sample))), ReplayConfig(num_pages=700, page_size=512, slo=Slo(ttft_ms=500.0)))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +146,7 @@ def test_a_run_without_a_journal_says_so(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_page_in_a_browser(run_dir: Path, tmp_path: Path, browser: Callable[[bool], Any], dark: bool) -> None:
     page = tmp_path / "report.html"
-    page.write_bytes(render_html(RunDirectory(run_dir), TOLD))
+    page.write_bytes(render_html(RunDirectory(run_dir), {run_dir: TOLD}))
     driver = browser(dark)
     ready(driver, page)
     assert driver.get_log("browser") == []
@@ -148,16 +154,36 @@ def test_the_page_in_a_browser(run_dir: Path, tmp_path: Path, browser: Callable[
     ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
     text = driver.find_element("tag name", "body").text
-    for said in ("KV blocks in use", "Running and waiting", "TTFT", "ITL", "never seen before", "steps that preempted"):
+    for said in (
+        "KV blocks in use",
+        "Running and waiting",
+        *("TTFT: share", "ITL: share", "TPOT: share", "E2E: share", "queue time: share"),
+        *(
+            "Prefix hits of requests admitted",
+            "KV blocks evicted",
+            "throughput",
+            "goodput",
+            "limited by",
+            "Configuration",
+        ),
+        *("never seen before", "steps that preempted", "Note: the journal breaks off."),
+        "request 7: waited 4 min 43 s for too few free KV pages; 12 more waited with it for the same",
+        "command kvarts replay 'a trace' --pages 700",
+    ):
         assert said in text
     charts = driver.find_elements("css selector", ".uplot canvas")
-    assert len(charts) == 4
+    assert len(charts) == 9
+    # Legends say something before the mouse is there, and no label of an axis is cut off or stands alone.
+    values = [cell.text for cell in driver.find_elements("css selector", ".u-value")]
+    assert len(values) == 3 + 3 + 2 * 7 and all(value and "-" not in value for value in values), values
+    driver.find_element("css selector", ".facts summary").click()
+    assert "max_seqs" in driver.find_element("css selector", ".facts details").text
     assert inks(driver, ".uplot canvas") >= 3
     for chart in driver.find_elements("css selector", ".chart"):
         assert chart.size["width"] <= 1180
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     # A story opens with a click.
-    wait = driver.find_element("css selector", "#waits details")
+    wait = driver.find_element("css selector", ".waits details")
     assert not wait.find_element("tag name", "pre").is_displayed()
     wait.find_element("tag name", "summary").click()
     assert "admitted after" in wait.find_element("tag name", "pre").text

@@ -135,7 +135,7 @@ def test_statuses(stub_of: Any) -> None:
         none = contract.GenerateRequest(session_id=session_id, max_tokens=0)
         assert await status_of(stub.Generate(none)) == (
             Code.INVALID_ARGUMENT,
-            "sampling.max_tokens: is out of range: 0",
+            "sampling.max_tokens: must be at least 1, got 0",
         )
         code, details = await status_of(stub.CreateSession(contract.CreateSessionRequest()))
         assert (code, details) == (Code.RESOURCE_EXHAUSTED, "1 of 1 sessions are there")
@@ -153,7 +153,7 @@ def test_bad_words_and_numbers_are_refused_with_the_field() -> None:
         assert answer == (Code.INVALID_ARGUMENT, "positions: must be 'global' or 'cache', got 'local'")
         code, details = await status_of(create(added.CreateSessionRequest(positions="\U0001f600" * 5000)))
         assert (code, len(details)) == (Code.INVALID_ARGUMENT, 600)
-        assert (await status_of(create(added.CreateSessionRequest(ttl_s=-1))))[1] == "ttl_s: must be positive, got -1.0"
+        assert (await status_of(create(added.CreateSessionRequest(ttl_s=-1))))[1] == "ttl_s: must be above 0, got -1.0"
 
     with_server(FakeRuntime(), test)
 

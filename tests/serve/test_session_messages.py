@@ -37,7 +37,7 @@ SETTINGS = st.fixed_dictionaries(
         "positions": st.sampled_from(["global", "cache"]),
         "past_max_positions": st.booleans(),
         "retention": st.sampled_from(["pin", "cache", "host"]),
-        "ttl_s": st.none() | st.floats(1e-9, 1e12),
+        "ttl_s": st.none() | st.floats(1e-9, 1e9),
         "eos_token_ids": st.lists(TOKENS, min_size=1, max_size=4).map(tuple),
         "label": LABELS.filter(bool),
     },

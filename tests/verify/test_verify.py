@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.verify import chunk, reader
+from kvarts.verify import chunk
+from kvarts.verify import text as reading
 from kvarts.verify.verifier import verify, verify_file
 
 from builders.body import TOTAL, Body, good
@@ -92,6 +93,58 @@ def asks_and_preempts_nobody(body: Body) -> None:
     body["timeline"][0]["asked"] = [{"request": "7", "blocks": 99, "free_blocks": 60}]
 
 
+def preempts_more_than_it_says(body: Body) -> None:
+    asking(body)["preempted_seqs"] += 5
+    body["preemption_count"] += 5
+
+
+def asks_for_more_than_there_is(body: Body) -> None:
+    asking(body)["asked"][0]["blocks"] = 101
+
+
+def withholds_more_than_there_is(body: Body) -> None:
+    asking(body).update(withheld_blocks=10**9)
+
+
+def withholds_what_is_used(body: Body) -> None:
+    body["timeline"][2].update(withheld_blocks=51)
+
+
+def fills_a_tier_beyond_its_size(body: Body) -> None:
+    body["host_total_blocks"] = 50
+    body["timeline"][2].update(host_used_blocks=20, host_cached_blocks=31)
+
+
+def quiet(body: Body) -> Body:
+    """Add a step in which nothing changes after the first."""
+    first = body["timeline"][0]
+    for row in body["timeline"][1:]:
+        row["step"] += 1
+    body["timeline"].insert(1, {**first, "step": 1, "t_ms": first["t_ms"] + 1, "allocated": 0, "freed": 0})
+    return body
+
+
+def a_quiet_step_is_there_twice(body: Body) -> None:
+    body["timeline"].insert(1, dict(quiet(body)["timeline"][1]))
+
+
+def a_rest_is_there_twice(body: Body) -> None:
+    rest = body["timeline"][3]
+    assert not rest["active_seqs"]
+    body["timeline"].insert(4, {**rest, "freed": 0})
+
+
+def a_quiet_step_is_missing(body: Body) -> None:
+    del quiet(body)["timeline"][1]
+    body["every"] = 1
+
+
+def more_steps_are_missing_than_are_left_out(body: Body) -> None:
+    for row in body["timeline"][1:]:
+        row["step"] += 7
+    body["every"] = 7
+
+
 def asking(body: Body) -> Body:
     found: Body = next(row for row in body["timeline"] if row.get("asked"))
     return found
@@ -135,6 +188,15 @@ DAMAGES = [
     (preempts_what_would_fit, "preemption_needed"),
     (saw_less_than_there_was, "preemption_needed"),
     (asks_and_preempts_nobody, "preemption_needed"),
+    (preempts_more_than_it_says, "preemption_needed"),
+    (asks_for_more_than_there_is, "preemption_needed"),
+    (withholds_more_than_there_is, "block_conservation"),
+    (withholds_what_is_used, "block_conservation"),
+    (fills_a_tier_beyond_its_size, "block_conservation"),
+    (a_quiet_step_is_there_twice, "step_order"),
+    (a_rest_is_there_twice, "step_order"),
+    (a_quiet_step_is_missing, "step_order"),
+    (more_steps_are_missing_than_are_left_out, "step_order"),
     (step_goes_back, "step_order"),
     (time_goes_back, "step_order"),
     (allocated_is_wrong, "flux"),
@@ -148,6 +210,27 @@ def test_a_damage_trips_its_rule_and_no_other(damage: Any, rule: str) -> None:
     body = good()
     damage(body)
     assert violated_rules(body) == {rule}
+
+
+def test_steps_without_a_row_are_noted_where_rows_may_have_been_left_out() -> None:
+    body = good()
+    assert verify(quiet(body)).notes == []
+    del body["timeline"][1]
+    verdict = verify(body)
+    assert verdict.verdict == "ok"
+    assert (
+        len(verdict.notes) == 1
+        and '1 steps have no row, the first of them step 1, and the body has no "every"' in (verdict.notes[0])
+    )
+    assert verify({**body, "every": 2}).notes == ["the recording has every 2th row, and those that matter most"]
+
+
+def test_rests_may_follow_one_another() -> None:
+    """One after the other, with nothing between but requests that never ran."""
+    body = good()
+    rest = body["timeline"][3]
+    body["timeline"].insert(4, {**rest, "freed": 0, "t_ms": rest["t_ms"] + 1})
+    assert verify(body).verdict == "ok"
 
 
 def test_a_violation_names_its_step_and_its_numbers() -> None:
@@ -311,7 +394,7 @@ def test_the_layout_of_a_file_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     """Blocks so small that every row is cut, and rows with brackets and quotes in strings."""
-    monkeypatch.setattr(reader, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
     for damage, _ in [(None, ""), *DAMAGES]:
         body = good()
         for index, row in enumerate(body["timeline"]):
@@ -330,7 +413,7 @@ def test_what_breaks_off_is_no_timeline(tmp_path: Path, monkeypatch: pytest.Monk
     text = json.dumps({**good(), "end": True}).encode()
     path = tmp_path / "cut.json"
     for block_bytes in (64, 1 << 22):
-        monkeypatch.setattr(reader, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
         for cut in [*range(0, 400, 7), *range(len(text) - 200, len(text), 3)]:
             path.write_bytes(text[:cut])
             with pytest.raises(InputError, match=r"cut\.json"):
@@ -380,7 +463,7 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times the rows, the same memory."""
-    monkeypatch.setattr(reader, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 1 << 16)
     peaks = []
     for num_rows in (10_000, 100_000):
         path = tmp_path / f"{num_rows}.json"
@@ -434,8 +517,12 @@ def assert_judged(body: Any, **limits: Any) -> None:
 @pytest.mark.laws
 @given(BODIES | JSON, st.booleans())
 def test_anything_gets_a_verdict(body: Any, bounded: bool) -> None:
-    if not isinstance(body, str):  # a string is taken for JSON text
-        assert_judged(body, **({"max_bytes": 100} if bounded else {}))
+    limits = {"max_bytes": 100} if bounded else {}
+    if isinstance(body, dict):
+        assert_judged(body, **limits)
+    else:
+        with pytest.raises(InputError):
+            verify(body, **limits)
 
 
 @pytest.mark.laws
@@ -455,7 +542,7 @@ def test_any_bytes_get_a_verdict_or_a_clear_error(
     body: Any, cut: int, block_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("fuzz")
-    before, reader.BLOCK_BYTES = reader.BLOCK_BYTES, block_bytes
+    before, reading.BLOCK_BYTES = reading.BLOCK_BYTES, block_bytes
     try:
         text = json.dumps(body).encode()
         for name in ("any.json", "any.jsonl", "any.json.gz", "any.parquet"):
@@ -469,4 +556,4 @@ def test_any_bytes_get_a_verdict_or_a_clear_error(
                     said = str(error).split(":")[0]
                 assert said in {"ok", "violated", "inconclusive", str(path)}
     finally:
-        reader.BLOCK_BYTES = before
+        reading.BLOCK_BYTES = before

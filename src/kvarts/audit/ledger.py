@@ -20,11 +20,13 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from uuid import UUID
 
 import msgspec
 
-from kvarts.errors import ConfigError, KvartsError
+from kvarts.errors import KvartsError
+from kvarts.limits import MOST_PAGES, check_whole
 
 __all__ = [
     "Block",
@@ -159,8 +161,9 @@ class PageLedger:
     """Owner of the two pools. `sink` is a function that receives events, numbered from 0 without a gap.
 
     `choose`: which of the blocks that can be evicted goes next; it gets them with the least recently used first, which
-    is what goes if it is left out. An error that `sink` raises becomes a warning, counted in `num_failed_events`: the
-    ledger goes on. Raises ConfigError for a capacity or a block size below 1.
+    is what goes if it is left out. What it raises, or a LedgerError for an answer that is none of them, ends a `use`,
+    and the ledger is as it was. An error that `sink` raises becomes a warning, counted in `num_failed_events`: the
+    ledger goes on. Raises ConfigError for a capacity or a block size that is no whole number from 1.
     """
 
     def __init__(
@@ -171,9 +174,8 @@ class PageLedger:
         sink: Callable[[LedgerEvent], object] | None = None,
         choose: Callable[[Iterator[FullBlock]], FullBlock] = next,
     ) -> None:
-        for field, value in (("capacity", capacity), ("block_size", block_size)):
-            if value < 1:
-                raise ConfigError(f"must be at least 1, got {value}", field=field)
+        check_whole(capacity, "capacity", most=MOST_PAGES)
+        check_whole(block_size, "block_size")
         self.capacity = capacity
         self.block_size = block_size
         self.num_events = 0
@@ -246,7 +248,10 @@ class PageLedger:
     # Signals ----------------------------------------------------------------------------------------------
 
     def process(self, signal: Signal) -> bool:
-        """Carry out a signal. Return False if it was a `Use` without room; then nothing has changed."""
+        """Carry out a signal. Return False if it was a `Use` without room; then nothing has changed.
+
+        Raise LedgerError for what is no signal.
+        """
         if isinstance(signal, Use):
             return self.use(signal.blocks, parent_hash=signal.parent_hash)
         if isinstance(signal, Promote):
@@ -257,8 +262,10 @@ class PageLedger:
             self.keep(signal.blocks)
         elif isinstance(signal, Unkeep):
             self.unkeep(signal.blocks)
-        else:
+        elif isinstance(signal, Destroy):
             self.destroy(signal.blocks)
+        else:
+            raise LedgerError(f"{type(signal).__name__} is no signal", field="process")
         return True
 
     def use(self, blocks: Sequence[Block], *, parent_hash: int | bytes | None = None) -> bool:
@@ -273,15 +280,17 @@ class PageLedger:
         if self.num_used + num_unused > self.capacity:
             return False
         new = [block for block in different if not self.is_resident(block)]
-        # What is found is held before anything is evicted, so it is never evicted for its own sequel.
+        num_too_many = len(active) + len(inactive) + len(new) - self.capacity
+        # What is found is never evicted for its own sequel. Choosing may fail, so it comes before any change.
+        evicted = self._chosen(num_too_many, set(different)) if num_too_many > 0 else []
+        for victim in evicted:
+            del inactive[victim]
         for block in blocks:
             if isinstance(block, FullBlock) and block in inactive:
                 del inactive[block]
                 self._num_kept_inactive -= block in kept
             active[block] = active.get(block, 0) + 1
-        num_too_many = len(active) + len(inactive) - self.capacity
-        if num_too_many > 0:
-            self._removed([self._evict() for _ in range(num_too_many)])
+        self._removed(evicted)
         if new:
             self._stored_among(blocks, set(new), parent_hash)
         return True
@@ -373,10 +382,21 @@ class PageLedger:
                 del kept[block]
                 self._num_kept_inactive -= block in self._inactive
 
-    def _evict(self) -> FullBlock:
-        block = self._choose(block for block in self._inactive if block not in self._kept)
-        del self._inactive[block]
-        return block
+    def _chosen(self, count: int, needed: set[Block]) -> list[FullBlock]:
+        """Return which `count` blocks are evicted, none of them `needed`. Raise LedgerError for a wrong choice."""
+        kept = self._kept
+        candidates = (block for block in self._inactive if block not in kept and block not in needed)
+        if self._choose is next:
+            return list(islice(candidates, count))
+        left = dict.fromkeys(candidates)
+        chosen = []
+        for _ in range(count):
+            block = self._choose(iter(tuple(left)))
+            if not isinstance(block, FullBlock) or block not in left:
+                raise LedgerError(f"chose {block!r:.60}, which cannot be evicted", field="choose")
+            del left[block]
+            chosen.append(block)
+        return chosen
 
     # Events -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import read_text
+from kvarts.limits import LATEST_NS, MOST_COUNT, brief
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["FIELDS", "Measured", "load_measured"]
@@ -125,9 +126,13 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
                 path=path,
                 line=rows[0][0],
                 field=name,
-                hint=f"Say what the column of {field} is called; there are {', '.join(map(str, rows[0][1]))}.",
+                hint=f"Say what the column of {field} is called; there are {_names(rows[0][1])}.",
             )
     return _measured(path, rows, names, UNITS_NS[time_unit])
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(str(name)[:40] for name in list(row)[:20])
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -136,8 +141,10 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             values = msgspec.json.decode(row)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
             raise InputError(f"is no JSON: {error}", path=path, line=line) from error
+        except RecursionError:
+            raise InputError("is nested too deeply", path=path, line=line) from None
         if not isinstance(values, dict):
             raise InputError("is no object", path=path, line=line)
         yield line, values
@@ -164,7 +171,7 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
         request_id = str(row.get(names["request_id"], number))
         if request_id in seen:
             raise InputError(
-                f"{request_id!r} is in line {seen[request_id]} already",
+                f"{brief(request_id)} is in line {seen[request_id]} already",
                 path=path,
                 line=line,
                 field=names["request_id"],
@@ -174,9 +181,9 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
         for field, column in values.items():
             column.append(_number(path, line, names[field], row.get(names[field])))
         for field in COUNTS:
-            if values[field][-1] < 1 or values[field][-1] % 1:
+            if values[field][-1] < 1 or values[field][-1] % 1 or values[field][-1] > MOST_COUNT:
                 raise InputError(
-                    f"must be a whole number, at least 1, got {values[field][-1]:g}",
+                    f"must be a whole number, at least 1 and at most {MOST_COUNT:,}, got {values[field][-1]:g}",
                     path=path,
                     line=line,
                     field=names[field],
@@ -189,6 +196,11 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
                     line=line,
                     field=names[after],
                 )
+    span_ns = (max(values["last_token"]) - min(values["arrival"])) * unit_ns
+    if not span_ns <= LATEST_NS:
+        raise InputError(
+            "has times more than 73 years apart", path=path, field=names["arrival"], hint="Is --time-unit what it is?"
+        )
     order = sorted(range(len(rows)), key=lambda index: (values["arrival"][index], index))
     start = values["arrival"][order[0]]
 
@@ -214,9 +226,9 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
 def _number(path: Path, line: int, field: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        what = "is missing" if value in (None, "") else f"{value!r} is no number"
+    except (TypeError, ValueError, OverflowError):
+        what = "is missing" if value in (None, "") else f"{brief(value)} is no number"
         raise InputError(what, path=path, line=line, field=field) from None
     if not isfinite(number):
-        raise InputError(f"{value!r} is no number", path=path, line=line, field=field)
+        raise InputError(f"{brief(value)} is no number", path=path, line=line, field=field)
     return number

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.series import Series
-from kvarts.errors import InputError, MissingFileError
+from kvarts.errors import InputError
+from kvarts.files import read_bytes, reading
 from kvarts.report.report import Report
 from kvarts.report.run_directory import RunDirectory
 from kvarts.verify.reader import open_recording
@@ -70,19 +71,21 @@ def load_replayed(path: Path | str) -> Replayed:
     """
     path = Path(path)
     rows_path, curve = path, None
-    if path.is_dir():
+    with reading(path):
+        is_run = path.is_dir()
+    if is_run:
         run = RunDirectory(path)
         rows_path = path / "requests.jsonl"
         timelines = run.timelines()
         if len(timelines) == 1:
             curve = _curve(timelines[0][1])
+    data = read_bytes(rows_path, hint="Write it with `kvarts replay --requests`.")
     try:
-        rows = msgspec.json.Decoder(_Row).decode_lines(rows_path.read_bytes())
-    except FileNotFoundError:
-        hint = "Write it with `kvarts replay --requests`."
-        raise MissingFileError("no such file", path=rows_path, hint=hint) from None
-    except (OSError, msgspec.DecodeError) as error:
+        rows = msgspec.json.Decoder(_Row).decode_lines(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"is no list of replayed requests: {error}", path=rows_path) from error
+    except RecursionError:
+        raise InputError("is no list of replayed requests: it is nested too deeply", path=rows_path) from None
     for line, row in enumerate(rows, 1):
         if row.first_token_ms is None or row.last_token_ms is None:
             raise InputError(f"was {row.status}, and never ended", path=rows_path, line=line, field="last_token_ms")

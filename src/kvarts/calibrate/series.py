@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvarts.errors import InputError
 from kvarts.files import read_text
+from kvarts.limits import brief
 
 __all__ = ["Series", "load_series"]
 
@@ -51,20 +52,25 @@ def load_series(path: Path | str) -> Series:
     text = read_text(path, hint="Check the path of the series.")
     reader = csv.DictReader(text.splitlines())
     values: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    try:
+        rows = [(reader.line_num, row) for row in reader]
+        names = reader.fieldnames or ()
+    except csv.Error as error:
+        raise InputError(f"is no CSV: {error}", path=path, line=reader.line_num) from error
     for name in COLUMNS:
-        if name not in (reader.fieldnames or ()):
+        if name not in names:
             raise InputError("is missing", path=path, line=1, field=name)
-    for row in reader:
+    for line, row in rows:
         for name, column in values.items():
             try:
                 number = float(row[name])
             except (TypeError, ValueError):
-                raise InputError(f"{row[name]!r} is no number", path=path, line=reader.line_num, field=name) from None
+                raise InputError(f"{brief(row[name])} is no number", path=path, line=line, field=name) from None
             if not isfinite(number) or number < 0:
-                raise InputError(f"{row[name]!r} is out of range", path=path, line=reader.line_num, field=name)
+                raise InputError(f"{brief(row[name])} is out of range", path=path, line=line, field=name)
             column.append(number)
         if len(values["t"]) > 1 and values["t"][-1] <= values["t"][-2]:
-            raise InputError("the clock goes back", path=path, line=reader.line_num, field="t")
+            raise InputError("the clock goes back", path=path, line=line, field="t")
     if not values["t"]:
         raise InputError("holds no samples", path=path)
     return Series(**{field: np.array(values[name]) for name, field in COLUMNS.items()})

@@ -8,6 +8,7 @@ that limits the weight of outliers (soft L1).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from kvarts.calibrate.coefficients import cost_of, log_bounds, logs_of, needs_sc
 from kvarts.errors import InputError, parts_of
 from kvarts.executor.roofline import RooflineCost
 from kvarts.files import read_text
+from kvarts.limits import LATEST_NS, MOST_COUNT, MOST_PAGES
 from kvarts.sched.plan import Batch, Chunk
 
 __all__ = ["StepFit", "StepRecord", "fit_steps", "is_step_record", "load_steps"]
@@ -24,13 +26,16 @@ __all__ = ["StepFit", "StepRecord", "fit_steps", "is_step_record", "load_steps"]
 Values = npt.NDArray[np.float64]
 
 
+Count = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One step. `chunks`: (first token, tokens, known tokens) of each. `decode_known_tokens`: sum over all decodes."""
 
-    duration_ns: int
-    num_decodes: int
-    decode_known_tokens: int
-    chunks: list[tuple[int, int, int]] = []
+    duration_ns: Annotated[int, msgspec.Meta(le=LATEST_NS)]
+    num_decodes: Count
+    decode_known_tokens: Annotated[int, msgspec.Meta(le=MOST_PAGES)]
+    chunks: list[tuple[Count, Count, Count]] = []
 
     def batch(self) -> Batch:
         """Return the batch that a cost model is asked about."""
@@ -60,7 +65,7 @@ def is_step_record(path: Path | str) -> bool:
     try:
         with Path(path).open("rb") as file:
             values = msgspec.json.decode(file.readline())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(values, dict) and "duration_ns" in values and "num_decodes" in values
 
@@ -79,6 +84,8 @@ def load_steps(path: Path | str) -> list[StepRecord]:
         except msgspec.DecodeError as error:
             what, field = parts_of(error)
             raise InputError(what, path=path, line=number, field=field) from error
+        except RecursionError:
+            raise InputError("is nested too deeply", path=path, line=number) from None
         if record.duration_ns <= 0:
             raise InputError(f"must be above 0, got {record.duration_ns}", path=path, line=number, field="duration_ns")
         if record.num_decodes < 0 or record.decode_known_tokens < record.num_decodes:

@@ -10,17 +10,19 @@ from typing import Any
 import click
 import msgspec
 
-from kvarts.cli.options import GroupedCommand, given_by_flags, options_of
+from kvarts.cli.options import Command, GroupedCommand, given_by_flags, options_of
+from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_json
 from kvarts.errors import ConfigError
-from kvarts.files import check_writable, write_whole
+from kvarts.files import check_writable, is_standard_output, write_whole
+from kvarts.limits import MOST_COUNT, check_whole
 from kvarts.settings import given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 __all__ = ["calibrate_command", "compare_command"]
 
 
-MEASURED = click.Argument(["measured"], type=click.Path(path_type=Path))
+MEASURED = click.Argument(["measured"], type=INPUT)
 KEYS = (
     "model",
     "device",
@@ -37,11 +39,11 @@ KEYS = (
 
 
 @click.command("calibrate", cls=GroupedCommand, params=[MEASURED, *options_of(SECTIONS, KEYS)])
-@click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--prompts", metavar="FILE", type=INPUT,
               help="Mooncake trace of the same requests in the same order: which share prefixes.")  # fmt: skip
 @click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
               help="Tokens that a hash id of it stands for.")  # fmt: skip
-@click.option("--series", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--series", metavar="FILE", type=INPUT,
               help="CSV of t, running, waiting and kv_cache_pct, second by second.")  # fmt: skip
 @click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
               help="What MEASURED calls request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
@@ -51,7 +53,7 @@ KEYS = (
 @click.option(
     "--seed", metavar="N", type=int, default=0, show_default=True, help="Of the points the search tries first."
 )
-@click.option("--out", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--out", metavar="FILE", type=OUTPUT,
               help="Write the cost model to FILE, for `kvarts replay --cost FILE`.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def calibrate_command(
@@ -78,18 +80,30 @@ def calibrate_command(
     if out is not None:
         check_writable(out)
     given = given_by_flags(settings, SECTIONS)
-    if is_step_record(measured):
+    is_of_steps = is_step_record(measured)
+    of_requests = {"prompts": prompts, "series": series, "column": columns or None, "fit_on": fit_on}
+    for name, value in of_requests.items():
+        if is_of_steps and value is not None:
+            raise ConfigError(
+                "is for a run of requests, and MEASURED is one of steps", field=name, hint="Leave it out."
+            )
+    check_whole(seed, "seed", least=0, most=MOST_COUNT)
+    if fit_on is not None:
+        check_whole(fit_on, "fit_on")
+    if is_of_steps:
         given = given.over(given_in({"pages": 1}, SECTIONS))  # steps are not replayed
     config = resolve_replay(given)
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
-    if is_step_record(measured):
+    if is_of_steps:
         text, report, cost = _fit_steps(measured, config.cost)
     else:
         text, report, cost = _fit_requests(
             measured, config, prompts, trace_block_size, series, _columns_of(columns), time_unit, fit_on, seed
         )
-    if as_json:
+    if is_standard_output(out):
+        pass
+    elif as_json:
         print_json(report)
     else:
         click.echo(text, nl=False)
@@ -105,6 +119,8 @@ def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
         field, equals, name = text.partition("=")
         if not equals or not name:
             raise ConfigError(f"{text!r} is not FIELD=NAME", field="column")
+        if field in columns:
+            raise ConfigError(f"is given twice for {field}", field="column", hint="Keep one of them.")
         columns[field] = name
     return columns or None
 
@@ -214,16 +230,16 @@ class _Progress:
             self._bar.close()
 
 
-@click.command("compare")
-@click.argument("replayed", metavar="REPLAY", type=click.Path(path_type=Path))
-@click.argument("measured", type=click.Path(path_type=Path))
-@click.option("--series", metavar="FILE", type=click.Path(path_type=Path),
+@click.command("compare", cls=Command)
+@click.argument("replayed", metavar="REPLAY", type=INPUT)
+@click.argument("measured", type=INPUT)
+@click.option("--series", metavar="FILE", type=INPUT,
               help="CSV of t, running, waiting and kv_cache_pct, second by second. REPLAY must be a run "
               "directory.")  # fmt: skip
 @click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
               help="What MEASURED calls a field, as in `kvarts calibrate`.")  # fmt: skip
 @click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
-@click.option("--html", "html_file", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--html", "html_file", metavar="FILE", type=OUTPUT,
               help="Write one page that needs no network: the distributions and the curves of both.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def compare_command(
@@ -245,11 +261,13 @@ def compare_command(
 
     if html_file is not None:
         check_writable(html_file)
-    theirs = load_measured(measured, columns=_columns_of(columns), time_unit=time_unit)
     ours = load_replayed(replayed)
+    theirs = load_measured(measured, columns=_columns_of(columns), time_unit=time_unit)
     curve = None if series is None else load_series(series)
     comparison = compare(theirs, ours, curve)
-    if as_json:
+    if is_standard_output(html_file):
+        pass
+    elif as_json:
         print_json(comparison.to_builtins())
     else:
         click.echo(comparison.to_text(), nl=False)

@@ -14,6 +14,8 @@ import click
 
 from kvarts.cli.chat_text import ByteText, ModelText, Text
 from kvarts.cli.engine_options import SAMPLING
+from kvarts.cli.options import Command
+from kvarts.cli.paths import INPUT
 from kvarts.cli.sessions import WINDOW, need_grpc
 from kvarts.errors import InputError
 from kvarts.files import read_text
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["chat_command"]
 
-FILE = click.Path(path_type=Path, dir_okay=False)
 NOTES = {
     StopReason.CANCELLED: "cancelled",
     StopReason.TRUNCATED: "the session cannot go on: the model was not trained for later positions",
@@ -38,14 +39,14 @@ def _sampling_options(command: Any) -> Any:
     return command
 
 
-@click.command("chat")
+@click.command("chat", cls=Command)
 @click.option("--address", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True, help="Of the server.")
 @click.option("--model", metavar="DIR", help="Use this model's tokenizer and chat template. [bytes are tokens]")
 @click.option("--sink", metavar="N", type=click.IntRange(min=0), help="Keep the KV of the first N tokens,")
 @click.option("--window", metavar="N", type=WINDOW, help="and of the last N; all: of all. [as the server has it]")
-@click.option("--token-file", metavar="FILE", type=FILE, help="File with the bearer token.")
+@click.option("--token-file", metavar="FILE", type=INPUT, help="File with the bearer token.")
 @click.option("--tls", is_flag=True, help="Encrypt, and trust the certificates that the system trusts.")
-@click.option("--tls-ca", metavar="FILE", type=FILE, help="Encrypt, and trust the certificates in this file.")
+@click.option("--tls-ca", metavar="FILE", type=INPUT, help="Encrypt, and trust the certificates in this file.")
 @_sampling_options
 def chat_command(**values: Any) -> None:
     """Talk to a session in the terminal: a line of standard input is a turn.

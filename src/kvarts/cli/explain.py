@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kvarts.cli.options import Command
+from kvarts.cli.paths import INPUT
 from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.files import reading
 
 if TYPE_CHECKING:
     from kvarts.explain.overview import Overview
@@ -15,9 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["overview_for", "story_command"]
 
+MOST_CHARACTERS = 1000
+"""Of the name of a block."""
 
-@click.command("story")
-@click.argument("file", type=click.Path(path_type=Path))
+
+@click.command("story", cls=Command)
+@click.argument("file", type=INPUT)
 @click.option("--request", "request_name", metavar="ID", help="A request, by its id in requests.jsonl.")
 @click.option("--block", "block_name", metavar="HASH",
               help="A block: six or more hex digits of its key (sha256, as in vLLM), or REQUEST:PAGE.")  # fmt: skip
@@ -34,7 +41,12 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
 
     if sum((request_name is not None, block_name is not None, hits)) != 1:
         raise ConfigError("say what to tell of", hint="Give one of --request ID, --block HASH and --hits.")
-    paths = [path for _, path in RunDirectory(file).journals()] if file.is_dir() else [file]
+    if block_name is not None and len(block_name) > MOST_CHARACTERS:
+        raise ConfigError("is no name of a block", field="--block", hint="Give hex digits, or REQUEST:PAGE.")
+    with reading(file):
+        is_run = file.is_dir()
+    runs = RunDirectory(file).runs() if is_run else []
+    paths = [path for run in runs for _, path in run.journals()] if is_run else [file]
     if not paths:
         raise MissingFileError("has no journal", path=file, hint="Write one with `kvarts replay --run-dir`.")
     failure: InputError | None = None
@@ -52,17 +64,17 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
             failure = error  # a replica that knows nothing of it; another may
             continue
         if len(paths) > 1:
-            click.echo(f"{path.name}:")
-        click.echo("\n".join(lines))
+            click.echo(f"{path.relative_to(file)}:")
+        click.echo("\n".join(lines if journal.note is None else [*lines, f"note: {journal.note}"]))
         told = True
     if not told and failure is not None:
         raise failure
 
 
-def overview_for(run: RunDirectory) -> Overview | None:
+def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None = None) -> Overview | None:
     """Return what the journals of a run tell for its page; None where it has none."""
     from kvarts.explain.overview import overview_of
     from kvarts.explain.reading import load_journal
 
-    journals = [load_journal(path) for _, path in run.journals()]
+    journals = [load_journal(path, on_progress=on_progress) for _, path in run.journals()]
     return overview_of(journals) if journals else None

@@ -103,7 +103,7 @@ def read_prompts(path: Path) -> list[str | list[int]]:
             continue
         try:
             prompts.append(msgspec.json.decode(line, type=_Row).prompt)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
             raise InputError(str(error), path=path, line=number, hint='A line is {"prompt": "some text"}.') from error
     if not prompts:
         raise InputError("has no prompts", path=path, hint='A line is {"prompt": "some text"}.')

@@ -17,15 +17,17 @@ from kvarts.cli.llm import (
     sampling_options,
     sampling_params,
 )
+from kvarts.cli.options import Command
+from kvarts.cli.paths import INPUT
 from kvarts.errors import ConfigError
 
 __all__ = ["generate_command"]
 
 
-@click.command("generate")
+@click.command("generate", cls=Command)
 @llm_options
 @click.option("--prompt", metavar="TEXT", help="One prompt; its answer is printed as it comes.")
-@click.option("--prompts", "prompts_file", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--prompts", "prompts_file", metavar="FILE", type=INPUT,
               help='Many, run as they fit: JSON lines {"prompt": TEXT}. A JSON line each is printed, in their '
               "order.")  # fmt: skip
 @sampling_options

@@ -17,27 +17,30 @@ from kvarts.cli.llm import (
     sampling_options,
     sampling_params,
 )
+from kvarts.cli.options import Command
+from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_json
-from kvarts.files import check_writable, whole_file, write_whole
+from kvarts.files import check_writable, is_standard_output, whole_file, write_whole
 
 __all__ = ["profile_command"]
 
 
-@click.command("profile")
+@click.command("profile", cls=Command)
 @llm_options
-@click.option("--prompts", "prompts_file", metavar="FILE", required=True, type=click.Path(path_type=Path),
+@click.option("--prompts", "prompts_file", metavar="FILE", required=True, type=INPUT,
               help='JSON lines {"prompt": TEXT}.')  # fmt: skip
 @record.kv_timeline_option
-@click.option("--record", "steps_file", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--record", "steps_file", metavar="FILE", type=OUTPUT,
               help="Write what each step was and how long it took, a JSON line a step: for `kvarts "
               "calibrate`.")  # fmt: skip
-@click.option("--write-trace", "trace_file", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--write-trace", "trace_file", metavar="FILE", type=OUTPUT,
               help="Write what was run to FILE, token by token: for `kvarts replay FILE --trace-block-size "
               "1`.")  # fmt: skip
 @sampling_options
 def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Path | None, **values: Any) -> None:
     """Run prompts on a real model, and print how long it took and how its KV pages were used, as JSON."""
     prompts = read_prompts(prompts_file)
+    kv_timeline = values.get("kv_timeline")
     for file in (steps_file, trace_file):
         if file is not None:
             check_writable(file)
@@ -60,4 +63,5 @@ def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Pat
         profile.run(llm, prompts, params)
     if trace_file is not None:
         write_whole(trace_file, profile.trace)
-    print_json(profile.summary)
+    if not any(map(is_standard_output, (steps_file, trace_file, kv_timeline))):
+        print_json(profile.summary)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import sys
+import signal
 from importlib import import_module
 
 import click
 
 from kvarts import __version__
-from kvarts.errors import KvartsError
+from kvarts.cli.process import ReaderGoneError, Terminated, end, guard_streams, handle_signals
+from kvarts.errors import KvartsError, OutputError
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run", "run_main"]
 
 
 HELP = """KV-cache engine for LLM serving: planning, testing and proving KV memory.
 
 \b
 Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
-5 violated, 6 inconclusive, 7 a result could not be written.
+5 violated, 6 inconclusive, 7 a result could not be written,
+130 interrupted, 143 terminated.
 """
 
 
@@ -66,31 +66,43 @@ def main() -> int:
     """Run the command line in `sys.argv`; return the exit code."""
     try:
         code = cli(standalone_mode=False)
+    except ReaderGoneError as error:
+        return error.exit_code  # nothing is left to say
     except KvartsError as error:
-        click.echo(f"kvarts: {error}", err=True)
-        return error.exit_code
+        return _failed(str(error), error.exit_code)
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort:
-        click.echo("kvarts: interrupted", err=True)
-        return 130
+    except (click.Abort, KeyboardInterrupt):
+        return _failed("interrupted", 128 + signal.SIGINT)
+    except Terminated as error:
+        return _failed("terminated", 128 + error.number)
     except BrokenPipeError:
-        return 7  # the reader of standard output has gone; nothing is left to say
+        return 7  # where `main` is called with other streams than those of `guard_streams`
+    except OSError as error:
+        return _failed(str(OutputError(f"{error.strerror or error}", path=error.filename)), 7)
+    except MemoryError:
+        return _failed("what was asked for does not fit into memory. Ask for less, or give more memory", 2)
     except AssertionError as error:
         if not getattr(error, "findings", None):
             raise
-        click.echo(f"kvarts: the audit found that pages do not add up:\n{error}", err=True)
-        return 5
+        return _failed(f"the audit found that pages do not add up:\n{error}", 5)
     return code if isinstance(code, int) else 0
 
 
-def run() -> None:
-    """Run the `kvarts` script."""
+def _failed(what: str, code: int) -> int:
+    click.echo(f"kvarts: {what}", err=True)
+    return code
+
+
+def run_main() -> None:
+    """Run the command line as a process, and end it."""
+    guard_streams()
+    handle_signals()
     gc.disable()  # a command makes many objects that live to its end, and no cycles worth looking for
-    code = main()
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is written. To take apart all objects of a replay one by one would take longer than its report did.
-    os._exit(code)
+    end(main())
+
+
+def run() -> None:
+    """Run the `kvarts` script: by the name that scripts of an earlier installation call."""
+    run_main()

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from kvarts.cli import llm_tiny
-from kvarts.cli.options import GroupedCommand, given_by_flags, options_of
+from kvarts.cli.options import Command, GroupedCommand, given_by_flags, options_of
 from kvarts.cli.printing import print_json
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -26,7 +26,7 @@ def model_command() -> None:
     """Models and devices: parameters, bytes of KV, and the pages that fit."""
 
 
-@model_command.command("list")
+@model_command.command("list", cls=Command)
 def list_command() -> None:
     """List the models and devices that are known by name, with where their figures are from."""
     from kvarts.hardware.device import device_names, load_device

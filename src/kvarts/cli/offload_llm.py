@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 
+from kvarts.cli.paths import DIRECTORY
 from kvarts.errors import ConfigError
 
 __all__ = ["add_options", "settings_of"]
@@ -17,7 +17,7 @@ Command = Callable[..., None]
 OPTIONS = (
     click.option("--host-memory", metavar="SIZE", help="Host memory below the pages, on a CPU: 4GiB."),
     click.option("--disk-memory", metavar="SIZE", help="Files below host memory: 20GiB."),
-    click.option("--disk-path", metavar="DIR", type=click.Path(path_type=Path, file_okay=False),
+    click.option("--disk-path", metavar="DIR", type=DIRECTORY,
                  help="Directory of the files. A later run of the same model reads them again."),
 )  # fmt: skip
 

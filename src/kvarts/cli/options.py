@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
 import msgspec
 
+from kvarts.cli.paths import role_of
+from kvarts.errors import ConfigError
+from kvarts.files import check_outputs
 from kvarts.settings import Flags, Given, Section, Setting
 
-__all__ = ["GroupedCommand", "GroupedOption", "given_by_flags", "grouped", "options_of", "settings_by_param"]
+__all__ = ["Command", "GroupedCommand", "GroupedOption", "given_by_flags", "grouped", "options_of", "settings_by_param"]
 
 
 class GroupedOption(click.Option):
@@ -21,7 +25,41 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-class GroupedCommand(click.Command):
+class Command(click.Command):
+    """A command: all commands are of this class.
+
+    Before anything is done, it refuses outputs that would destroy an input or each other; and an error that names a
+    parameter of a function names the option that was typed.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Carry out the command."""
+        paths: dict[str | None, list[Path]] = {}
+        for param in self.params:
+            given = ctx.params.get(param.name or "")
+            if given is not None:
+                paths.setdefault(role_of(param), []).extend(given if isinstance(given, tuple) else (given,))
+        check_outputs(paths.get("output", ()), (*paths.get("input", ()), *paths.get("directory", ())))
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            option = self._typed(error)
+            if option is None:
+                raise
+            raise ConfigError(error.what, hint=error.hint, field=option) from error
+
+    def _typed(self, error: ConfigError) -> str | None:
+        """Return the option or argument that the field of an error stands for; None where it stands for none."""
+        if error.path is not None or error.field is None:
+            return None
+        for param in self.params:
+            names = {param.name, *(name.removeprefix("--").replace("-", "_") for name in param.opts)}
+            if error.field in names:
+                return param.opts[0] if param.param_type_name == "option" else param.human_readable_name
+        return None
+
+
+class GroupedCommand(Command):
     """A command that lists options in its help by their groups, in the order in which these first appear."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

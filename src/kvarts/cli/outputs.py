@@ -8,23 +8,25 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarts import __version__
 from kvarts.cli.parts import Results, load_parts
+from kvarts.cli.printing import print_bytes
 from kvarts.cli.table import render_table
-from kvarts.errors import OutputError
-from kvarts.files import check_writable, write_whole
-from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS
+from kvarts.files import check_writable, is_standard_output, write_whole
+from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS, RUN, run_json
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Outputs", "make_directory", "print_bytes"]
+__all__ = ["Outputs"]
 
 
 class Outputs:
     """The files of one replay, checked before it begins. Raises ConfigError and OutputError.
 
+    `paths`: the files that options name; `run_dir`: the folder for all others, which is there.
     `model`: files of parts carry its name; None for no name. `places`: what the options of parts say.
     """
 
@@ -46,9 +48,9 @@ class Outputs:
         self._more: list[Results] = [results for results in of_parts if results is not None]
         for path in (*self._reports, *self._requests):
             check_writable(path)
+        self.paths = [*self._reports, *self._requests, *(path for results in self._more for path in results.paths)]
         self._run_dir = run_dir
         if run_dir is not None:
-            make_directory(run_dir)
             self._reports.append(run_dir / REPORT)
             self._requests.append(run_dir / REQUESTS)
 
@@ -60,9 +62,10 @@ class Outputs:
             yield lambda replica: [observer for observers_of in of_parts for observer in observers_of(replica)]
 
     def write(self, report: Report) -> None:
-        """Write everything else, and the report on standard output."""
+        """Write everything else, and the report on standard output, unless one of the files is that."""
         self.write_files(report)
-        print_bytes(report.to_json() if self._as_json else render_table(report.summary).encode())
+        if not any(map(is_standard_output, self.paths)):
+            print_bytes(report.to_json() if self._as_json else render_table(report.summary).encode())
 
     def write_files(self, report: Report) -> None:
         """Write everything but what observers wrote."""
@@ -73,27 +76,6 @@ class Outputs:
             results.write(report)
         if self._run_dir is not None:
             write_whole(self._run_dir / DISTRIBUTIONS, report.distributions_json())
+            write_whole(self._run_dir / RUN, run_json(__version__, ["kvarts", *sys.argv[1:]]))
         for path in self._reports:
             write_whole(path, report.to_json())
-
-
-def print_bytes(text: bytes) -> None:
-    """Write to standard output. Raise OutputError if that fails."""
-    try:
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", path="standard output") from error
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory, unless it is there and empty. Raise OutputError if that fails."""
-    try:
-        path.mkdir(exist_ok=True)
-        is_empty = not any(path.iterdir())
-    except OSError as error:
-        raise OutputError(f"cannot become a directory: {error.strerror}", path=path) from error
-    if not is_empty:
-        raise OutputError("is not empty", path=path, hint="Give a new directory, so that two runs are never mixed.")

@@ -33,6 +33,10 @@ PARTS: tuple[str, ...] = (
 class Outputs(Protocol):
     """Where the results of a replay go."""
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files that options name."""
+
     def observers(self) -> AbstractContextManager[Callable[[Any], Sequence[Any]]]:
         """Answer, while the replay runs, what observes a replica or a model."""
 
@@ -42,6 +46,10 @@ class Outputs(Protocol):
 
 class Results(Protocol):
     """More results of a replay of one model. What is wrong with its files is found when it is made."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files that options name."""
 
     def observers(self) -> AbstractContextManager[Callable[[int], Sequence[EventReader]]]:
         """Answer, while the replay runs, what observes each replica."""
@@ -54,6 +62,10 @@ class Run(Protocol):
     """One call of `kvarts replay`, understood: what is replayed, on what, and where its results go."""
 
     config: Any
+
+    @property
+    def inputs(self) -> Sequence[Path]:
+        """The files that are read, and directories of such."""
 
     def outputs(self, places: Mapping[str, Any]) -> Outputs:
         """Check where results go. Raise ConfigError and OutputError before anything is done."""
@@ -90,7 +102,7 @@ class Part:
     ) -> Results | None:
         """Return what its own options, in `places`, and `run_dir` ask for; files of a `model` carry its name.
 
-        Raises ConfigError and OutputError. `run_dir` is not made yet.
+        Raises ConfigError and OutputError.
         """
         return None
 

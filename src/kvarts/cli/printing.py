@@ -7,10 +7,22 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["print_json"]
+from kvarts.errors import OutputError
+
+__all__ = ["print_bytes", "print_json"]
+
+
+def print_bytes(text: bytes) -> None:
+    """Write to standard output. Raise OutputError if that fails."""
+    try:
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", path="standard output") from error
 
 
 def print_json(value: Any) -> None:
     """Print one JSON value to standard output, indented, with a line end."""
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-    sys.stdout.buffer.flush()
+    print_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

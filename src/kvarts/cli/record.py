@@ -12,6 +12,7 @@ import click
 
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.parts import Part
+from kvarts.cli.paths import DERIVED, OUTPUT
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file
 from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica
@@ -31,7 +32,7 @@ TITLE = "Results"
 kv_timeline_option = click.option(
     "--kv-timeline",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     help="Write how KV pages are used to FILE, step by step, while it runs: .jsonl, .jsonl.gz or .json. For `kvarts "
     "verify`.",
 )
@@ -45,7 +46,7 @@ class RecordPart(Part):
         """Return `--timeline`, `--timeline-every` and `--events`."""
         return (
             GroupedOption(
-                ["--timeline", "timeline_file"], group=TITLE, metavar="FILE", type=click.Path(path_type=Path),
+                ["--timeline", "timeline_file"], group=TITLE, metavar="FILE", type=DERIVED,
                 help="Write how KV pages were used, a row a step, to FILE: .json, .jsonl or .parquet, and .gz on top. "
                 "With replicas, a file each: FILE.json becomes FILE-r0.json and so on.",
             ),
@@ -55,7 +56,7 @@ class RecordPart(Part):
                 "last step. [1]",
             ),
             GroupedOption(
-                ["--events", "events_file"], group=TITLE, metavar="FILE", type=click.Path(path_type=Path),
+                ["--events", "events_file"], group=TITLE, metavar="FILE", type=DERIVED,
                 help="Write a journal of every event to FILE, JSON lines, for `kvarts story`; .gz packs it. With "
                 "replicas, a file each.",
             ),
@@ -77,7 +78,7 @@ class RecordPart(Part):
 class Recordings:
     """Timelines and journals of one replay, checked before it begins. Raises ConfigError and OutputError.
 
-    What goes to `run_dir` is not checked: that is a new directory.
+    `paths`: the files that options name. What goes to `run_dir` is not checked: that is a new directory.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class Recordings:
             for paths in self._timelines:
                 if form_of(paths[0])[0] == "parquet":
                     import_parquet()
-        for path in chain.from_iterable(self._timelines + self._journals):
+        self.paths = list(chain.from_iterable(self._timelines + self._journals))
+        for path in self.paths:
             check_writable(path)
         if run_dir is not None:
             self._timelines.append(list(per_replica(run_dir / TIMELINE, config.replicas)))
@@ -177,7 +179,12 @@ class UntilItFails:
 def live_reader(
     stack: ExitStack, values: dict[str, Any], say: Callable[[str], object] | None = None
 ) -> Callable[[EngineConfig, Mapping[str, int]], EventReader | None]:
-    """Return what `open_sessions` asks for a reader: see open_live. With `say`, an engine outlives its record."""
+    """Return what `open_sessions` asks for a reader: see open_live. With `say`, an engine outlives its record.
+
+    Raise OutputError at once for a file that cannot be written.
+    """
+    if values["kv_timeline"] is not None:
+        check_writable(values["kv_timeline"])
 
     def reader(config: EngineConfig, tiers: Mapping[str, int]) -> EventReader | None:
         live = open_live(stack, values, config, tiers)

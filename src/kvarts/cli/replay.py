@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,16 @@ from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_
 from kvarts.cli.parts import Outputs, Run, load_parts
 from kvarts.cli.sample import SECTION as TRAFFIC
 from kvarts.cli.sample import load_traffic, over_sample_settings
+from kvarts.directories import new_directory
+from kvarts.files import check_outputs
+from kvarts.report.run_directory import REPORT
 from kvarts.settings import Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace
+
+from kvarts.cli.paths import DERIVED, DIRECTORY, INPUT
 
 __all__ = ["OneRun", "all_sections", "read_settings", "replay_command"]
 
@@ -35,19 +41,19 @@ def _options() -> list[click.Parameter]:
     for option in options_of(all_sections()):
         by_flag.setdefault(option.opts[0], option)
     by_flag.update({option.opts[0]: option for part in load_parts() for option in part.options()})
-    return [click.Argument(["trace"], required=False, type=click.Path(path_type=Path)), *by_flag.values()]
+    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
 
 
 @click.command("replay", cls=GroupedCommand, params=_options(), no_args_is_help=False)
-@click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
               "or a [workload] table. Options given here win.")  # fmt: skip
 @result("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
-@result("--report", "report_file", metavar="FILE", type=click.Path(path_type=Path),
+@result("--report", "report_file", metavar="FILE", type=DERIVED,
         help="Write the report as JSON to FILE.")  # fmt: skip
-@result("--requests", "requests_file", metavar="FILE", type=click.Path(path_type=Path),
+@result("--requests", "requests_file", metavar="FILE", type=DERIVED,
         help="Write one JSON line a request to FILE, in arrival order.")  # fmt: skip
-@result("--run-dir", metavar="DIR", type=click.Path(path_type=Path),
+@result("--run-dir", metavar="DIR", type=DIRECTORY,
         help="Write everything about the run to DIR, a new directory, for `kvarts report`: report, requests, "
         "timeline, events. With several models, a directory each in it.")  # fmt: skip
 def replay_command(
@@ -70,13 +76,25 @@ def replay_command(
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
     run: Run = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
-    outputs = run.outputs(params)
-    from kvarts.sim.replay import replay
+    run_dir: Path | None = params.pop("run_dir")
+    inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
+    with ExitStack() as stack:
+        folder = None if run_dir is None else stack.enter_context(new_directory(run_dir, last=REPORT))
+        outputs = run.outputs({**params, "run_dir": folder})
+        check_outputs(outputs.paths, inputs, run_dir=run_dir)
+        from kvarts.sim.replay import replay
 
-    traffic, traces = run.load()
-    with outputs.observers() as observers_of, _Progress(traces) as progress:
-        report = replay(traffic, run.config, on_progress=progress, observers_of=observers_of)
-    outputs.write(report)
+        traffic, traces = run.load()
+        with outputs.observers() as observers_of, _Progress(traces) as progress:
+            report = replay(traffic, run.config, on_progress=progress, observers_of=observers_of)
+        outputs.write(report)
+
+
+def paths_in(given: Given) -> list[Path]:
+    """Return the files that settings name: of models and costs."""
+    keys = [key for key in ("model", "cost", *given.in_table("models")) if key in given]
+    texts = [given[key] for key in keys if key.rpartition(".")[2] in ("model", "cost")]
+    return [Path(text) for text in texts if isinstance(text, str)]
 
 
 def read_settings(config_file: Path | None, sections: Sequence[Section]) -> Given:
@@ -106,6 +124,11 @@ class OneRun:
         self._given = given
         self._trace = trace
         self.config = resolve_replay(given, sections)
+
+    @property
+    def inputs(self) -> list[Path]:
+        """The trace that the file names."""
+        return [self._given.path_of("trace")] if "trace" in self._given else []
 
     def outputs(self, places: Mapping[str, Any]) -> Outputs:
         """Check where results go."""

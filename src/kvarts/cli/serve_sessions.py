@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +12,7 @@ import click
 from kvarts.cli import record
 from kvarts.cli.engine_options import MODEL_HELP, engine_options
 from kvarts.cli.options import GroupedCommand, GroupedOption, grouped
+from kvarts.cli.paths import DIRECTORY, INPUT
 from kvarts.cli.sessions import WINDOW, need_grpc
 from kvarts.errors import ConfigError
 from kvarts.rooms import from_room
@@ -25,8 +25,6 @@ of_model = grouped("Model")
 of_session = grouped("Sessions, where a client asks for nothing else")
 of_all = grouped("All sessions together")
 of_address = grouped("Address")
-
-FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("sessions", cls=GroupedCommand)
@@ -47,15 +45,15 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @of_all("--session-memory", metavar="SIZE", help="Their KV takes as much at most: 4GiB.")
 @of_all("--at-capacity", type=click.Choice(["refuse", "evict"]), default="refuse", show_default=True,
         help="Refuse a session for which there is no room, or evict the one that is idle longest.")  # fmt: skip
-@of_all("--state-dir", metavar="DIR", type=click.Path(path_type=Path, file_okay=False),
+@of_all("--state-dir", metavar="DIR", type=DIRECTORY,
         help="Keep sessions here, also beyond the end of the process.")  # fmt: skip
 @of_all("--host-memory", metavar="SIZE", help="Host memory below the pages, for --retention host: 8GiB.")
 @of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
             help="Port 0: a free one.")  # fmt: skip
-@of_address("--tls-cert", metavar="FILE", type=FILE, help="Certificate, PEM. With --tls-key: encrypt.")
-@of_address("--tls-key", metavar="FILE", type=FILE, help="Its key.")
+@of_address("--tls-cert", metavar="FILE", type=INPUT, help="Certificate, PEM. With --tls-key: encrypt.")
+@of_address("--tls-key", metavar="FILE", type=INPUT, help="Its key.")
 @of_address("--insecure", is_flag=True, help="Allow an address that others can reach, without encryption.")
-@of_address("--token-file", metavar="FILE", type=FILE,
+@of_address("--token-file", metavar="FILE", type=INPUT,
             help="Ask for a bearer token. A line is OWNER:TOKEN, or the only line is a token.")  # fmt: skip
 @of_address("--max-message-bytes", metavar="N", type=click.IntRange(min=1024), default=16 * 1024 * 1024,
             show_default=True, help="Refuse longer requests.")  # fmt: skip

@@ -12,6 +12,7 @@ import msgspec
 
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.parts import Part, Run
+from kvarts.cli.paths import DERIVED
 from kvarts.errors import ConfigError
 from kvarts.settings import Flags, Given, Section, setting, settings_of
 from kvarts.sharing.config import SECTIONS, ModelShare, SharingConfig
@@ -53,7 +54,7 @@ class SharingPart(Part):
                 help="The traffic of one.",
             ),
             GroupedOption(
-                ["--loans", "loans_file"], group=TITLE, metavar="FILE", type=click.Path(path_type=Path),
+                ["--loans", "loans_file"], group=TITLE, metavar="FILE", type=DERIVED,
                 help="Write which model owed which one memory, and when, to FILE, a JSON line for "
                 "each period without a pause.",
             ),
@@ -66,6 +67,10 @@ class SharingPart(Part):
         if any(re.match(f"{NAME}=", text) for text in texts):
             for text in texts:
                 name, fields = parse_share(text)
+                if name in given.names(MODELS):
+                    raise ConfigError(
+                        "is given twice", field=f"--model {name}", hint="Give each model a name of its own."
+                    )
                 self._add(given, name, fields, ModelShare, f"--model {name}")
         elif len(texts) > 1:
             raise ConfigError(
@@ -79,6 +84,8 @@ class SharingPart(Part):
             name, equals, path = text.partition("=")
             if not equals:
                 raise ConfigError(f"{text!r} is not NAME=FILE", field="--trace", hint="Name the model it is for.")
+            if f"{MODELS}.{name}.trace" in given:
+                raise ConfigError("is given twice", field=f"--trace {name}", hint="Keep one of them.")
             self._add(given, name, {"trace": path}, ModelTraffic, f"--trace {name}", is_model=False)
         return given
 
@@ -140,6 +147,8 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
             raise ConfigError(
                 f"{part!r} is not known", field=f"--model {name}", hint=f"Known: {known}, each with =VALUE."
             )
+        if key in fields:
+            raise ConfigError("is given twice", field=f"--model {name}: {key}", hint="Keep one of them.")
         fields[key] = value.strip()
     numbers = {"weight": float, "floor": int, "ceiling": int, "priority": int, "kv_bytes_per_token": int}
     for key, number in numbers.items():

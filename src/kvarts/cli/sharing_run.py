@@ -7,11 +7,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.cli.outputs import Outputs, make_directory, print_bytes
+from kvarts.cli.outputs import Outputs
+from kvarts.cli.printing import print_bytes
 from kvarts.cli.sample import reading_of
 from kvarts.cli.sharing_table import render_shared_table
 from kvarts.errors import ConfigError
-from kvarts.files import check_writable, write_whole
+from kvarts.files import check_writable, is_standard_output, write_whole, writing
 from kvarts.report.run_directory import REPORT, named
 from kvarts.settings import Given, Section
 from kvarts.sharing.config import SharingConfig, resolve_shares
@@ -49,6 +50,11 @@ class SharedRun:
         except ConfigError as error:
             raise given.named(error, ()) from error
 
+    @property
+    def inputs(self) -> list[Path]:
+        """The traces."""
+        return list(self._paths.values())
+
     def outputs(self, places: Mapping[str, Any]) -> SharedOutputs:
         """Check where results go."""
         return SharedOutputs(self.config, loans_file=self._loans_file, **places)
@@ -82,10 +88,13 @@ class SharedOutputs:
         self._loans = [path for path in (loans_file,) if path is not None]
         for path in (*self._reports, *self._loans):
             check_writable(path)
+        named_paths = [*self._reports, *self._loans]
         if run_dir is not None:
-            make_directory(run_dir)
             self._reports.append(run_dir / REPORT)
             self._loans.append(run_dir / LOANS)
+            for name in config.configs:
+                with writing(run_dir / name):
+                    (run_dir / name).mkdir()
         self._outputs = {
             name: Outputs(
                 of_model,
@@ -98,6 +107,7 @@ class SharedOutputs:
             )
             for name, of_model in config.configs.items()
         }
+        self.paths = [*named_paths, *(path for outputs in self._outputs.values() for path in outputs.paths)]
 
     @contextmanager
     def observers(self) -> Iterator[ObserversOf]:
@@ -111,11 +121,12 @@ class SharedOutputs:
             yield observers.__getitem__
 
     def write(self, report: SharedReport) -> None:
-        """Write everything else, and the report to standard output."""
+        """Write everything else, and the report to standard output, unless one of the files is that."""
         for name, outputs in self._outputs.items():
             outputs.write_files(report.reports[name])
         for path in self._reports:
             write_whole(path, report.to_json())
         for path in self._loans:
             write_whole(path, report.loans_jsonl())
-        print_bytes(report.to_json() if self._as_json else render_shared_table(report.summary).encode())
+        if not any(map(is_standard_output, self.paths)):
+            print_bytes(report.to_json() if self._as_json else render_shared_table(report.summary).encode())

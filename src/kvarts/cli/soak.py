@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli import record as recording
-from kvarts.cli.outputs import print_bytes
+from kvarts.cli.options import Command
+from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.cli.printing import print_bytes
 from kvarts.errors import ConfigError
-from kvarts.files import check_writable, write_whole
+from kvarts.files import check_writable, is_replaceable, is_standard_output, write_whole
 from kvarts.rooms import from_room
 from kvarts.units import parse_duration_s
 
@@ -38,10 +40,10 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg]
         return parse_duration_s(value) if isinstance(value, str) else value
 
 
-@click.command("soak")
+@click.command("soak", cls=Command)
 @click.option("--address", metavar="HOST:PORT", help="A server of sessions, such as kvarts serve sessions.")
 @click.option("--virtual", is_flag=True, help="The mock in this process, on a virtual clock: hours take seconds.")
-@click.option("--judge", metavar="FILE", type=click.Path(path_type=Path), help="Judge what --json wrote; run nothing.")
+@click.option("--judge", metavar="FILE", type=INPUT, help="Judge what --json wrote; run nothing.")
 @click.option("--duration", metavar="TIME", type=_Seconds(), default="4h", show_default=True, help="How long to run.")
 @click.option("--turn-spacing", metavar="TIME", type=_Seconds(), default="30s", show_default=True,
               help="From the beginning of a turn to that of the next.")  # fmt: skip
@@ -63,9 +65,9 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg]
               help="By how much the server's memory may grow over the run, beside 8 bytes a token.")  # fmt: skip
 @click.option("--checkpoint-turns", metavar="N", type=click.IntRange(min=1), default=10, show_default=True,
               help="Write --json after every N turns, for the case that this process is killed.")  # fmt: skip
-@click.option("--json", "json_file", metavar="OUT", type=click.Path(path_type=Path),
+@click.option("--json", "json_file", metavar="OUT", type=OUTPUT,
               help="Write what was measured, and the verdict.")  # fmt: skip
-@click.option("--page", "page_file", metavar="OUT", type=click.Path(path_type=Path), help="Write a page that shows it.")
+@click.option("--page", "page_file", metavar="OUT", type=OUTPUT, help="Write a page that shows it.")
 @recording.kv_timeline_option
 def soak_command(
     address: str | None,
@@ -94,16 +96,19 @@ def soak_command(
         )
     if sum((address is not None, virtual, judge is not None)) != 1:
         raise ConfigError("give exactly one of --address, --virtual and --judge", field="address")
-    for path in (json_file, page_file):
+    for path in (json_file, page_file, timeline):
         if path is not None:
             check_writable(path)
+    if timeline is not None and not is_replaceable(timeline):
+        raise ConfigError("is read again for the verdict: give the path of a file", field="kv_timeline")
     if judge is not None:
         record = load_record(judge)
     else:
         plan = _plan(address or "virtual", values)
 
         def checkpoint(record: SoakRecord) -> None:
-            if json_file is not None:
+            # A device, or a pipe, gets the record once, when it is complete.
+            if json_file is not None and is_replaceable(json_file):
                 write_record(json_file, record, judge_soak(record))
 
         with ExitStack() as stack:
@@ -119,17 +124,21 @@ def soak_command(
         write_record(json_file, record, verdict)
     if page_file is not None:
         write_whole(page_file, render_soak_page(record, verdict))
-    print_bytes(verdict.to_text().encode())
-    return verdict.exit_code if timeline is None else _with_timeline(verdict.exit_code, timeline)
+    text, exit_code = verdict.to_text(), verdict.exit_code
+    if timeline is not None:
+        text, exit_code = _with_timeline(text, exit_code, timeline)
+    if not is_standard_output(json_file) and not is_standard_output(page_file):
+        print_bytes(text.encode())
+    return exit_code
 
 
-def _with_timeline(exit_code: int, timeline: Path) -> int:
-    """Return the exit code of a run and its timeline: violated if either is, else inconclusive if either is."""
+def _with_timeline(text: str, exit_code: int, timeline: Path) -> tuple[str, int]:
+    """Return what is told of a run and its timeline: violated if either is, else inconclusive if either is."""
     from kvarts.verify.verifier import verify_file
 
     verdict = verify_file(timeline)
-    print_bytes(f"{timeline}: {verdict.to_text()}".encode())
-    return next((code for code in (5, 6) if code in (exit_code, verdict.exit_code)), 0)
+    code = next((code for code in (5, 6) if code in (exit_code, verdict.exit_code)), 0)
+    return f"{text}{timeline}: {verdict.to_text()}", code
 
 
 def _plan(target: str, values: dict[str, Any]) -> SoakPlan:
@@ -172,7 +181,8 @@ async def _run(
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
         loop.add_signal_handler(number, stop.set)
     try:
         async with AsyncExitStack() as stack:
@@ -184,8 +194,9 @@ async def _run(
             )
             return await run_soak(plan, target, stop=stop, checkpoint=checkpoint, checkpoint_turns=checkpoint_turns)
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)  # what is written from now on is written whole, or not at all
 
 
 async def _open(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
+from kvarts.cli.options import Command
+from kvarts.cli.paths import INPUT
 from kvarts.cli.printing import print_json
-from kvarts.errors import KvartsError
+from kvarts.errors import ConfigError, KvartsError
 from kvarts.units import parse_bytes
 
 __all__ = ["verify_command"]
@@ -18,11 +22,14 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]
     name = "bytes"
 
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return value if isinstance(value, int) else parse_bytes(value)
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except (OverflowError, ValueError):
+            raise ConfigError("is too large for a size", field=None if param is None else param.opts[0]) from None
 
 
-@click.command("verify")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.command("verify", cls=Command)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=INPUT)
 @click.option("--preempt-threshold", metavar="SHARE", type=float, default=0.95, show_default=True,
               help="Preemption below this share of used blocks is a violation, unless the step says what it "
               "asked for.")  # fmt: skip
@@ -37,21 +44,23 @@ def verify_command(
 ) -> int:
     """Judge KV timelines from anyone: are all blocks accounted for?
 
-    Prints a verdict for each FILE: ok, violated, or inconclusive (empty, constant zero, or too short). The exit code is
-    5 if any is violated, else that of the first file that cannot be read, else 6 if any is inconclusive, else 0.
+    A FILE may be a pipe, or a run directory: each timeline in it is judged. Prints a verdict for each: ok, violated, or
+    inconclusive (empty, constant zero, or too short). The exit code is 5 if any is violated, else that of the first
+    file that cannot be read, else 6 if any is inconclusive, else 0.
     """
-    from kvarts.verify.verifier import verify_file
+    from kvarts.verify.verifier import Limits, verify_file
 
+    Limits.checked(preempt_threshold, max_bytes, block_bytes)
     codes = []
-    answers = []
-    for path in files:
+    answers: list[dict[str, Any]] = []
+    for path, refused in _timelines(files):
         try:
+            if refused is not None:
+                raise refused
             verdict = verify_file(
                 path, preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes
             )
         except KvartsError as error:
-            if error.exit_code == 2:
-                raise
             click.echo(f"kvarts: {error}", err=True)
             codes.append(error.exit_code)
             answers.append({"file": str(path), "verdict": None, "error": str(error)})
@@ -64,3 +73,16 @@ def verify_command(
     if as_json:
         print_json(answers[0] if len(answers) == 1 else answers)
     return next((code for rank in ((5,), (3, 4), (6,)) for code in codes if code in rank), 0)
+
+
+def _timelines(files: tuple[Path, ...]) -> Iterator[tuple[Path, KvartsError | None]]:
+    """Return the timelines among `files`, and in run directories among them; with an error, what has none."""
+    from kvarts.report.run_directory import timelines_in
+
+    for path in files:
+        try:
+            found = timelines_in(path) or [path]
+        except KvartsError as error:
+            yield path, error
+            continue
+        yield from ((each, None) for each in found)

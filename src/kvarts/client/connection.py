@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from kvarts.errors import InputError, MissingFileError
+from kvarts.files import read_bytes
 
 __all__ = ["credentials_of", "metadata_of", "options_of"]
 
@@ -31,12 +31,7 @@ def credentials_of(tls: bool, tls_ca: Path | str | None) -> grpc.ChannelCredenti
     """Return what a channel with TLS needs; None for one without. Raise MissingFileError or InputError."""
     if tls_ca is None:
         return grpc.ssl_channel_credentials() if tls else None
-    try:
-        return grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=tls_ca, hint="Check the path of the certificate.") from None
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=tls_ca) from error
+    return grpc.ssl_channel_credentials(read_bytes(Path(tls_ca), hint="Check the path of the certificate."))
 
 
 def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:

@@ -18,9 +18,13 @@ from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.executor.manysteps import FEW_STEPS, whole_ns
 from kvarts.executor.roofline import RooflineCost
 from kvarts.files import read_toml
+from kvarts.limits import MOST_MS, brief, check_number
 from kvarts.sched.plan import Batch
 
 __all__ = ["CallableCost", "CostModel", "CostSpec", "LinearCost", "PolynomialCost", "parse_cost"]
+
+
+LINEAR_HINT = "'linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0',"
 
 
 class CostModel(Protocol):
@@ -112,9 +116,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
-            value = getattr(self, field)
-            if not 0.0 <= value < float("inf"):
-                raise ConfigError(f"must be a finite number, at least 0, got {value}", field=f"cost.{field}")
+            check_number(getattr(self, field), f"cost.{field}", most=MOST_MS)
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step."""
@@ -139,7 +141,7 @@ class CallableCost:
     def step_ns(self, batch: Batch) -> int:
         """Return what the callable answers, in nanoseconds. Raise ConfigError if that is no duration."""
         ms = self._step_ms(batch)
-        if not isinstance(ms, int | float | np.number) or not 0.0 <= ms < float("inf"):
+        if not isinstance(ms, int | float | np.number) or not 0.0 <= ms <= MOST_MS:
             raise ConfigError(f"the cost callable answered {ms!r} for {batch}", field="cost", hint="Return ms.")
         return round(float(ms) * 1e6)
 
@@ -168,20 +170,26 @@ def parse_cost(text: str) -> CostSpec:
     name, _, rest = text.partition(":")
     fields: dict[str, object] = {"model": name}
     for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
+        key, equals, value = (text.strip() for text in part.partition("="))
         try:
-            fields[key.strip()] = float(value)
+            number = float(value)
         except ValueError:
-            raise ConfigError(f"{part!r} is not NAME=NUMBER", field="cost") from None
+            raise ConfigError(f"{brief(part)} is not NAME=NUMBER", field="cost") from None
         assert equals or not value
+        if key in fields:
+            raise ConfigError(f"says {key} twice", field="cost", hint="Keep one of them.")
+        fields[key] = number
+    if fields == {"model": "linear"}:
+        raise ConfigError(
+            "says nothing: every step would take no time", field="cost", hint=f"Write {LINEAR_HINT} or some of it."
+        )
     try:
         cost: CostSpec = msgspec.convert(fields, CostSpec)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{text!r}: {error}",
+            f"{brief(text)}: {error}",
             field="cost",
-            hint="Use 'polynomial', 'linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0', or the "
-            "file that a calibration wrote.",
+            hint=f"Use 'polynomial', {LINEAR_HINT} or the file that a calibration wrote.",
         ) from error
     return cost
 
@@ -190,6 +198,8 @@ def _load_cost(path: Path) -> CostSpec:
     values = read_toml(path, hint="Check the path of the cost model.")
     if "cost" not in values:
         raise InputError("is missing", path=path, field="cost", hint="The file must have a table [cost].")
+    if values["cost"] == {"model": "linear"}:
+        raise InputError("says nothing: every step would take no time", path=path, field="cost")
     try:
         cost: CostSpec = msgspec.convert(values["cost"], CostSpec)
     except msgspec.ValidationError as error:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvarts.errors import ConfigError
 from kvarts.executor.manysteps import FEW_STEPS, whole_ns
+from kvarts.limits import MOST_MS, MOST_REPLICAS, check_number, check_whole
 from kvarts.sched.plan import Batch, Chunk
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COEFFICIENTS", "RooflineCost"]
 
+LEAST_EFFICIENCY = 1e-12
 COEFFICIENTS = ("compute_efficiency", "bandwidth_efficiency", "attention_efficiency", "step_us", "sequence_us")
 
 
@@ -55,12 +57,13 @@ class RooflineCost(
     sequence_us: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise ConfigError(f"must be at least 1, got {self.tensor_parallel}", field="cost.tensor_parallel")
+        check_whole(self.tensor_parallel, "cost.tensor_parallel", most=MOST_REPLICAS)
         for field in COEFFICIENTS:
             value = getattr(self, field)
-            if not 0.0 <= value < float("inf") or (value == 0.0 and field.endswith("efficiency")):
-                raise ConfigError(f"must be a finite number above 0, got {value}", field=f"cost.{field}")
+            if field.endswith("efficiency"):
+                check_number(value, f"cost.{field}", least=LEAST_EFFICIENCY, most=MOST_MS)
+            else:
+                check_number(value, f"cost.{field}", most=MOST_MS)
         if self.tensor_parallel > 1 and not self.hardware.link_bytes_per_s:
             raise ConfigError(f"{self.device} has no link to a second one", field="cost.tensor_parallel")
         _ = self._parts

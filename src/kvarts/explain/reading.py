@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvarts.content import Content, pack_units
 from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.journal import JOURNAL_VERSION, AnyLine, ArrivedLine, FinishedLine, Head, RejectedLine
+from kvarts.journal import (
+    JOURNAL_VERSION,
+    AdmittedLine,
+    AnyLine,
+    ArrivedLine,
+    CancelledLine,
+    ComputedLine,
+    FinishedLine,
+    Head,
+    RejectedLine,
+    RemovedBelowLine,
+    RemovedLine,
+    StoredBelowLine,
+    StoredLine,
+    StoreFailedLine,
+    StoringLine,
+)
 
 __all__ = ["Journal", "load_journal"]
 
+LARGEST_LINE_BYTES = 1 << 28
+BLOCK_BYTES = 1 << 16
+RunLine = StoredLine | RemovedLine | StoringLine | StoreFailedLine | StoredBelowLine | RemovedBelowLine
+"""Lines about pages [start_page, end_page) of a request."""
+
 
 class Journal:
-    """A journal in memory. `contents` and `names` are by request; a rejected request has no content."""
+    """A journal in memory. `contents` and `names` are by request; a rejected request has no content.
 
-    def __init__(self, lines: list[AnyLine], *, page_size: int, num_pages: int) -> None:
+    `note`: what is missing at its end, in words; None where every request of it has ended.
+    """
+
+    def __init__(self, lines: list[AnyLine], *, page_size: int, num_pages: int, is_torn: bool = False) -> None:
         self.lines = lines
+        self.note = _note(lines, is_torn=is_torn)
         self.page_size = page_size
         self.num_pages = num_pages
         self.names: dict[int, str] = {}
@@ -49,58 +74,141 @@ class Journal:
         raise InputError(f"no request {name!r} in this journal", hint="Requests go by their ids in requests.jsonl.")
 
 
-def load_journal(path: Path | str) -> Journal:
-    """Read a journal, packed or not; one that breaks off, up to there. Raise MissingFileError and InputError."""
+MOST_UNIT_TOKENS = 1 << 16
+
+
+def load_journal(path: Path | str, *, on_progress: Callable[[int], object] | None = None) -> Journal:
+    """Read a journal, packed or not; one that breaks off, up to there. Raise MissingFileError and InputError.
+
+    `on_progress` is called with the bytes of the file that were read since the last call.
+    """
     path = Path(path)
-    decoder = msgspec.json.Decoder(AnyLine)
-    head = None
-    lines: list[AnyLine] = []
-    known: set[int] = set()
+    text = _Text(path, on_progress)
+    reading = _Reading(path)
     try:
-        for number, text in enumerate(_text_lines(path), 1):
+        for number, line in enumerate(text.lines(), 1):
             try:
-                if head is None:
-                    head = msgspec.json.decode(text, type=Head)
-                    if head.kvarts_journal != JOURNAL_VERSION or head.block_size_tokens < 1:
-                        raise InputError(f"is a journal of version {head.kvarts_journal}", path=path)
-                    continue
-                line = decoder.decode(text)
-                if line.n != len(lines):
-                    raise InputError(
-                        f"event {line.n} follows event {len(lines) - 1}: some are lost", path=path, line=number
-                    )
-                if not isinstance(line, ArrivedLine | RejectedLine) and line.request not in known:
-                    raise InputError(f"speaks of request {line.request}, which never arrived", path=path, line=number)
-                if isinstance(line, ArrivedLine):
-                    known.add(line.request)
-                    if min(line.unit_tokens, line.prompt_tokens) < 1 or not 0 <= line.num_known_tokens <= (
-                        len(line.units) * line.unit_tokens
-                    ):
-                        raise InputError("has fewer tokens than it says", path=path, line=number, field="units")
-                lines.append(line)
-            except (msgspec.DecodeError, ConfigError) as error:
+                reading.read(line, number)
+            except (msgspec.DecodeError, ConfigError, UnicodeError, OverflowError, RecursionError) as error:
                 raise InputError(f"is no event of a journal: {error}", path=path, line=number) from error
     except FileNotFoundError:
         raise MissingFileError("no such file", path=path, hint="Write one with `kvarts replay --events`.") from None
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", path=path) from error
-    if head is None:
+    if reading.head is None:
         raise InputError("is empty", path=path, hint="Write a journal with `kvarts replay --events`.")
-    return Journal(lines, page_size=head.block_size_tokens, num_pages=head.total_blocks)
+    head = reading.head
+    try:
+        return Journal(
+            reading.lines, page_size=head.block_size_tokens, num_pages=head.total_blocks, is_torn=text.is_torn
+        )
+    except (ConfigError, OverflowError) as error:
+        raise InputError(f"has units that are no tokens: {error}", path=path) from error
 
 
-def _text_lines(path: Path) -> Iterator[bytes]:
-    """Iterate over complete lines."""
-    unpacker = None
-    rest = b""
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            if unpacker is None and block[:2] == b"\x1f\x8b" and not rest:
-                unpacker = zlib.decompressobj(31)
-            if unpacker is not None:
-                try:
-                    block = unpacker.decompress(block)
-                except zlib.error as error:
-                    raise InputError(f"is no readable gzip: {error}", path=path) from error
-            *whole, rest = (rest + block).split(b"\n")
-            yield from whole
+def _note(lines: list[AnyLine], *, is_torn: bool) -> str | None:
+    """Return what is missing at the end of a journal, in words; None if nothing is."""
+    going: set[int] = set()
+    for line in lines:
+        if isinstance(line, ArrivedLine):
+            going.add(line.request)
+        elif isinstance(line, FinishedLine | CancelledLine | RejectedLine):
+            going.discard(line.request)
+    if not going and not is_torn:
+        return None
+    where = f"after step {lines[-1].step}" if lines else "before its first event"
+    return f"the journal breaks off {where}: {len(going):,} requests had not ended, and what came later is not told"
+
+
+class _Reading:
+    """Takes the lines of a journal, and checks that they can follow one another."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._decoder = msgspec.json.Decoder(AnyLine)
+        self.head: Head | None = None
+        self.lines: list[AnyLine] = []
+        self._num_tokens: dict[int, tuple[int, int]] = {}
+        """Of each request that arrived: those that are known, and all it can come to."""
+        self._admitted: set[int] = set()
+
+    def read(self, text: bytes, number: int) -> None:
+        if self.head is None:
+            self.head = msgspec.json.decode(text, type=Head)
+            if self.head.kvarts_journal != JOURNAL_VERSION:
+                raise InputError(f"is a journal of version {self.head.kvarts_journal}", path=self._path)
+            if self.head.block_size_tokens < 1:
+                raise InputError("must be at least 1", path=self._path, line=1, field="block_size_tokens")
+            return
+        line = self._decoder.decode(text)
+        what = self._wrong_with(line)
+        if what is not None:
+            raise InputError(what, path=self._path, line=number)
+        self.lines.append(line)
+
+    def _wrong_with(self, line: AnyLine) -> str | None:
+        if line.n != len(self.lines):
+            return f"event {line.n} follows event {len(self.lines) - 1}: some are lost"
+        if isinstance(line, RejectedLine):
+            return None
+        if isinstance(line, ArrivedLine):
+            self._num_tokens[line.request] = line.num_known_tokens, line.prompt_tokens + line.output_tokens
+            num_covered = len(line.units) * line.unit_tokens
+            if min(line.unit_tokens, line.prompt_tokens) < 1 or line.num_known_tokens > num_covered:
+                return "units: has fewer tokens than it says"
+            return None if line.unit_tokens <= MOST_UNIT_TOKENS else "unit_tokens: is too large"
+        if line.request not in self._num_tokens:
+            return f"speaks of request {line.request}, which never arrived"
+        return self._wrong_pages(line)
+
+    def _wrong_pages(self, line: AnyLine) -> str | None:
+        assert self.head is not None
+        known, most = self._num_tokens[line.request]
+        most_pages = max(known, most) // self.head.block_size_tokens + 1
+        if isinstance(line, AdmittedLine):
+            self._admitted.add(line.request)
+            if max(line.hit_pages, *line.loaded_pages.values(), 0) > most_pages:
+                return f"hit_pages: request {line.request} has {most_pages} pages at most"
+        elif isinstance(line, ComputedLine):
+            if line.request not in self._admitted:
+                return f"computes for request {line.request}, which was never admitted"
+            if not line.start <= line.end <= line.known:
+                return "computes tokens that are not there"
+        elif isinstance(line, RunLine) and not line.start_page < line.end_page <= most_pages:
+            return f"pages {line.start_page} to {line.end_page} are not there: it has {most_pages} at most"
+        return None
+
+
+class _Text:
+    """The lines of a file. `is_torn`: whether the last one, or what is packed, breaks off."""
+
+    def __init__(self, path: Path, on_progress: Callable[[int], object] | None) -> None:
+        self._path = path
+        self._on_progress = on_progress
+        self.is_torn = False
+
+    def lines(self) -> Iterator[bytes]:
+        """Iterate over complete lines."""
+        unpacker = None
+        rest = b""
+        with self._path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                if self._on_progress is not None:
+                    self._on_progress(len(block))
+                if unpacker is None and block[:2] == b"\x1f\x8b" and not rest:
+                    unpacker = zlib.decompressobj(31)
+                if unpacker is not None:
+                    try:
+                        block = unpacker.decompress(block)
+                    except zlib.error as error:
+                        raise InputError(f"is no readable gzip: {error}", path=self._path) from error
+                first, *others = block.split(b"\n")
+                if not others:
+                    rest += first
+                    if len(rest) > LARGEST_LINE_BYTES:
+                        raise InputError(f"has a line of more than {LARGEST_LINE_BYTES} bytes", path=self._path)
+                    continue
+                yield rest + first
+                rest = others.pop()
+                yield from others
+        self.is_torn = bool(rest) or (unpacker is not None and not unpacker.eof)

@@ -28,7 +28,7 @@ from kvarts.journal import (
 )
 from kvarts.keys import BlockKey, BlockKeys
 
-__all__ = ["block_named", "longest_waits", "story_of_block", "story_of_request"]
+__all__ = ["block_named", "story_of_block", "story_of_request"]
 
 SHORTEST_PREFIX = 6
 """Hex digits of a block key that are enough, if they are unique."""
@@ -46,16 +46,6 @@ def story_of_block(journal: Journal, name: str) -> list[str]:
     """
     request, page = block_named(journal, name)
     return _BlockStory(journal, request, page).lines()
-
-
-def longest_waits(journal: Journal, count: int) -> list[tuple[str, float]]:
-    """Return the requests that waited longest for their first admission, and how many ms each."""
-    waited: dict[int, float] = {}
-    for line in journal.lines:
-        if isinstance(line, AdmittedLine) and line.request not in waited:
-            waited[line.request] = line.t_ms - journal.arrivals[line.request].t_ms
-    ranked = sorted(waited.items(), key=lambda item: (-item[1], item[0]))[:count]
-    return [(journal.names[request], ms) for request, ms in ranked]
 
 
 # A request ------------------------------------------------------------------------------------------------
@@ -117,7 +107,11 @@ class _RequestStory:
                 self._say(line, f"of its sequence, {_which(line)} could not be stored in {line.tier}")
             case PreemptedLine():
                 self._count_made(line.step - 1)
-                by = "itself" if line.asker == line.request else names[line.asker]
+                by = (
+                    "itself"
+                    if line.asker == line.request
+                    else names.get(line.asker, f"request {line.asker} of another model")
+                )
                 self._lost = line.lost_tokens
                 self._since_ms = line.t_ms
                 self._say(

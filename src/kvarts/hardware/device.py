@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.hardware.dtypes import flops_dtype
+from kvarts.limits import MOST_COUNT
 from kvarts.units import parse_bytes, parse_rate
 
 __all__ = ["Device", "device_names", "load_device"]
@@ -66,22 +68,30 @@ def load_device(name: str) -> Device:
 
 def _cpu(name: str, text: str) -> Device:
     values = dict(CPU_FIELDS)
+    said = set()
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
+        if key in said:
+            raise ConfigError(f"says {key} twice", field="device", hint="Keep one of them.")
+        said.add(key)
         if key not in values or not value:
             raise ConfigError(f"{part!r} is not understood", field="device", hint=f"A CPU has {', '.join(values)}.")
         values[key] = value
     try:
-        operations = float(values["cores"]) * float(values["ghz"]) * 1e9 * float(values["flops_per_cycle"])
+        numbers = [float(values[name]) for name in ("cores", "ghz", "flops_per_cycle")]
     except ValueError:
         raise ConfigError(f"{text!r} has a value that is no number", field="device") from None
-    if not 0 < operations < float("inf"):
+    operations = prod(numbers) * 1e9
+    if not all(0 < number < MOST_COUNT for number in numbers):
         raise ConfigError(f"{text!r} has no arithmetic", field="device", hint="All numbers must be above 0.")
     tflops = dict.fromkeys(("float32", "bfloat16", "int8"), operations / 1e12)
-    bandwidth = parse_rate(values["bandwidth"])
+    try:
+        bandwidth, memory_bytes = parse_rate(values["bandwidth"]), parse_bytes(values["memory"])
+    except ConfigError as error:
+        raise ConfigError(error.what, field="device", hint=error.hint) from error
     if bandwidth < 1:
         raise ConfigError(f"{text!r} has no bandwidth", field="device", hint="The bandwidth must be above 0.")
-    return Device(name.lower(), "as described", parse_bytes(values["memory"]), bandwidth, tflops)
+    return Device(name.lower(), "as described", memory_bytes, bandwidth, tflops)
 
 
 def _presets() -> dict[str, dict[str, Any]]:

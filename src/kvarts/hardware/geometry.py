@@ -14,11 +14,14 @@ from typing import Annotated, Any
 import msgspec
 
 from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
+from kvarts.files import read_bytes, reading
 from kvarts.hardware.dtypes import dtype_bits
+from kvarts.limits import MOST_COUNT, MOST_LAYERS
 
 __all__ = ["Experts", "Geometry", "Latent", "load_geometry", "preset_names"]
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+Some = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 
 
 class Latent(msgspec.Struct, frozen=True):
@@ -216,31 +219,31 @@ class _Config(msgspec.Struct):
 
     model_type: str
     hidden_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
     num_attention_heads: Count
     vocab_size: Count
-    intermediate_size: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    intermediate_size: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool = False
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     use_sliding_window: bool | None = None
-    sliding_window_pattern: int | None = None
+    sliding_window_pattern: Count | None = None
     layer_types: list[str] | None = None
-    num_local_experts: int | None = None
-    num_experts: int | None = None
-    n_routed_experts: int | None = None
-    n_shared_experts: int = 0
-    num_experts_per_tok: int | None = None
-    moe_intermediate_size: int | None = None
-    first_k_dense_replace: int = 0
-    kv_lora_rank: int | None = None
-    q_lora_rank: int | None = None
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
+    num_local_experts: Some | None = None
+    num_experts: Some | None = None
+    n_routed_experts: Some | None = None
+    n_shared_experts: Some | None = 0
+    num_experts_per_tok: Count | None = None
+    moe_intermediate_size: Count | None = None
+    first_k_dense_replace: Some = 0
+    kv_lora_rank: Count | None = None
+    q_lora_rank: Count | None = None
+    qk_nope_head_dim: Some = 0
+    qk_rope_head_dim: Some = 0
+    v_head_dim: Some = 0
     torch_dtype: str | None = None
     dtype: str | None = None
     quantization_config: dict[str, Any] | None = None
@@ -281,18 +284,22 @@ def load_geometry(model: str | Path) -> Geometry:
         preset = presets[name.lower()]
         return _geometry(name.lower(), preset["source"], preset, None)
     path = Path(model)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.exists():
+    with reading(path):
+        if path.is_dir():
+            path /= "config.json"
+        is_there = path.exists()
+    if not is_there:
         raise MissingFileError(
             "is neither a model known by name nor a config.json",
             path=name,
             hint=f"Known by name are {', '.join(presets)}.",
         )
     try:
-        values = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+        values = msgspec.json.decode(read_bytes(path))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"is no readable JSON: {error}", path=path) from error
+    except RecursionError:
+        raise InputError("is no readable JSON: it is nested too deeply", path=path) from None
     if not isinstance(values, dict):
         raise InputError("holds no object", path=path)
     return _geometry(path.parent.name or path.stem, str(path), values, path)
@@ -337,6 +344,12 @@ def _geometry(name: str, source: str, values: dict[str, Any], path: Path | None)
     head_dim = config.head_dim
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
+        if not head_dim:
+            raise InputError(
+                f"is {config.hidden_size}, less than a number for each of {config.num_attention_heads} heads",
+                path=path,
+                field="hidden_size",
+            )
     dtype = config.dtype or config.torch_dtype or "bfloat16"
     weight_dtype, expert_dtype = _stored_as(config, dtype, path)
     has_bias = bool(config.attention_bias)
@@ -400,8 +413,8 @@ def _experts(config: _Config, path: Path | None) -> Experts | None:
         count=count,
         per_token=config.num_experts_per_tok,
         intermediate_size=size,
-        shared_size=config.n_shared_experts * size,
-        num_layers=config.num_hidden_layers - config.first_k_dense_replace,
+        shared_size=(config.n_shared_experts or 0) * size,
+        num_layers=max(0, config.num_hidden_layers - config.first_k_dense_replace),
         has_bias=config.model_type == "gpt_oss",
     )
 

@@ -12,22 +12,23 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from kvarts.content import Content
-from kvarts.kv.pool import PageId, Pool
+from kvarts.kv.pool import PageError, PageId, Pool
 from kvarts.kv.tree import Match, Path, PrefixTree
 
-__all__ = ["Holding", "PageCache"]
+__all__ = ["Holding", "PageCache", "PageError"]
 
 
 class Holding(msgspec.Struct, eq=False):
     """The pages of one running request. Written by PageCache.
 
     `path`: its full, findable pages. `num_pages`: all its pages, the partial last one included. `page_ids`: their
-    ids in order of position, or None where pages are only counted.
+    ids in order of position, or None where pages are only counted. `is_open`: it was not closed yet.
     """
 
     path: Path
     num_pages: int
     page_ids: list[PageId] | None
+    is_open: bool = True
 
 
 class PageCache:
@@ -35,6 +36,9 @@ class PageCache:
 
     Pages that are evicted from `tree` are taken again or given back. Where others take from the same memory, `num_free`
     is true from one `refresh` until one of them takes or releases something.
+
+    A call that cannot be is a PageError, and changes nothing: a holding that is closed already, more pages than are
+    free, fewer pages than a holding has.
     """
 
     __slots__ = (
@@ -85,8 +89,10 @@ class PageCache:
     def take(self, count: int) -> list[PageId] | None:
         """Take `count` pages, at most `num_free`: empty ones, then the cached ones that are evicted first.
 
-        Return their ids, or None where pages are only counted.
+        Return their ids, or None where pages are only counted. Raise PageError for more than are free.
         """
+        if not 0 <= count <= self.num_free:
+            raise PageError(f"{count} pages asked for, {self.num_free} free")
         self.num_free -= count
         pool = self.pool
         make_room = pool.make_room
@@ -172,9 +178,11 @@ class PageCache:
         self.num_released += num_released
 
     def grow(self, holding: Holding, num_pages: int) -> None:
-        """Take pages until `holding` has `num_pages`, if it has fewer."""
+        """Take pages until `holding` has `num_pages`, if it has fewer. Raise PageError, see the class."""
         num_missing = num_pages - holding.num_pages
         if num_missing > 0:
+            if not holding.is_open:
+                raise PageError("the holding is closed")
             taken_ids = self.take(num_missing)
             if taken_ids is not None:
                 assert holding.page_ids is not None
@@ -182,19 +190,30 @@ class PageCache:
             holding.num_pages = num_pages
 
     def publish(self, holding: Holding, content: Content, num_full_pages: int) -> None:
-        """Make the first `num_full_pages` pages findable. Pages already findable stay as they are."""
+        """Make the first `num_full_pages` pages findable. Pages already findable stay as they are.
+
+        Raise PageError for a holding that is closed.
+        """
+        if not holding.is_open:
+            raise PageError("the holding is closed")
         self.tree.extend(holding.path, content, num_full_pages, holding.page_ids)
 
     def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
         """Release everything: full pages become cached, deepest first, the rest empty.
 
         `num_pages` is what the request holds. A pool that only counts lets a decoding request take its pages in bulk
-        with others', so the holding itself may know of fewer.
+        with others', so the holding itself may know of fewer. Raise PageError, see the class.
         """
-        self.publish(holding, content, num_full_pages)
         path = holding.path
-        num_findable = path[-1].end if path else 0
         page_ids = holding.page_ids
+        num_known = holding.num_pages if page_ids is None else len(page_ids)
+        # With ids, the ids are the pages; without, others may have taken more for it, and never fewer.
+        if num_full_pages > num_pages or num_pages < num_known or (page_ids is not None and num_pages != num_known):
+            raise PageError(f"{num_pages} pages, {num_full_pages} of them full, and the holding has {num_known}")
+        if num_pages - num_known > self.num_used:
+            raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
+        self.publish(holding, content, num_full_pages)
+        num_findable = path[-1].end if path else 0
         tree = self.tree
         num_cached = tree.num_cached
         tree.release(path)
@@ -205,6 +224,7 @@ class PageCache:
         self.num_free += num_released
         self.num_released += num_released
         holding.path = []
+        holding.is_open = False
 
     def runs(self) -> Iterator[tuple[Content, int, int, int]]:
         """Return findable pages and their copies: content, first page, page after the last, how often referenced."""

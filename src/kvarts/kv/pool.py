@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NewType, Protocol, cast
 
-__all__ = ["CountPool", "IdPool", "PageId", "Pool"]
+from kvarts.errors import KvartsError
+from kvarts.limits import MOST_COUNT, MOST_PAGES, check_whole
+
+__all__ = ["CountPool", "IdPool", "PageError", "PageId", "Pool"]
 
 PageId = NewType("PageId", int)
+
+
+class PageError(KvartsError):
+    """Pages that are asked for and not there, or given back and not held. Nothing has changed."""
 
 
 class Pool(Protocol):
@@ -58,7 +65,7 @@ class Pool(Protocol):
 
 
 class CountPool:
-    """Pages without names."""
+    """Pages without names. Raises ConfigError for a `total` that cannot be."""
 
     __slots__ = ("num_empty", "num_taken", "total")
 
@@ -67,6 +74,7 @@ class CountPool:
     empty_ids: Sequence[PageId] = ()
 
     def __init__(self, total: int) -> None:
+        check_whole(total, "total", least=0, most=MOST_PAGES)
         self.total = total
         self.num_empty = total
         self.num_taken = 0
@@ -76,16 +84,18 @@ class CountPool:
         return count <= self.num_empty
 
     def take(self, count: int) -> None:
-        """Take `count` pages."""
-        assert count <= self.num_empty, f"{count} pages asked for, {self.num_empty} empty"
+        """Take `count` pages. Raise PageError if fewer are empty."""
+        if not 0 <= count <= self.num_empty:
+            raise PageError(f"{count} pages asked for, {self.num_empty} empty")
         self.num_empty -= count
         self.num_taken += count
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """Give `count` pages back as empty."""
+        """Give `count` pages back as empty. Raise PageError if fewer were taken."""
+        if not 0 <= count <= self.num_taken:
+            raise PageError(f"{count} pages given back, and {self.num_taken} were taken")
         self.num_empty += count
         self.num_taken -= count
-        assert self.num_taken >= 0, "more pages given back than were taken"
 
     def check(self, num_free: int, num_cached: int) -> None:
         """Assert law L1 for the one taker of this pool."""
@@ -94,7 +104,10 @@ class CountPool:
 
 
 class IdPool:
-    """Pages by id, the most recently emptied first: its memory is the likeliest to be warm."""
+    """Pages by id, the most recently emptied first: its memory is the likeliest to be warm.
+
+    Raises ConfigError for a `total` that cannot be.
+    """
 
     __slots__ = ("_empty_ids", "num_empty", "num_taken", "total")
 
@@ -102,6 +115,7 @@ class IdPool:
     make_room = None
 
     def __init__(self, total: int) -> None:
+        check_whole(total, "total", least=0, most=MOST_COUNT)
         self.total = total
         self.num_empty = total
         self.num_taken = 0
@@ -117,8 +131,9 @@ class IdPool:
         return count <= self.num_empty
 
     def take(self, count: int) -> list[PageId]:
-        """Take `count` pages; return their ids."""
-        assert count <= self.num_empty, f"{count} pages asked for, {self.num_empty} empty"
+        """Take `count` pages; return their ids. Raise PageError if fewer are empty."""
+        if not 0 <= count <= self.num_empty:
+            raise PageError(f"{count} pages asked for, {self.num_empty} empty")
         self.num_empty -= count
         self.num_taken += count
         if count == 1:
@@ -131,12 +146,14 @@ class IdPool:
         return taken
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """Give `count` pages back as empty."""
-        assert page_ids is not None and len(page_ids) == count
+        """Give `count` pages back as empty. Raise PageError if fewer were taken, or ids are missing."""
+        if page_ids is None or len(page_ids) != count:
+            raise PageError(f"{count} pages given back with {0 if page_ids is None else len(page_ids)} ids")
+        if count > self.num_taken:
+            raise PageError(f"{count} pages given back, and {self.num_taken} were taken")
         self._empty_ids.extend(page_ids)
         self.num_empty += count
         self.num_taken -= count
-        assert self.num_taken >= 0, "more pages given back than were taken"
 
     def check(self, num_free: int, num_cached: int) -> None:
         """Assert law L1 for the one taker of this pool."""

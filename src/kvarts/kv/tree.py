@@ -174,8 +174,8 @@ class PrefixTree:
         """End what `hold_path` began."""
         for node in self.walk(path):
             for copy in node.twins or (node,):
+                assert copy.holds > 0, f"{copy} was let go more often than it was held"
                 copy.holds -= 1
-                assert copy.holds >= 0, f"{copy} was let go more often than it was held"
                 if not (copy.refs or copy.holds):
                     self.num_cached += copy.end - copy.start
                     self.order.unheld(copy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvarts.limits import LATEST_NS, TooLateError
+
 __all__ = ["Channel"]
 
 NS_PER_S = 1_000_000_000
@@ -27,10 +29,12 @@ class Channel:
         """Return when a transfer of `num_bytes` that is submitted at `now_ns` ends.
 
         It starts when the transfer before it has ended, and takes the latency plus the bytes over the bandwidth,
-        rounded up to whole nanoseconds.
+        rounded up to whole nanoseconds. Raise TooLateError for one that does not end in time.
         """
         self.num_bytes += num_bytes
         self.num_transfers += 1
         start_ns = self._free_ns if self._free_ns > now_ns else now_ns
         self._free_ns = start_ns + self._latency_ns - (-num_bytes * NS_PER_S // self._bytes_per_s)
+        if self._free_ns > LATEST_NS:
+            raise TooLateError
         return self._free_ns

@@ -10,6 +10,7 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_MS, MOST_PAGES, check_number, check_whole
 from kvarts.offload.spec import ChannelSpec, TierSpec
 from kvarts.settings import SettingError, setting
 from kvarts.units import parse_bytes, parse_rate
@@ -123,25 +124,23 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             count, size = getattr(self, pages), getattr(self, memory)
             if count is not None and size is not None:
                 raise SettingError(f"is given beside {{{memory}}}", pages, hint="Keep one of them.")
-            if count is not None and count < 0:
-                raise SettingError(f"must be at least 0, got {count}", pages)
-            if size is not None and self._bytes(memory) < 0:
-                raise SettingError(f"must be at least 0, got {size}", memory)
+            if count is not None:
+                check_whole(count, pages, least=0, most=MOST_PAGES)
+            if size is not None:
+                check_whole(self._bytes(memory), memory, least=0, most=MOST_BYTES)
         if self.policy not in ("eager", "lazy"):
             raise SettingError(f"must be 'eager' or 'lazy', got {self.policy!r}", "policy")
-        if self.target_free is not None and self.target_free < 0:
-            raise SettingError(f"must be at least 0, got {self.target_free}", "target_free")
+        if self.target_free is not None:
+            check_whole(self.target_free, "target_free", least=0, most=MOST_PAGES)
         for field in ("h2d", "d2h", "disk_read", "disk_write"):
             if self.bytes_per_s(field) < 1:
                 raise SettingError(f"must be at least one byte a second, got {getattr(self, field)}", field)
+            check_whole(self.bytes_per_s(field), field, most=MOST_BYTES)
         for field in ("latency_us", "disk_latency_us"):
-            if not 0.0 <= getattr(self, field) < float("inf"):
-                raise SettingError(f"must be a finite number, at least 0, got {getattr(self, field)}", field)
-        for field in ("kv_bytes_per_token", "workers"):
-            if getattr(self, field) < 1:
-                raise SettingError(f"must be at least 1, got {getattr(self, field)}", field)
-        if self.fail_every < 0:
-            raise SettingError(f"must be at least 0, got {self.fail_every}", "fail_every")
+            check_number(getattr(self, field), field, most=MOST_MS)
+        check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
+        check_whole(self.workers, "workers")
+        check_whole(self.fail_every, "fail_every", least=0)
         if (self.disk_pages or self.disk_memory) and self.host_pages is None and self.host_memory is None:
             raise SettingError(
                 "needs host memory above it", "disk_pages", "disk_memory", of=self, hint="Give {host_pages} as well."

@@ -1,7 +1,7 @@
 """A timeline written while the engine runs: a run that is killed leaves every complete step.
 
 As .jsonl (and .jsonl.gz) a step is a line, flushed. As .json the file is complete after every step: the step and the
-end of the file are written in one go, and the next step is written over that end.
+end of the file are written in one go, and the next step is written over that end. A device or a pipe gets .jsonl.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from kvarts.errors import ConfigError, OutputError
 from kvarts.events import AtRest, Event, LeapDone, StepDone
-from kvarts.files import check_writable
+from kvarts.files import check_writable, is_replaceable, open_stream, write_all, writing
 from kvarts.record.timeline import NS_PER_MS, Row, ask_of, form_of, head_of
 
 __all__ = ["LiveTimeline"]
@@ -44,6 +44,9 @@ class LiveTimeline:
     ) -> None:
         path = Path(path)
         form, is_packed = form_of(path)
+        is_own = is_replaceable(path)
+        if form == "json" and not is_own:
+            form = "jsonl"  # of what is written to a device or a pipe, nothing can be written over
         if form == "parquet" or (form == "json" and is_packed):
             raise ConfigError("cannot be written step by step", path=path, hint="Use .jsonl, .jsonl.gz or .json.")
         check_writable(path)
@@ -58,17 +61,21 @@ class LiveTimeline:
         self._encoder = msgspec.json.Encoder()
         self._is_json = form == "json"
         head = head_of(block_size_tokens=block_size_tokens, total_blocks=total_blocks, tiers=tiers)
-        try:
-            self._file: IO[bytes] = path.open("wb", buffering=0)
-            start = self._encoder.encode(head)
-            if self._is_json:
-                start = start[:-1] + b',"timeline":['
-                self._end_at = len(start)
-                self._file.write(start + self._json_end())
-            else:
-                self._append(start + b"\n")
-        except OSError as error:
-            raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
+        with writing(path):
+            self._file: IO[bytes] = path.open("wb", buffering=0) if is_own else open_stream(path)
+            try:
+                self._begin(self._encoder.encode(head))
+            except OSError:
+                self._file.close()
+                raise
+
+    def _begin(self, head: bytes) -> None:
+        if self._is_json:
+            start = head[:-1] + b',"timeline":['
+            self._end_at = len(start)
+            write_all(self._file, start + self._json_end())
+        else:
+            self._append(head + b"\n")
 
     def observe(self, events: Sequence[Event]) -> None:
         """Write what `events` say of steps."""
@@ -139,7 +146,7 @@ class LiveTimeline:
             if not self._is_json:
                 self._append(self._encoder.encode(self._totals()) + b"\n")
                 if self._packer is not None:
-                    self._file.write(self._packer.flush(zlib.Z_FINISH))
+                    write_all(self._file, self._packer.flush(zlib.Z_FINISH))
             self._file.close()
         except OSError as error:
             raise OutputError(f"cannot be written: {error.strerror}", path=self._path) from error
@@ -197,7 +204,7 @@ class LiveTimeline:
             text = (b",\n" if self._num_rows else b"\n") + text
             self._num_rows += len(rows)
             self._file.seek(self._end_at)
-            self._file.write(text + self._json_end())
+            write_all(self._file, text + self._json_end())
             self._end_at += len(text)
         except OSError as error:
             raise OutputError(f"cannot be written: {error.strerror}", path=self._path) from error
@@ -205,7 +212,7 @@ class LiveTimeline:
     def _append(self, text: bytes) -> None:
         if self._packer is not None:
             text = self._packer.compress(text) + self._packer.flush(zlib.Z_SYNC_FLUSH)
-        self._file.write(text)
+        write_all(self._file, text)
 
     def _totals(self) -> dict[str, float]:
         return {"peak_used_pct": self._peak, "preemption_count": self._num_preempted}

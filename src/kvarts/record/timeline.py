@@ -18,7 +18,7 @@ import numpy as np
 from kvarts.columns import Column
 from kvarts.errors import ConfigError
 from kvarts.events import Preemption
-from kvarts.files import check_writable, whole_file
+from kvarts.files import check_writable, is_replaceable, whole_file
 
 __all__ = [
     "FORMS",
@@ -415,13 +415,15 @@ def timelines_of(report: Recorded) -> list[Timeline]:
 def form_of(path: Path) -> tuple[str, bool]:
     """Return the form that the suffix of `path` names, and whether it is packed with gzip.
 
-    Raise ConfigError for others.
+    A device or a pipe without a suffix gets JSON. Raise ConfigError for other suffixes.
     """
     suffixes = path.suffixes
     is_packed = bool(suffixes) and suffixes[-1] == ".gz"
     if is_packed:
         suffixes = suffixes[:-1]
     form = suffixes[-1][1:] if suffixes else ""
+    if form not in FORMS and not is_replaceable(path):
+        return "json", False
     if form not in FORMS:
         raise ConfigError(
             "a timeline is named by its form", path=path, hint="End it in .json, .jsonl or .parquet; .gz may follow."

@@ -1,7 +1,8 @@
 """A run directory: everything about one run, in files that stand on their own.
 
-`report.json` and `requests.jsonl` as the replay writes them, `distributions.json`; and for each replica a timeline and
-a journal: `timeline.json.gz` and `events.jsonl.gz`, or with several `timeline-r0.json.gz` and so on.
+`run.json` says what made it; `report.json` and `requests.jsonl` as the replay writes them, `distributions.json`; and
+for each replica a timeline and a journal: `timeline.json.gz` and `events.jsonl.gz`, or with several
+`timeline-r0.json.gz` and so on. Of several models, each has such a directory, by its name, beside the report of all.
 """
 
 from __future__ import annotations
@@ -9,16 +10,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from kvarts.errors import InputError, MissingFileError
+from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.files import is_replaceable, reading
+from kvarts.report.run_values import About, Distributions, RequestRow, RunReport, decoded, decoded_lines
 
-__all__ = ["DISTRIBUTIONS", "EVENTS", "REPORT", "REQUESTS", "TIMELINE", "RunDirectory", "named", "per_replica"]
+__all__ = [
+    "DISTRIBUTIONS",
+    "EVENTS",
+    "REPORT",
+    "REQUESTS",
+    "RUN",
+    "TIMELINE",
+    "RunDirectory",
+    "named",
+    "per_replica",
+    "run_json",
+    "timelines_in",
+]
 
 REPORT = "report.json"
 REQUESTS = "requests.jsonl"
+RUN = "run.json"
 DISTRIBUTIONS = "distributions.json"
 TIMELINE = "timeline.json.gz"
 EVENTS = "events.jsonl.gz"
@@ -27,21 +42,34 @@ _NUMBERED = r"-r(\d+)\."
 
 
 def per_replica(path: Path, replicas: int) -> Iterator[Path]:
-    """Return a path for each replica: its number goes before the suffixes that name the form."""
+    """Return a path for each replica: its number goes before the suffixes that name the form.
+
+    Raise ConfigError for a device or a pipe, which is one.
+    """
     if replicas == 1:
         yield path
         return
+    _refuse_one(path)
     suffix = _form_suffix(path)
     for replica in range(replicas):
         yield path.with_name(f"{path.name.removesuffix(suffix)}-r{replica}{suffix}")
 
 
 def named(path: Path | None, name: str | None) -> Path | None:
-    """Return the path with a model's name, where there is one, before the suffixes that name the form."""
+    """Return the path with a model's name, where there is one, before the suffixes that name the form.
+
+    Raise ConfigError for a device or a pipe.
+    """
     if path is None or name is None:
         return path
+    _refuse_one(path)
     suffix = _form_suffix(path)
     return path.with_name(f"{path.name.removesuffix(suffix)}-{name}{suffix}")
+
+
+def _refuse_one(path: Path) -> None:
+    if not is_replaceable(path):
+        raise ConfigError("is one output, and there are several files", path=path, hint="Give the path of a file.")
 
 
 def _form_suffix(path: Path) -> str:
@@ -49,55 +77,81 @@ def _form_suffix(path: Path) -> str:
 
 
 class RunDirectory:
-    """Reads a run directory. Raises MissingFileError if there is none, or no report in it."""
+    """Reads a run directory. Raises MissingFileError if there is none, or no report in it, InputError for a bad one."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
+        with reading(self.path):
+            is_there = self.path.is_dir()
+        if not is_there:
             raise MissingFileError("no such directory", path=path, hint="Write one with `kvarts replay --run-dir`.")
-        self.report = self._json(self.path / REPORT)
-        if not isinstance(self.report, dict):
-            raise InputError("is no report", path=self.path / REPORT)
+        try:
+            self.summary = decoded(self.path / REPORT, RunReport)
+        except FileNotFoundError:
+            hint = "Is this a run directory?"
+            raise MissingFileError("no such file", path=self.path / REPORT, hint=hint) from None
+
+    def runs(self) -> list[RunDirectory]:
+        """Return the run of each model, where there are several; else this one."""
+        if self.summary.models is None:
+            return [self]
+        runs = []
+        for name in self.summary.models:
+            if name in ("", ".", "..") or set(name) & set("/\\\0"):
+                raise InputError(f"{name!r} is no name of a model", path=self.path / REPORT, field="models")
+            runs.append(RunDirectory(self.path / name))
+        return runs
 
     def timelines(self) -> list[tuple[int, Path]]:
         """Return the number of each replica, and its timeline: .json, .jsonl or .parquet, packed or not."""
-        return self._of_replicas("timeline")
+        return _of_replicas(self.path, "timeline")
 
     def journals(self) -> list[tuple[int, Path]]:
         """Return the number of each replica, and its journal."""
-        return self._of_replicas("events")
+        return _of_replicas(self.path, "events")
 
-    def requests(self) -> list[dict[str, Any]]:
+    def requests(self) -> list[RequestRow]:
         """Return a row a request; none where there is no such file."""
         path = self.path / REQUESTS
-        if not path.exists():
-            return []
-        try:
-            rows = msgspec.json.Decoder(dict[str, Any]).decode_lines(path.read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
-            raise InputError(f"cannot be read: {error}", path=path) from error
-        return rows
+        return decoded_lines(path, RequestRow) if path.exists() else []
 
-    def distributions(self) -> dict[str, Any]:
+    def distributions(self) -> Distributions:
         """Return histograms by name; none where there is no such file."""
         path = self.path / DISTRIBUTIONS
-        value = self._json(path) if path.exists() else {}
-        if not isinstance(value, dict):
-            raise InputError("holds no histograms", path=path)
-        return value
+        return decoded(path, Distributions) if path.exists() else Distributions()
 
-    def _of_replicas(self, name: str) -> list[tuple[int, Path]]:
-        found = []
-        for path in self.path.iterdir():
-            if path.name.startswith(f"{name}.") or re.match(rf"{name}-r\d+\.", path.name):
-                number = re.search(_NUMBERED, path.name)
-                found.append((int(number[1]) if number else 0, path))
-        return sorted(found)
+    def about(self) -> About:
+        """Return what made the run; nothing where there is no such file."""
+        path = self.path / RUN
+        return decoded(path, About) if path.exists() else About()
 
-    def _json(self, path: Path) -> Any:
-        try:
-            return msgspec.json.decode(path.read_bytes())
-        except FileNotFoundError:
-            raise MissingFileError("no such file", path=path, hint="Is this a run directory?") from None
-        except (OSError, msgspec.DecodeError, RecursionError) as error:
-            raise InputError(f"cannot be read: {error}", path=path) from error
+
+def timelines_in(path: Path) -> list[Path]:
+    """Return the timelines of a run directory, those of its models included; none if `path` is no directory.
+
+    Raise MissingFileError for a directory without any.
+    """
+    with reading(path):
+        if not path.is_dir():
+            return []
+        folders = [path, *sorted(folder for folder in path.iterdir() if folder.is_dir())]
+    found = [timeline for folder in folders for _, timeline in _of_replicas(folder, "timeline")]
+    if not found:
+        raise MissingFileError("has no timeline", path=path, hint="Write one with `kvarts replay --run-dir`.")
+    return found
+
+
+def _of_replicas(folder: Path, name: str) -> list[tuple[int, Path]]:
+    found = []
+    with reading(folder):
+        paths = list(folder.iterdir())
+    for path in paths:
+        if path.name.startswith(f"{name}.") or re.match(rf"{name}-r\d+\.", path.name):
+            number = re.search(_NUMBERED, path.name)
+            found.append((int(number[1][:9]) if number else 0, path))
+    return sorted(found)
+
+
+def run_json(version: str, command: list[str]) -> bytes:
+    """Return what RUN says of what made a run."""
+    return msgspec.json.format(msgspec.json.encode(About(version, command)), indent=2) + b"\n"

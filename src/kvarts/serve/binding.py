@@ -11,6 +11,7 @@ import grpc
 import msgspec
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
+from kvarts.files import reading
 
 __all__ = ["Binding"]
 
@@ -71,7 +72,9 @@ def _is_loopback(host: str) -> bool:
 
 def _check_certificate(cert: Path, key: Path) -> None:
     for path in (cert, key):
-        if not path.is_file():
+        with reading(path):
+            is_there = path.exists()
+        if not is_there:
             raise MissingFileError("no such file", path=path, hint="Check the paths of the certificate and its key.")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")

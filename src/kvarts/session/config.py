@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import MOST_BYTES, MOST_COUNT, MOST_SECONDS, check_number, check_whole
 from kvarts.session.values import SessionSettings
 
 __all__ = ["AtCapacity", "SessionsConfig"]
@@ -35,12 +36,11 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     reap_every_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in ("max_sessions", "memory_bytes", "chunk_tokens"):
+        for field, most in (("max_sessions", MOST_COUNT), ("memory_bytes", MOST_BYTES), ("chunk_tokens", MOST_COUNT)):
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ConfigError(f"must be at least 1, got {value}", field=field)
+            if value is not None:
+                check_whole(value, field, most=most)
         if self.at_capacity not in ("refuse", "evict"):
             raise ConfigError(f"must be 'refuse' or 'evict', got {self.at_capacity!r}", field="at_capacity")
         for field in ("tombstone_ttl_s", "reap_every_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"must be positive, got {getattr(self, field)}", field=field)
+            check_number(getattr(self, field), field, above=True, most=MOST_SECONDS)

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import MOST_SECONDS, MOST_UINT32, check_number, check_whole
 
 __all__ = [
     "Done",
@@ -53,18 +54,17 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     label: str = ""
 
     def __post_init__(self) -> None:
-        if self.sink < 0:
-            raise ConfigError(f"must not be negative, got {self.sink}", field="sink")
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"must be at least 1, got {self.window}", field="window", hint="None keeps all tokens.")
+        check_whole(self.sink, "sink", least=0, most=MOST_UINT32)
+        if self.window is not None:
+            check_whole(self.window, "window", most=MOST_UINT32)
         if self.positions not in ("global", "cache"):
             raise ConfigError(f"must be 'global' or 'cache', got {self.positions!r}", field="positions")
         if self.positions == "cache" and self.window is None:
             raise ConfigError("'cache' needs a window: an unbounded session drops no tokens", field="positions")
         if self.retention not in ("pin", "cache", "host"):
             raise ConfigError(f"must be 'pin', 'cache' or 'host', got {self.retention!r}", field="retention")
-        if self.ttl_s is not None and not self.ttl_s > 0:
-            raise ConfigError(f"must be positive, got {self.ttl_s}", field="ttl_s")
+        if self.ttl_s is not None:
+            check_number(self.ttl_s, "ttl_s", above=True, most=MOST_SECONDS)
 
     def num_retained(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens are retained."""

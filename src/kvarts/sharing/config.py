@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, check_number, check_whole
 from kvarts.settings import AtLeastOne, Given, Section, SettingError, given_in, parts_of_error, setting, settings_of
 from kvarts.sharing.health import HealthChange, parse_health
 from kvarts.sim.config import SECTIONS as ONE_MODEL_SECTIONS
@@ -62,8 +63,10 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     cost: Annotated[Any, setting("How long a step takes, instead of the roofline.", flag=None)] = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < float("inf"):
-            raise SettingError(f"must be a finite number above 0, got {self.weight}", "weight")
+        check_number(self.weight, "weight", least=1e-12, most=1e12)
+        check_whole(self.priority, "priority", least=-MOST_COUNT)
+        if self.kv_bytes_per_token is not None:
+            check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
         part = self.part
         if part is not None and not 0.0 <= part <= 1.0:
             raise SettingError(f"must be a size as 20GiB, or a part from 0 to 1, got {part:g}", "guarantee")

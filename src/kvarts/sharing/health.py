@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import MOST_SECONDS, brief
 
 __all__ = ["Health", "HealthChange", "parse_health"]
 
@@ -26,11 +27,13 @@ class HealthChange(msgspec.Struct, frozen=True):
 
 def parse_health(text: str) -> HealthChange:
     """Return what `code=dead@60` says: from second 60 on. Raise ConfigError for anything else."""
-    match = re.fullmatch(r"([^=@]+)=(healthy|degraded|dead)@(\d+(?:\.\d+)?)", text.strip())
+    match = re.fullmatch(r"([^=@]+)=(healthy|degraded|dead)@([0-9]+(?:\.[0-9]+)?)", text.strip())
     if match is None:
         raise ConfigError(
             f"{text!r} is not NAME=STATE@SECONDS",
             field="health",
             hint="For example code=dead@60, or degraded, healthy.",
         )
+    if float(match[3]) > MOST_SECONDS:
+        raise ConfigError(f"{brief(text)} is more than {MOST_SECONDS:g} seconds away", field="health")
     return HealthChange(round(float(match[3]) * NS_PER_S), match[1], match[2])  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.events import Blocked
+from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.loads import LowerTiers
 from kvarts.sched.policy import NEVER_NS
@@ -299,6 +300,8 @@ class TurnLoop:
             return False
         ordered = strides.in_order_of_end(num_turns)
         self._last_round_ns = max(1, (end_ns - self.now_ns) * len(ordered) // num_turns)
+        if end_ns > LATEST_NS:
+            raise TooLateError
         self.now_ns = end_ns
         # The last turn may finish requests, which the other models must not see before it ends.
         for stride in ordered[:-1]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import msgspec
 
 from kvarts.config import EngineConfig
+from kvarts.limits import MOST_MS, MOST_REPLICAS, check_number, check_whole
 from kvarts.settings import Given, Section, SettingError, given_in, setting
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, resolve_hardware
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_config", "resolve_replay"]
 
+MOST_SPEEDUP = 1e12
 RouterName = Literal["round-robin", "least-loaded", "prefix"]
 
 
@@ -42,8 +44,8 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
             value = getattr(self, field)
-            if value is not None and not value > 0:
-                raise SettingError(f"must be above 0, got {value}", field)
+            if value is not None:
+                check_number(value, field, above=True, most=MOST_MS)
 
 
 class TiersBelow(Protocol):
@@ -143,14 +145,12 @@ class ReplayConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.replicas < 1:
-            raise SettingError(f"must be at least 1, got {self.replicas}", "replicas")
+        check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
         if self.router not in ("round-robin", "least-loaded", "prefix"):
             raise SettingError(f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}", "router")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise SettingError(f"must be at least 1, got {self.concurrency}", "concurrency")
-        if not 0.0 < self.speedup < float("inf"):
-            raise SettingError(f"must be a finite number above 0, got {self.speedup}", "speedup")
+        if self.concurrency is not None:
+            check_whole(self.concurrency, "concurrency")
+        check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
         if self.concurrency is not None and self.speedup != 1.0:
             raise SettingError(
                 "a closed loop has no arrival times to speed up",

@@ -13,6 +13,7 @@ import msgspec
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError, parts_of
+from kvarts.limits import MOST_BYTES, MOST_REPLICAS, check_whole
 from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_of
 from kvarts.units import parse_bytes
 
@@ -61,10 +62,11 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     memory_fraction: Annotated[float, setting("For auto: how much of the device may be used.", metavar="X")] = 0.9
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise SettingError(f"must be at least 1, got {self.tensor_parallel}", "tensor_parallel")
+        check_whole(self.tensor_parallel, "tensor_parallel", most=MOST_REPLICAS)
         if not 0.0 < self.memory_fraction <= 1.0:
             raise SettingError(f"must be above 0 and at most 1, got {self.memory_fraction}", "memory_fraction")
+        if isinstance(self.kv_memory, int):
+            check_whole(self.kv_memory, "kv_memory", most=MOST_BYTES)
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +108,8 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     from kvarts.hardware.fit import local_kv_bytes_per_token
 
     if model.model is None:
-        fields = [field.name for field in msgspec.structs.fields(on)]
+        # Of the model, only what is not a name can be said here.
+        fields = [field.name for field in (*msgspec.structs.fields(on), *msgspec.structs.fields(model))]
         raise SettingError(
             "says nothing without a model", *fields, hint="Model and device go together: {model} NAME.", of=on
         )
@@ -159,6 +162,8 @@ def parsed_cost(cost: Any) -> Any:
 
     if isinstance(cost, str):
         return parse_cost(cost)
+    if cost == {"model": "linear"}:
+        raise ConfigError("says nothing: every step would take no time", field="cost")
     try:
         return msgspec.convert(cost, CostSpec)
     except msgspec.ValidationError as error:

@@ -18,11 +18,16 @@ from kvarts.events import (
     StepStarted,
 )
 from kvarts.executor.base import VirtualExecutor
+from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 
 __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
+
+
+MOST_STEPS = 1 << 16
+"""Of a leap: bounds the memory of its event."""
 
 
 class Replica:
@@ -143,7 +148,7 @@ class Replica:
         next_ns = self._next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
-        return min(now_ns + sum(self._decode_ns(num_steps)), next_ns)
+        return min(now_ns + sum(self._decode_ns(min(num_steps, MOST_STEPS))), next_ns)
 
     def _next_ns(self, now_ns: int) -> int:
         """Return when the next transfer ends, or another request may become the head of the waiting queue."""
@@ -169,12 +174,16 @@ class Replica:
         num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
         if num_wanted < num_steps:
             num_steps = num_wanted
+        if num_steps > MOST_STEPS:
+            num_steps = MOST_STEPS
         wheel = scheduler.wheel
         durations_ns = self._decode_ns(num_steps)
         end_ns = now_ns + sum(durations_ns)
         while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()
             num_steps -= 1
+        if end_ns > LATEST_NS:
+            raise TooLateError
         self._last_decode_ns = durations_ns[-1] or 1
         cache, log = scheduler.cache, self.engine.log
         num_used, num_cached = cache.num_used, cache.num_cached

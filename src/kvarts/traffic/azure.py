@@ -8,10 +8,12 @@ from __future__ import annotations
 import csv
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from kvarts.content import pack_units
 from kvarts.errors import InputError
 from kvarts.files import read_text
+from kvarts.limits import LATEST_NS, MOST_COUNT, brief
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["load_azure"]
@@ -28,10 +30,20 @@ def load_azure(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
     """
     path = Path(path)
     lines = csv.reader(read_text(path, hint="Check the path of the trace.").splitlines())
+    try:
+        return _trace(path, lines, skip_bad_lines=skip_bad_lines)
+    except csv.Error as error:
+        raise InputError(f"is no CSV: {error}", path=path, line=lines.line_num) from error
+
+
+def _trace(path: Path, lines: Any, *, skip_bad_lines: bool) -> Trace:
     header = tuple(name.strip() for name in next(lines, []))
     if header != COLUMNS:
         raise InputError(
-            f"begins with {','.join(header)!r}", path=path, line=1, hint=f"The first line must be {','.join(COLUMNS)}."
+            f"begins with {brief(','.join(header))}",
+            path=path,
+            line=1,
+            hint=f"The first line must be {','.join(COLUMNS)}.",
         )
     rows: list[tuple[int, int, int]] = []
     num_skipped = 0
@@ -48,6 +60,8 @@ def load_azure(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
     if not rows:
         raise InputError("has no requests", path=path, hint="A line has a time and two numbers of tokens.")
     first_ns = min(time_ns for time_ns, _, _ in rows)
+    if max(time_ns for time_ns, _, _ in rows) - first_ns > LATEST_NS:
+        raise InputError("has times more than 73 years apart", path=path, field="TIMESTAMP")
     requests = [
         TraceRequest(index, time_ns - first_ns, _unlike_any_other(index, num_prompt), num_prompt, num_output)
         for index, (time_ns, num_prompt, num_output) in enumerate(rows)
@@ -64,15 +78,16 @@ def _row(row: list[str]) -> tuple[int, int, int]:
     try:
         since = datetime.fromisoformat(whole) - datetime(1970, 1, 1)
     except ValueError:
-        raise InputError(f"{row[0]!r} is no time", field="TIMESTAMP") from None
+        raise InputError(f"{brief(row[0])} is no time", field="TIMESTAMP") from None
     digits = fraction[:9]
-    if digits and not digits.isdecimal():
-        raise InputError(f"{row[0]!r} is no time", field="TIMESTAMP")
+    if digits and not (digits.isascii() and digits.isdecimal()):
+        raise InputError(f"{brief(row[0])} is no time", field="TIMESTAMP")
     time_ns = since // timedelta(seconds=1) * 1_000_000_000 + int(digits.ljust(9, "0"))
     tokens = []
     for name, text in zip(COLUMNS[1:], row[1:], strict=True):
-        if not text.strip().isdecimal() or int(text) < 1:
-            raise InputError(f"must be a whole number of at least 1, got {text!r}", field=name)
+        digits = text.strip()
+        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 10 or not 1 <= int(digits) <= MOST_COUNT:
+            raise InputError(f"must be a whole number from 1 to {MOST_COUNT:,}, got {brief(text)}", field=name)
         tokens.append(int(text))
     return time_ns, tokens[0], tokens[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvarts.errors import ConfigError
+from kvarts.files import reading
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 
@@ -49,10 +50,13 @@ def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_ba
 
 def _is_kv_cache_tester(path: Path) -> bool:
     """Return whether this is a directory, or a JSON file that does not begin with a row of Mooncake's."""
-    if path.name.endswith(".json.gz") or path.is_dir():
-        return True
+    with reading(path):
+        if path.name.endswith(".json.gz") or path.is_dir():
+            return True
     if path.suffix != ".json":
         return False
+    if path.is_fifo():
+        return False  # what is read here would be lost
     try:
         with path.open("rb") as file:
             return b'"input_length"' not in file.read(HEAD_BYTES)

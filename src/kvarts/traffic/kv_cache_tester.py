@@ -26,7 +26,8 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from kvarts.errors import InputError, MissingFileError, parts_of
+from kvarts.errors import InputError, parts_of
+from kvarts.files import read_bytes, reading
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["load_kv_cache_tester"]
@@ -113,10 +114,8 @@ def load_kv_cache_tester(path: Path | str) -> Trace:
 
 
 def _files(directory: Path) -> list[Path]:
-    try:
+    with reading(directory):
         return [file for file in directory.iterdir() if file.name.endswith(SUFFIXES)]
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=directory) from error
 
 
 def _decoded(path: Path, decoder: msgspec.json.Decoder[_File]) -> _File:
@@ -136,11 +135,9 @@ def _decoded(path: Path, decoder: msgspec.json.Decoder[_File]) -> _File:
 
 
 def _data(path: Path) -> bytes:
+    data = read_bytes(path, hint="Check the path of the trace.")
     try:
-        data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint="Check the path of the trace.") from None
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot be read: {error}", path=path) from error
 

@@ -10,11 +10,14 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from kvarts.content import pack_units
-from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
+from kvarts.errors import ConfigError, InputError, parts_of
+from kvarts.files import reading
+from kvarts.limits import LATEST_NS, MOST_COUNT, brief, check_whole
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["MooncakeReader", "load_mooncake"]
@@ -23,14 +26,18 @@ BLOCK_BYTES = 1 << 20
 NS_PER_MS = 1_000_000
 
 
+Count = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
+Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
+
+
 class _Row(msgspec.Struct, gc=False):
-    input_length: int
+    input_length: Count
     hash_ids: list[int]
-    output_length: int | None = None
+    output_length: Count | None = None
     timestamp: int | float | None = None
     delay: int | float | None = None
     session_id: str | int | None = None
-    priority: int = 0
+    priority: Priority = 0
     output_token_ids: list[int] | None = None
     request_id: str | int | None = None
 
@@ -43,8 +50,7 @@ class MooncakeReader:
     """
 
     def __init__(self, path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> None:
-        if trace_block_size < 1:
-            raise ConfigError(f"must be at least 1, got {trace_block_size}", field="trace_block_size")
+        check_whole(trace_block_size, "trace_block_size")
         self.path = Path(path)
         self.trace_block_size = trace_block_size
         self.skip_bad_lines = skip_bad_lines
@@ -67,20 +73,14 @@ class MooncakeReader:
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         """Iterate over blocks of whole lines, each with the number of its first line."""
-        try:
+        with reading(self.path, hint="Check the path of the trace."):
             file = self.path.open("rb")
-        except FileNotFoundError:
-            raise MissingFileError("no such file", path=self.path, hint="Check the path of the trace.") from None
-        except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", path=self.path) from error
         with file:
             line = 1
             rest = b""
             while True:
-                try:
+                with reading(self.path):
                     data = file.read(BLOCK_BYTES)
-                except OSError as error:
-                    raise InputError(f"cannot be read: {error.strerror}", path=self.path) from error
                 if not data:
                     break
                 cut = data.rfind(b"\n") + 1
@@ -97,7 +97,7 @@ class MooncakeReader:
     def _decode(self, first_line: int, block: bytes) -> Iterable[tuple[int, _Row]]:
         try:
             rows = self._decoder.decode_lines(block)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._decode_by_line(first_line, block)
         # Blank lines shift the count of lines.
         if len(rows) == block.count(b"\n") + (not block.endswith(b"\n")):
@@ -113,6 +113,9 @@ class MooncakeReader:
                 row = self._decoder.decode(text)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 self._skip_or_raise(self._explain(error), line)
+                continue
+            except RecursionError:
+                self._skip_or_raise(InputError("is nested too deeply"), line)
                 continue
             yield line, row
 
@@ -157,17 +160,22 @@ class MooncakeReader:
             )
         timestamp, delay = row.timestamp, row.delay
         if type(timestamp) is int and timestamp >= 0:
+            if timestamp > LATEST_NS // NS_PER_MS:
+                raise InputError(f"must be at most {LATEST_NS // NS_PER_MS}, got {brief(timestamp)}", field="timestamp")
             arrival_ns = timestamp * NS_PER_MS
         elif timestamp is None:
             if delay is None or row.session_id is None:
                 raise InputError("is missing; only a session's later turn may have a delay instead", field="timestamp")
             arrival_ns = -1
         else:
+            if not 0 <= timestamp <= LATEST_NS // NS_PER_MS:
+                what = f"must be from 0 to {LATEST_NS // NS_PER_MS}, got {brief(timestamp)}"
+                raise InputError(what if timestamp > 0 else f"must be at least 0, got {timestamp}", field="timestamp")
             arrival_ns = round(timestamp * NS_PER_MS)
-            if arrival_ns < 0:
-                raise InputError(f"must be at least 0, got {timestamp}", field="timestamp")
         if delay is not None and delay < 0:
             raise InputError(f"must be at least 0, got {delay}", field="delay")
+        if delay is not None and delay > LATEST_NS // NS_PER_MS:
+            raise InputError(f"must be at most {LATEST_NS // NS_PER_MS}, got {brief(delay)}", field="delay")
         units = _packed(row.hash_ids, "hash_ids")
         if (
             delay is None

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from kvarts.errors import InputError
+from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["ClosedLoop", "OpenLoop", "Source", "source_of"]
@@ -108,6 +109,8 @@ class _Loop:
 
     def _push_turn(self, arrival_ns: int, turn: TraceRequest) -> None:
         assert turn.session_id is not None
+        if arrival_ns > LATEST_NS:
+            raise TooLateError
         heappush(self._later, (arrival_ns, self._places[turn.session_id], turn))
 
     def _turn_after(self, request: TraceRequest) -> TraceRequest | None:
@@ -136,7 +139,12 @@ class OpenLoop(_Loop):
             self._push_turn(arrival_ns, turn)
 
     def _scaled(self, time_ns: int) -> int:
-        return time_ns if self._speedup == 1.0 else round(time_ns / self._speedup)
+        if self._speedup == 1.0:
+            return time_ns
+        scaled_ns = time_ns / self._speedup
+        if scaled_ns > LATEST_NS:
+            raise TooLateError
+        return round(scaled_ns)
 
     def _advance(self) -> None:
         super()._advance()

@@ -86,7 +86,8 @@ class Trace:
         if self.has_output_tokens:
             if unit_tokens > 1:
                 ids = np.frombuffer(units, np.uint64)
-                units = np.repeat(ids, unit_tokens)[:num_tokens].tobytes()
+                # No more of the last unit than there are tokens of it.
+                units = np.repeat(ids, min(unit_tokens, num_tokens))[:num_tokens].tobytes()
                 unit_tokens = 1
             output = request.output_units
             if output is not None and know_output:

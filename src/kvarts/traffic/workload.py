@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from kvarts.errors import ConfigError
+from kvarts.limits import LATEST_NS, MOST_REQUESTS, MOST_SECONDS, MOST_SEED, TooLateError, check_number, check_whole
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["FixedLength", "Length", "LogNormalLength", "UniformLength", "Workload"]
@@ -38,6 +39,7 @@ class UniformLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     def __post_init__(self) -> None:
         _at_least_one("low", self.low)
+        _at_least_one("high", self.high)
         if self.high < self.low:
             raise ConfigError(f"must be at least low, {self.low}, got {self.high}", field="high")
 
@@ -57,8 +59,7 @@ class LogNormalLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     def __post_init__(self) -> None:
         _at_least_one("median", self.median)
         _at_least_one("high", self.high)
-        if not 0.0 <= self.sigma < float("inf"):
-            raise ConfigError(f"must be a finite number, at least 0, got {self.sigma}", field="sigma")
+        check_number(self.sigma, "sigma", most=100.0)
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
         """Return `count` lengths in tokens."""
@@ -96,10 +97,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         for field in ("num_sessions", "turns_per_session", "num_prefix_groups"):
             _at_least_one(field, getattr(self, field))
-        for field in ("sessions_per_s", "think_time_s", "prefix_tokens", "seed"):
-            value = getattr(self, field)
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"must be a finite number, at least 0, got {value}", field=f"workload.{field}")
+        for field in ("sessions_per_s", "think_time_s"):
+            check_number(getattr(self, field), f"workload.{field}", most=MOST_SECONDS)
+        check_whole(self.prefix_tokens, "workload.prefix_tokens", least=0)
+        check_whole(self.seed, "workload.seed", least=0, most=MOST_SEED)
+        if 0 < self.sessions_per_s < 1 / MOST_SECONDS:
+            raise ConfigError(f"must be 0, or at least {1 / MOST_SECONDS:g}", field="workload.sessions_per_s")
+        if self.num_sessions * self.turns_per_session > MOST_REQUESTS:
+            raise ConfigError(
+                f"makes {self.num_sessions * self.turns_per_session:,} requests, and at most {MOST_REQUESTS:,} fit",
+                field="workload.num_sessions",
+            )
         if self.arrivals not in ("poisson", "fixed"):
             raise ConfigError(f"must be 'poisson' or 'fixed', got {self.arrivals!r}", field="workload.arrivals")
 
@@ -109,7 +117,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         num_turns = self.turns_per_session
         num_requests = self.num_sessions * num_turns
         gaps_s = self._times(rng, 1.0 / self.sessions_per_s if self.sessions_per_s else 0.0, self.num_sessions)
-        starts_ns = np.rint(np.cumsum(gaps_s) * NS_PER_S).astype(np.int64)
+        starts_s = np.cumsum(gaps_s)
+        if starts_s[-1] * NS_PER_S > LATEST_NS:
+            raise TooLateError
+        starts_ns = np.rint(starts_s * NS_PER_S).astype(np.int64)
         starts_ns -= starts_ns[0]
         delays_ns = np.rint(self._times(rng, self.think_time_s, num_requests) * NS_PER_S).astype(np.int64)
         new_tokens = self.new_tokens.draw(rng, num_requests)
@@ -153,5 +164,4 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _at_least_one(field: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"must be at least 1, got {value}", field=f"workload.{field}")
+    check_whole(value, f"workload.{field}")

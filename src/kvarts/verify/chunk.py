@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, TypeGuard
 
@@ -10,8 +10,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.verify.values import Twice, any_value
+
 __all__ = [
     "NUMBERS",
+    "TOP_FIELDS",
     "Ask",
     "Chunk",
     "Column",
@@ -21,6 +24,8 @@ __all__ = [
     "chunk_of",
     "is_count",
     "is_real",
+    "line_rows_of",
+    "rows_of",
 ]
 
 LARGEST_COUNT = 1 << 53
@@ -54,15 +59,39 @@ class Step(msgspec.Struct, gc=False):
     freed: _Count = -1
     waiting: _Count = -1
     withheld_blocks: _Count = -1
+    host_used_blocks: _Count = -1
+    host_cached_blocks: _Count = -1
+    disk_used_blocks: _Count = -1
+    disk_cached_blocks: _Count = -1
     reserved_blocks: _Count = -1
     asked: list[Ask] | None = None
 
 
 REQUIRED = Step.__struct_fields__[:7]
-OPTIONAL = Step.__struct_fields__[7:13]
+OPTIONAL = Step.__struct_fields__[7:-1]
 REALS = ("t_ms", "used_pct")
 NUMBERS = REQUIRED + OPTIONAL
 _GETTERS = {name: attrgetter(name) for name in NUMBERS}
+_ASKED = attrgetter("asked")
+
+TOP_FIELDS = frozenset(
+    {
+        "timeline",
+        "block_size_tokens",
+        "total_blocks",
+        "peak_used_pct",
+        "preemption_count",
+        "every",
+        "initial_used_blocks",
+        "block_bytes",
+        "host_total_blocks",
+        "disk_total_blocks",
+    }
+)
+"""What rules and readers ask of the whole."""
+
+_step = msgspec.json.Decoder(Step)
+_steps = msgspec.json.Decoder(list[Step])
 
 Column = npt.NDArray[Any]
 
@@ -112,6 +141,67 @@ def chunk_of(rows: list[Any], first_row: int) -> Chunk:
     return Chunk(np.array(numbers, np.int64), columns, asked, complaints)
 
 
+def rows_of(text: bytes) -> list[Any]:
+    """Return the elements of a piece of an array: Steps, or whatever comes in place of one. Raise JSON_ERRORS."""
+    text = b"[" + text + b"]"
+    try:
+        rows = _steps.decode(text)
+    except msgspec.ValidationError:
+        pass  # some row is not what it should be
+    else:
+        if _are_unambiguous(text, rows):
+            return rows
+    values: list[Any] = any_value(text)
+    return values
+
+
+def line_rows_of(lines: Sequence[bytes]) -> list[Any]:
+    """Return the row in each of `lines`, as `rows_of`. Raise JSON_ERRORS."""
+    try:
+        rows = list(map(_step.decode, lines))
+    except msgspec.ValidationError:
+        pass
+    else:
+        if _are_unambiguous(b"\n".join(lines), rows):
+            return rows
+    return list(map(any_value, lines))
+
+
+def _are_unambiguous(text: bytes, rows: list[Step]) -> bool:
+    """Return whether no row in `text` can have a field twice: whether as many names of fields are there as fields.
+
+    Decoding takes the last of two silently. A name that stands elsewhere, or is escaped, makes this False as well.
+    """
+    if b"\\" in text:
+        return False
+    if not any(map(_ASKED, rows)):
+        # Every field has a colon. Where there is no other, and none more than fields, no field is there twice.
+        num_fields = len(rows) * len(NUMBERS)
+        for name in OPTIONAL:
+            num_fields -= list(map(_GETTERS[name], rows)).count(-1)
+        if text.count(b":") == num_fields:
+            return True
+    asks: list[Ask] = []
+    if text.count(b'"asked"'):
+        lists = [row.asked for row in rows if row.asked is not None]
+        asks = [ask for asked in lists for ask in asked]
+        if text.count(b'"asked"') != len(lists):
+            return False
+        given = {"blocks": len(asks), "request": sum(ask.request is not None for ask in asks)}
+        given["model"] = sum(ask.model is not None for ask in asks)
+        if any(text.count(b'"%b"' % name.encode()) != count for name, count in given.items()):
+            return False
+    for name in NUMBERS:
+        count = text.count(b'"%b"' % name.encode()) - (len(asks) if name == "free_blocks" else 0)
+        if count != len(rows) and (name in REQUIRED or count):
+            count -= len(rows) - list(map(_GETTERS[name], rows)).count(-1)
+            if name in REQUIRED or count:
+                return False
+        elif count and name in OPTIONAL and -1 in map(_GETTERS[name], rows):
+            return False
+    return True
+
+
 def _as_step(row: Mapping[str, Any]) -> Step:
     known = {name: row[name] for name in Step.__struct_fields__ if row.get(name) is not None}
     return msgspec.convert(known, Step)
@@ -122,16 +212,21 @@ def _wrong_with(row: Any) -> list[str]:
     if not isinstance(row, Mapping):
         return [f"must be an object, is {brief(row)}"]
     wrong = [f"{name} is missing" for name in REQUIRED if name not in row]
+    if isinstance(row, Twice):
+        wrong += [f"{name} is given twice" for name in row.names if name in Step.__struct_fields__]
     for name in NUMBERS:
         if name in row and not (name in OPTIONAL and row[name] is None):
             complaint = _wrong_number(row[name], is_real=name in REALS)
             if complaint:
                 wrong.append(f"{name} {complaint}")
     asked = row.get("asked")
+    for ask in asked if isinstance(asked, list) else ():
+        if isinstance(ask, Twice):
+            wrong += [f"asked: {name} is given twice" for name in ask.names if name in Ask.__struct_fields__]
     if asked is not None:
         try:
             msgspec.convert(asked, list[Ask])
-        except (msgspec.ValidationError, RecursionError) as error:
+        except (msgspec.ValidationError, RecursionError, OverflowError) as error:
             wrong.append(f"asked: {error}")
     return wrong
 
@@ -161,5 +256,5 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def is_real(value: Any) -> TypeGuard[float]:
-    """Return whether it is a finite number from 0 up."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    """Return whether it is a number from 0 up that is not too large to be a time or a share."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_REAL

@@ -14,8 +14,8 @@ __all__ = ["MAX_LISTED", "Rule", "RuleResult", "Status", "Violation"]
 
 Status = Literal["ok", "violated", "inconclusive", "not_run"]
 
-MAX_LISTED = 100_000
-"""Violations of one rule that are listed; all are counted."""
+MAX_LISTED = 20_000
+"""Violations of one rule that are listed; all are counted. Bounds the memory that a verdict takes."""
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -49,6 +49,8 @@ class Rule:
         """Why it could not run."""
         self.why_open: str | None = None
         """Why what it saw does not settle it."""
+        self.notes: list[str] = []
+        """What is worth knowing, and no violation."""
 
     def feed(self, chunk: Chunk) -> None:
         """Judge the next rows."""

@@ -5,17 +5,20 @@ A rule keeps what it needs of the rows before, and remembers violations with the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from kvarts.errors import ConfigError
 from kvarts.verify.chunk import Chunk, Column, brief, is_count, is_real
 from kvarts.verify.rule import Rule
 
 __all__ = ["Limits", "Schema", "make_rules"]
 
 PCT_TOLERANCE = 1e-9
+TIERS = ("host", "disk")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +27,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     preempt_threshold: float = 0.95
     max_bytes: int | None = None
     block_bytes: int | None = None
+
+    @classmethod
+    def checked(cls, preempt_threshold: float, max_bytes: int | None, block_bytes: int | None) -> Limits:
+        """Return them. Raise ConfigError for what is no share or no size."""
+        if not (is_real(preempt_threshold) and preempt_threshold <= 1.0):
+            what = f"must be a number from 0 to 1, got {brief(preempt_threshold)}"
+            raise ConfigError(what, field="preempt_threshold")
+        for field, value in (("max_bytes", max_bytes), ("block_bytes", block_bytes)):
+            if value is not None and not (is_count(value) and value >= 1):
+                raise ConfigError(f"must be a whole number from 1 to 2^53, got {brief(value)}", field=field)
+        return cls(preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes)
 
 
 class Schema(Rule):
@@ -37,8 +51,10 @@ class Schema(Rule):
         for complaint in chunk.complaints:
             self.add(complaint.what, step=complaint.step, row=complaint.row)
 
-    def look_at(self, top: dict[str, Any], *, has_timeline: bool, is_cut: bool) -> None:
-        """Judge the body without its rows."""
+    def look_at(self, top: dict[str, Any], twice: list[str], *, has_timeline: bool, is_cut: bool) -> None:
+        """Judge the body without its rows. `twice`: the keys that it gives twice."""
+        for name in twice:
+            self.add(f"{name} is given twice")
         if not has_timeline:
             self.add("timeline must be an array" if "timeline" in top else "timeline is missing")
         for name in self.POSITIVE:
@@ -57,13 +73,19 @@ class Schema(Rule):
 
 
 class BlockConservation(Rule):
-    """used + free = total in every step, what is cached is free, and what is reserved is used."""
+    """used + free = total in every step; what is cached is free, and what is reserved is used.
+
+    What is withheld was not used before the step.
+
+    `tiers`: blocks of each tier below the device, by its name, as far as the body says; no more are used and cached.
+    """
 
     name = "block_conservation"
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, tiers: dict[str, int]) -> None:
         super().__init__()
         self._total = total
+        self._tiers = tiers
 
     def feed(self, chunk: Chunk) -> None:
         """Add up used and free blocks of each row, and compare cached ones with the free."""
@@ -84,12 +106,35 @@ class BlockConservation(Rule):
             ("cached_blocks", "free_blocks"),
             lambda cached_blocks, free_blocks: f"cached {cached_blocks} of {free_blocks} free",
         )
+        withheld, allocated = chunk.columns["withheld_blocks"], chunk.columns["allocated"]
+        # What the step allocated was free before it; where that is not said, the whole pool may have been.
+        room = np.where(allocated >= 0, np.minimum(free + allocated, total), total)
+        self.add_where(
+            withheld > room,
+            chunk,
+            ("withheld_blocks",),
+            lambda withheld_blocks, room: f"withheld {withheld_blocks}, and at most {room} were not used before it",
+            room=room,
+        )
         self.add_where(
             chunk.columns["reserved_blocks"] > used,
             chunk,
             ("reserved_blocks", "used_blocks"),
             lambda reserved_blocks, used_blocks: f"reserved {reserved_blocks} of {used_blocks} used",
         )
+        for tier, tier_total in self._tiers.items():
+            used_name, cached_name = f"{tier}_used_blocks", f"{tier}_cached_blocks"
+            self.add_where(
+                np.maximum(chunk.columns[used_name], 0) + np.maximum(chunk.columns[cached_name], 0) > tier_total,
+                chunk,
+                (used_name, cached_name),
+                partial(_tier_overflow, tier, tier_total),
+            )
+
+
+def _tier_overflow(tier: str, total: int, **counts: int) -> str:
+    used, cached = counts.values()
+    return f"{tier}: used {max(0, used)} + cached {max(0, cached)} are more than its total {total}"
 
 
 class UsedPctArithmetic(Rule):
@@ -179,12 +224,13 @@ class PreemptionTrigger(Rule):
 
 
 class PreemptionNeeded(Rule):
-    """Where a step says what was asked for when it preempted: it did not fit."""
+    """Where a step says what was asked for when it preempted: it did not fit, and it is said for each preemption."""
 
     name = "preemption_needed"
 
-    def __init__(self) -> None:
+    def __init__(self, total: int | None) -> None:
         super().__init__()
+        self._total = total
         self.why_not = "no step says what was asked for"
 
     def feed(self, chunk: Chunk) -> None:
@@ -196,6 +242,14 @@ class PreemptionNeeded(Rule):
             free -= max(0, int(chunk.columns["withheld_blocks"][place]))
             if not preempted:
                 self.add("says what was asked for, and preempted no request", step=step, row=row, asks=len(asks))
+            elif preempted != len(asks):
+                self.add(
+                    f"preempted {preempted}, and says of {len(asks)} what was asked for",
+                    step=step,
+                    row=row,
+                    preempted_seqs=preempted,
+                    asks=len(asks),
+                )
             for ask in asks:
                 by = "" if ask.request is None else f" by {ask.request}"
                 if ask.blocks <= ask.free_blocks:
@@ -205,6 +259,14 @@ class PreemptionNeeded(Rule):
                         row=row,
                         blocks=ask.blocks,
                         free_blocks=ask.free_blocks,
+                    )
+                elif ask.model is None and self._total is not None and ask.blocks > self._total:
+                    self.add(
+                        f"{ask.blocks} blocks were asked for{by}, more than there are",
+                        step=step,
+                        row=row,
+                        blocks=ask.blocks,
+                        total_blocks=self._total,
                     )
                 elif ask.model is None and ask.free_blocks < free:
                     self.add(
@@ -219,22 +281,33 @@ class PreemptionNeeded(Rule):
 
 
 class StepOrder(Rule):
-    """Steps and times never go back."""
+    """Steps and times never go back; no step is there twice, and none is missing.
+
+    A row at rest has the number of the step before it. `every`: what the body says of rows that were left out; None
+    where it says nothing, and then steps that are missing are noted.
+    """
 
     name = "step_order"
 
-    def __init__(self) -> None:
+    def __init__(self, every: int | None) -> None:
         super().__init__()
-        self._last: tuple[int, float] | None = None
+        self._every = every
+        self._last: tuple[int, float, bool] | None = None
+        self._last_row = -1
+        self._num_missing = 0
+        self._first_missing: int | None = None
 
     def feed(self, chunk: Chunk) -> None:
         """Compare each row with the one before it."""
         if not len(chunk.rows):
             return
-        step, t_ms = chunk.columns["step"], chunk.columns["t_ms"]
-        last_step, last_t_ms = self._last or (int(step[0]), float(t_ms[0]))
+        step, t_ms, rows = chunk.columns["step"], chunk.columns["t_ms"], chunk.rows
+        is_rest = (chunk.columns["active_seqs"] == 0) & (chunk.columns["preempted_seqs"] == 0)
+        is_new = self._last is None
+        last_step, last_t_ms, last_is_rest = self._last or (int(step[0]), float(t_ms[0]), False)
         before_step = np.concatenate(([last_step], step[:-1]))
         before_t_ms = np.concatenate(([last_t_ms], t_ms[:-1]))
+        before_is_rest = np.concatenate(([last_is_rest], is_rest[:-1]))
         self.add_where(
             step < before_step,
             chunk,
@@ -249,7 +322,34 @@ class StepOrder(Rule):
             lambda t_ms, before_t_ms: f"t_ms {t_ms!r} comes after {before_t_ms!r}",
             before_t_ms=before_t_ms,
         )
-        self._last = int(step[-1]), float(t_ms[-1])
+        is_again = (step == before_step) & ~(is_rest & ~(before_is_rest & (t_ms == before_t_ms)))
+        is_again[0] &= not is_new
+        self.add_where(is_again, chunk, ("t_ms",), lambda t_ms: "is there twice")
+        gaps = step - before_step - 1
+        gaps[np.diff(rows, prepend=self._last_row) != 1] = 0  # a row between them was left out
+        if self._every is not None:
+            self.add_where(
+                gaps >= self._every,
+                chunk,
+                (),
+                lambda before_step, gap: f"comes after step {before_step}: {gap} steps between them are missing",
+                before_step=before_step,
+                gap=gaps,
+            )
+        elif (gaps > 0).any():
+            self._num_missing += int(gaps[gaps > 0].sum())
+            if self._first_missing is None:
+                self._first_missing = int(before_step[np.argmax(gaps > 0)]) + 1
+        self._last = int(step[-1]), float(t_ms[-1]), bool(is_rest[-1])
+        self._last_row = int(rows[-1])
+
+    def finish(self, top: dict[str, Any]) -> None:
+        """Note steps that are missing where the body does not say whether rows were left out."""
+        if self._num_missing:
+            self.notes.append(
+                f"{self._num_missing:,} steps have no row, the first of them step {self._first_missing}, and the body "
+                'has no "every" to say that rows were left out'
+            )
 
 
 class Flux(Rule):
@@ -422,26 +522,29 @@ class Boundedness(Rule):
 
 def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[Rule]:
     """Return all rules but the schema's. `total`: blocks, None where the body does not say."""
-    rules: list[Rule] = []
-    for of_total in (BlockConservation, UsedPctArithmetic):
-        rule: Rule = of_total(1 if total is None else total)
-        if total is None:
-            rule = Rule()
-            rule.name = of_total.name
-            rule.why_not = "total_blocks is not known"
-        rules.append(rule)
-    initial = top.get("initial_used_blocks")
-    rules += [
+
+    def said(name: str) -> int | None:
+        return top[name] if is_count(top.get(name)) else None
+
+    tiers = {tier: blocks for tier in TIERS if (blocks := said(f"{tier}_total_blocks")) is not None}
+    every = said("every")
+    rules: list[Rule] = [
+        _without_total(BlockConservation) if total is None else BlockConservation(total, tiers),
+        _without_total(UsedPctArithmetic) if total is None else UsedPctArithmetic(total),
         PeakConsistency(),
         PreemptionTrigger(limits.preempt_threshold),
-        PreemptionNeeded(),
-        StepOrder(),
-        Flux(initial if is_count(initial) else None),
+        PreemptionNeeded(total),
+        StepOrder(every if every else None),
+        Flux(said("initial_used_blocks")),
         Leak(),
     ]
     if limits.max_bytes is not None:
-        block_bytes = limits.block_bytes
-        if block_bytes is None and is_count(top.get("block_bytes")):
-            block_bytes = top["block_bytes"]
-        rules.append(Boundedness(limits.max_bytes, block_bytes))
+        rules.append(Boundedness(limits.max_bytes, limits.block_bytes or said("block_bytes")))
     return rules
+
+
+def _without_total(of_total: type[Rule]) -> Rule:
+    rule = Rule()
+    rule.name = of_total.name
+    rule.why_not = "total_blocks is not known"
+    return rule

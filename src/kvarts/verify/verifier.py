@@ -5,15 +5,14 @@ It rebuilds nothing from kvarts' own accounts and shares no code with them: it r
 
 from __future__ import annotations
 
-from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from kvarts.errors import ConfigError, InputError
+from kvarts.errors import InputError
 from kvarts.verify.chunk import Chunk, is_count
-from kvarts.verify.reader import BodyRecording, Recording, open_recording
+from kvarts.verify.reader import BodyRecording, Recording, TextRecording, open_recording
 from kvarts.verify.rule import Rule, RuleResult, Violation
 from kvarts.verify.rules import Limits, Schema, make_rules
 
@@ -73,15 +72,16 @@ def verify(
 
     `preempt_threshold`: preemption below this share of used blocks is a violation, where the step does not say what was
     asked for. `max_bytes` asks for `boundedness`, with `block_bytes` a block where the body does not say. Raise
-    ConfigError for a threshold outside [0, 1] and the like, InputError for text that is no JSON.
+    ConfigError for a threshold outside [0, 1] and the like, InputError for what is no object, or text that is no JSON.
     """
-    limits = _limits(preempt_threshold, max_bytes, block_bytes)
-    if isinstance(body, str | bytes | bytearray):
-        try:
-            body = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise InputError(f"is no JSON: {error}", field="body") from error
-    return _judge(BodyRecording(body), limits)
+    limits = Limits.checked(preempt_threshold, max_bytes, block_bytes)
+    if not isinstance(body, str | bytes | bytearray):
+        return _judge(BodyRecording(body), limits)
+    try:
+        text = body.encode() if isinstance(body, str) else bytes(body)
+    except UnicodeEncodeError as error:
+        raise InputError(f"is no text: {error}", field="body") from error
+    return _judge(TextRecording(text), limits)
 
 
 def verify_file(
@@ -92,17 +92,8 @@ def verify_file(
     block_bytes: int | None = None,
 ) -> Verdict:
     """Judge a file, in bounded memory, as `verify` does a body. Raise MissingFileError and InputError."""
-    limits = _limits(preempt_threshold, max_bytes, block_bytes)
+    limits = Limits.checked(preempt_threshold, max_bytes, block_bytes)
     return _judge(open_recording(path), limits)
-
-
-def _limits(preempt_threshold: float, max_bytes: int | None, block_bytes: int | None) -> Limits:
-    if not (isfinite(preempt_threshold) and 0.0 <= preempt_threshold <= 1.0):
-        raise ConfigError(f"must be a number from 0 to 1, got {preempt_threshold}", field="preempt_threshold")
-    for field, value in (("max_bytes", max_bytes), ("block_bytes", block_bytes)):
-        if value is not None and value < 1:
-            raise ConfigError(f"must be at least 1, got {value}", field=field)
-    return Limits(preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes)
 
 
 def _judge(recording: Recording, limits: Limits) -> Verdict:
@@ -154,7 +145,7 @@ class _Reading:
 
     def verdict(self, recording: Recording) -> Verdict:
         top = recording.top
-        self._schema.look_at(top, has_timeline=recording.has_timeline, is_cut=recording.is_cut)
+        self._schema.look_at(top, recording.twice, has_timeline=recording.has_timeline, is_cut=recording.is_cut)
         rules = self._rules or make_rules(_total(top), top, self._limits)
         notes = list(recording.notes)
         if recording.is_cut:
@@ -166,6 +157,7 @@ class _Reading:
             notes.append(f"{self._num_left_out:,} rows are malformed, and only the schema speaks of them")
         for rule in rules:
             rule.finish(top)
+            notes += rule.notes
             if not self._num_rows and rule.result.status == "ok" and rule.name != "peak_consistency":
                 rule.why_not = "there is no row"
         results = [self._schema.result, *(rule.result for rule in rules)]
@@ -205,4 +197,4 @@ def _relied_on(top: dict[str, Any]) -> tuple[Any, ...]:
     return _total(top), *(top.get(name) if is_count(top.get(name)) else None for name in _EARLY)
 
 
-_EARLY = ("initial_used_blocks", "block_bytes")
+_EARLY = ("initial_used_blocks", "block_bytes", "every", "host_total_blocks", "disk_total_blocks")

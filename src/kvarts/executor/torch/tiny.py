@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvarts.errors import ConfigError, OutputError
@@ -60,8 +61,8 @@ def write_tiny(family: str, directory: Path | str, *, seed: int = 0, dtype: str 
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", path=directory) from error
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"cannot be written: {getattr(error, 'strerror', error)}", path=directory) from error
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

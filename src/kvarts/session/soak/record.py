@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
-from kvarts.files import write_whole
+from kvarts.errors import ConfigError, InputError, parts_of
+from kvarts.files import read_bytes, write_whole
+from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, MOST_SECONDS, MOST_SEED, check_number, check_whole
 
 __all__ = ["VERSION", "EndedBy", "KvLayers", "Phase", "Sample", "SoakPlan", "SoakRecord", "load_record", "write_record"]
 
 VERSION = 1
+MOST_SESSIONS = 100_000
 
 Phase = Literal["append", "turn"]
 EndedBy = Literal["duration", "stopped", "error"]
@@ -52,18 +54,17 @@ class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_rss_growth: float = 0.05
 
     def __post_init__(self) -> None:
-        at_least = {"num_sessions": 1, "prompt_tokens": 1, "max_tokens": 1, "window": 1, "vocab_size": 1, "sink": 0}
+        check_whole(self.num_sessions, "num_sessions", most=MOST_SESSIONS)
+        at_least = {"prompt_tokens": 1, "max_tokens": 1, "window": 1, "vocab_size": 1, "sink": 0}
         for field, least in at_least.items():
-            if getattr(self, field) < least:
-                raise ConfigError(f"must be at least {least}, got {getattr(self, field)}", field=field)
+            check_whole(getattr(self, field), field, least=least)
+        check_whole(self.seed, "seed", least=0, most=MOST_SEED)
         for field in ("duration_s", "turn_timeout_s", "max_drift", "max_rss_growth"):
-            if not 0 < getattr(self, field) < float("inf"):
-                raise ConfigError(f"must be positive, got {getattr(self, field)}", field=field)
-        if not 0 <= self.turn_spacing_s < float("inf"):
-            raise ConfigError(f"must not be negative, got {self.turn_spacing_s}", field="turn_spacing_s")
+            check_number(getattr(self, field), field, above=True, most=MOST_SECONDS)
+        check_number(self.turn_spacing_s, "turn_spacing_s", most=MOST_SECONDS)
         for layers in self.layers:
-            if layers.max_tokens < 1 or layers.bytes_per_token < 1:
-                raise ConfigError(f"{layers} must keep at least one token of one byte", field="layers")
+            check_whole(layers.max_tokens, "layers", most=MOST_COUNT)
+            check_whole(layers.bytes_per_token, "layers", most=MOST_BYTES_PER_TOKEN)
 
     @property
     def bound_tokens(self) -> int:
@@ -119,16 +120,14 @@ def write_record(path: Path, record: SoakRecord, verdict: Any) -> None:
 
 def load_record(path: Path) -> SoakRecord:
     """Return the run in a file, without its verdict. Raise MissingFileError and InputError."""
+    data = read_bytes(path, hint="Give the file of kvarts soak --json.")
     try:
-        data = path.read_bytes()
         version = msgspec.json.decode(data, type=_Versioned).version
         if version != VERSION:
             raise InputError(f"has version {version}, and this kvarts reads {VERSION}", path=path)
         return msgspec.json.decode(data, type=_File).record
-    except FileNotFoundError:
-        raise MissingFileError("no such file", path=path, hint="Give the file of kvarts soak --json.") from None
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=path) from error
+    except RecursionError:
+        raise InputError("is no record of a soak: it is nested too deeply", path=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         what, field = parts_of(error)
         raise InputError(f"is no record of a soak: {what}", path=path, field=field) from error

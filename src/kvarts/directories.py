@@ -1,0 +1,90 @@
+"""Directories that one process writes: whole or not at all, and never two processes at once."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvarts.errors import OutputError
+from kvarts.files import shown, writing
+
+__all__ = ["UNFINISHED", "new_directory"]
+
+UNFINISHED = ".kvarts-unfinished"
+"""In a directory that is being written: what will be in it. A process that is killed leaves it behind."""
+
+
+@contextmanager
+def new_directory(path: Path, *, last: str) -> Iterator[Path]:
+    """Take a directory, new or empty, for this process alone; yield a folder for what will be in it.
+
+    What is in the folder gets to the directory on success, `last` at the end of all. If anything fails, the directory
+    is as it was. Raise OutputError if it is not empty, or another process has taken it.
+    """
+    with writing(path):
+        is_new = not path.exists()
+        path.mkdir(exist_ok=True)
+        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = path / UNFINISHED
+    is_taken = False
+    names: set[str] = set()
+    moved: list[str] = []
+    try:
+        with writing(path):
+            _lock(number, path)
+            is_taken = True
+            names = {file.name for file in path.iterdir()}
+            if names - {UNFINISHED}:
+                is_new = False
+                raise OutputError(
+                    "is not empty", path=shown(path), hint="Give a new directory, so that two runs are never mixed."
+                )
+            if names:
+                _remove_tree(folder)
+            folder.mkdir()
+        yield folder
+        with writing(path):
+            for name in sorted((file.name for file in folder.iterdir()), key=lambda name: (name == last, name)):
+                os.rename(folder / name, path / name)  # noqa: PTH104
+                moved.append(name)
+            folder.rmdir()
+    except BaseException:
+        if is_taken:
+            for name in moved:
+                _remove_tree(path / name)
+            if names <= {UNFINISHED}:
+                _remove_tree(folder)
+            if is_new:
+                with suppress(OSError):
+                    path.rmdir()
+        raise
+    finally:
+        os.close(number)
+
+
+def _lock(number: int, path: Path) -> None:
+    """Lock an open directory until it is closed; without a lock where the file system has none."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError("is being written by another process", path=shown(path)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
+            raise
+    if not os.path.samestat(os.fstat(number), os.stat(path)):  # noqa: PTH116
+        raise OutputError("is being written by another process", path=shown(path))
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove what this module has made, as far as that is possible."""
+    import shutil  # only where something failed
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

@@ -1,0 +1,95 @@
+"""The limits of numbers, stated once. Values are checked against them where they are built, in all rooms.
+
+Within them, every sum and product that kvarts makes fits 64 bits, and what is made beforehand fits memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvarts.errors import ConfigError
+
+__all__ = [
+    "LATEST_NS",
+    "MOST_BYTES",
+    "MOST_BYTES_PER_TOKEN",
+    "MOST_COUNT",
+    "MOST_LAYERS",
+    "MOST_MS",
+    "MOST_PAGES",
+    "MOST_PAGE_TOKENS",
+    "MOST_REPLICAS",
+    "MOST_REQUESTS",
+    "MOST_SECONDS",
+    "MOST_SEED",
+    "MOST_UINT32",
+    "MOST_UINT64",
+    "TooLateError",
+    "brief",
+    "check_number",
+    "check_whole",
+]
+
+MOST_COUNT = (1 << 31) - 1
+"""Tokens of a request or a step, requests that run at once, and whatever else is counted."""
+MOST_PAGE_TOKENS = 1 << 20
+"""Tokens of a page."""
+MOST_PAGES = 1 << 40
+MOST_BYTES = 1 << 60
+"""Bytes of a memory, and bytes a second: an exbibyte."""
+MOST_BYTES_PER_TOKEN = 1 << 40
+MOST_LAYERS = 10_000
+MOST_REPLICAS = 4_096
+MOST_REQUESTS = 10_000_000
+"""Requests that a description of traffic makes."""
+MOST_MS = 1e12
+"""A time that a setting says: 31 years."""
+MOST_SECONDS = 1e9
+"""The same in seconds."""
+MOST_SEED = (1 << 63) - 1
+MOST_UINT32 = (1 << 32) - 1
+MOST_UINT64 = (1 << 64) - 1
+"""What a field of a message can hold: a client may ask for as many tokens as that, and mean as many as there is room
+for."""
+LATEST_NS = 1 << 61
+"""Virtual time: 73 years after its beginning."""
+
+MOST_SHOWN = 40
+
+
+class TooLateError(ConfigError):
+    """A replay that lasts longer than virtual time can count."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the replay lasts longer than {LATEST_NS / 1e9 / 86400 / 365:.0f} years",
+            hint="Are times in another unit than they should be, or a cost or a bandwidth far from real?",
+        )
+
+
+def brief(value: Any) -> str:
+    """Return a value as an error shows it, in a few characters whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length() * 30103 // 100000 + 1} digits"
+    text = str(value) if isinstance(value, int | float) else repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def check_whole(value: Any, field: str, *, least: int = 1, most: int = MOST_COUNT) -> None:
+    """Raise ConfigError for `field` unless `value` is a whole number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"must be a whole number, got {brief(value)}", field=field)
+    if value < least:
+        raise ConfigError(f"must be at least {least}, got {brief(value)}", field=field)
+    if value > most:
+        raise ConfigError(f"must be at most {most:,}, got {brief(value)}", field=field)
+
+
+def check_number(value: Any, field: str, *, least: float = 0.0, most: float, above: bool = False) -> None:
+    """Raise ConfigError for `field` unless `value` is a number from `least`, or `above` it, to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"must be a number, got {brief(value)}", field=field)
+    if not (value > least if above else value >= least):
+        raise ConfigError(f"must be {'above' if above else 'at least'} {least:g}, got {brief(value)}", field=field)
+    if value > most:
+        raise ConfigError(f"must be at most {most:g}, got {brief(value)}", field=field)

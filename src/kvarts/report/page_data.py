@@ -1,0 +1,296 @@
+"""What the page of a run is drawn from: one value, JSON-able, with columns packed in base64."""
+
+from __future__ import annotations
+
+import shlex
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvarts.columns import Column
+from kvarts.errors import InputError
+from kvarts.report.run_directory import RunDirectory
+from kvarts.report.run_values import About, RequestRow
+from kvarts.report.words import LATENCIES, count, duration, facts
+from kvarts.verify.chunk import is_count
+from kvarts.verify.reader import open_recording
+
+__all__ = ["Overview", "TokenKind", "Wait", "columns_of", "page_data"]
+
+MAX_POINTS = 1000
+NUM_STRETCHES = 200
+"""Of the time of a run, for what is shown over time and is not known of each step."""
+MARKS = ("p50", "p90", "p99")
+NO_JOURNAL = "Not recorded: the run has no journal of events."
+NOT_READ = "Not shown: the journal of events was not read."
+COLOURS = {
+    "device_hit": "green",
+    "host_hit": "teal",
+    "disk_hit": "sky",
+    "never_seen": "grey",
+    "evicted": "red",
+    "alignment": "orange",
+    "recomputed": "violet",
+    "not_computed": "line",
+}
+LABELS = {
+    "device_hit": "hit on the device",
+    "host_hit": "hit in host memory",
+    "disk_hit": "hit in files",
+    "never_seen": "never seen before",
+    "evicted": "seen, but evicted",
+    "alignment": "lost to page alignment",
+    "recomputed": "recomputed after preemption",
+    "not_computed": "never computed: the request ended before",
+}
+TIERS = {"host": "host memory", "disk": "files"}
+
+
+class TokenKind(Protocol):
+    """Prompt tokens of one kind: hit on the device, never seen, evicted and so on."""
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+
+    @property
+    def remark(self) -> str:
+        """What else is to be said of them; empty for nothing."""
+
+
+class Wait(Protocol):
+    """A request that waited long to be admitted."""
+
+    @property
+    def request(self) -> str:
+        """Its id."""
+
+    @property
+    def waited_ms(self) -> float:
+        """How long."""
+
+    @property
+    def cause(self) -> str:
+        """For what."""
+
+    @property
+    def num_others(self) -> int:
+        """How many waited with it, for the same."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Its story."""
+
+
+class Overview(Protocol):
+    """Why prompt tokens were found or not, and why requests waited: of all replicas together."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All of them."""
+
+    @property
+    def kinds(self) -> Sequence[TokenKind]:
+        """The prompt tokens by kind."""
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """The longest, the longest first; no two with one story."""
+
+    @property
+    def evictions(self) -> Sequence[tuple[float, int]]:
+        """The end of each stretch of time, in ms, and the pages that were evicted in it."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is missing."""
+
+
+def page_data(run: RunDirectory, overviews: Mapping[Path, Overview | None]) -> dict[str, Any]:
+    """Return what the page shows of a run, or of each model of a run; `overviews` by the path of each.
+
+    Raise InputError for files that cannot be read.
+    """
+    runs = run.runs()
+    has_models = runs != [run]
+    title = ", ".join(each.path.name for each in runs) if has_models else run.summary.trace or run.path.name
+    num_requests = sum(each.summary.num_requests or 0 for each in runs)
+    num_steps = sum(each.summary.num_steps or 0 for each in runs)
+    models = f"{len(runs)} models, " if has_models else ""
+    return {
+        "title": title,
+        "subtitle": f"{models}{count(num_requests)} requests in {count(num_steps)} steps",
+        "source": "Made by kvarts; charts by uPlot (MIT licence).",
+        "about": _about(runs[0].about()),
+        "parts": [
+            {
+                "name": each.path.name if has_models else "",
+                "facts": [("trace", each.summary.trace or "-"), *facts(each.summary)]
+                if has_models
+                else facts(each.summary),
+                "config": _flat(each.summary.config),
+                **_part(each, overviews.get(each.path)),
+            }
+            for each in runs
+        ],
+    }
+
+
+def _about(about: About) -> list[tuple[str, str]]:
+    out = []
+    if about.kvarts is not None:
+        out.append(("version", f"kvarts {about.kvarts}"))
+    if about.command is not None:
+        out.append(("command", shlex.join(about.command)))
+    return out
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+    """Return settings by their names, tables with a dot."""
+    out = []
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            out += _flat(value, f"{before}{name}.")
+        elif value is not None:
+            out.append((before + name, f"{value:,}" if is_count(value) else str(value)))
+    return out
+
+
+def _part(run: RunDirectory, overview: Overview | None) -> dict[str, Any]:
+    pages, replicas = run.summary.config.get("pages"), run.summary.config.get("replicas", 1)
+    pool = pages * replicas if is_count(pages) and is_count(replicas) else 0
+    working_set = run.summary.working_set_pages
+    requests = run.requests()
+    return {
+        "replicas": [_replica(number, columns_of(path)) for number, path in run.timelines()],
+        "curves": _curves(run, requests),
+        "hit_rates": _hit_rates(requests),
+        "evictions": None if overview is None else list(overview.evictions),
+        "hits": None if overview is None else _hits(overview),
+        "working_set": {"pages": working_set, "pool": pool} if working_set and pool else None,
+        "waits": None if overview is None else _waits(overview),
+        "notes": [] if overview is None else list(overview.notes),
+        "no_journal": NOT_READ if overview is None and run.journals() else NO_JOURNAL,
+    }
+
+
+def columns_of(path: Path) -> dict[str, Any]:
+    """Return columns of a timeline, and under `total_blocks` and `block_size_tokens` what it says of the whole."""
+    recording = open_recording(path)
+    chunks = [chunk for chunk in recording.chunks() if len(chunk.rows)]
+    names = chunks[0].columns if chunks else ()
+    columns: dict[str, Any] = {name: np.concatenate([chunk.columns[name] for chunk in chunks]) for name in names}
+    for name in ("total_blocks", "block_size_tokens"):
+        value = recording.top.get(name)
+        if not is_count(value) or value < 1:
+            raise InputError(f"does not say its {name}", path=path)
+        columns[name] = value
+    if not chunks:
+        columns.update({name: np.zeros(0) for name in ("t_ms", "used_pct")})
+    if (np.diff(columns["t_ms"]) < 0).any():
+        raise InputError("has times that go back", path=path, field="t_ms", hint="kvarts verify says where.")
+    return columns
+
+
+def _replica(number: int, columns: dict[str, Any]) -> dict[str, Any]:
+    names = {"used": "used_blocks", "cached": "cached_blocks", "running": "active_seqs", "waiting": "waiting"}
+    nothing = np.zeros(0, np.int64)
+    out: dict[str, Any] = {
+        "number": number,
+        "total_blocks": columns["total_blocks"],
+        "block_size_tokens": columns["block_size_tokens"],
+        "t_s": _packed(columns["t_ms"] / 1e3),
+        "preempting": _packed(np.flatnonzero(columns.get("preempted_seqs", nothing))),
+        "tiers": [],
+    }
+    for name, field in names.items():
+        # What a timeline does not say is -1 there, and nothing here.
+        out[name] = _packed(np.maximum(columns.get(field, nothing), 0))
+    for tier, label in TIERS.items():
+        used = columns.get(f"{tier}_used_blocks", nothing)
+        if (used >= 0).any():
+            cached = columns[f"{tier}_cached_blocks"]
+            of_tier = {"used": _packed(np.maximum(used, 0)), "cached": _packed(np.maximum(cached, 0))}
+            out["tiers"].append({"name": label, **of_tier})
+    return out
+
+
+def _packed(values: Column) -> str:
+    return b64encode(np.ascontiguousarray(values, "<f8").tobytes()).decode()
+
+
+def _curves(run: RunDirectory, requests: list[RequestRow]) -> list[dict[str, Any]]:
+    """Return the share of values up to each, of each latency, and its percentiles as the report gives them."""
+    histogram = run.distributions().itl_ms
+    out = []
+    for name, field in LATENCIES.items():
+        if field == "itl_ms":
+            counts = np.cumsum(np.array(histogram.counts, np.float64))
+            below = counts / max(1.0, counts[-1]) if len(counts) else counts
+            points = _points(np.array(histogram.upper_ms, np.float64), below)
+        else:
+            ordered = np.sort(
+                np.array([ms for row in requests if (ms := _latency(row, field)) is not None], np.float64)
+            )
+            at = np.unique(np.linspace(0, len(ordered) - 1, min(MAX_POINTS, len(ordered))).round().astype(np.int64))
+            points = _points(ordered[at], (at + 1) / max(1, len(ordered)))
+        spread = getattr(run.summary, field)
+        values = [] if spread is None else [(p, getattr(spread, p), float(p[1:]) / 100) for p in MARKS]
+        marks = [(f"{p} {duration(ms)}", max(ms, 1e-3), share) for p, ms, share in values if ms is not None]
+        out.append({"name": name, **points, "marks": marks})
+    return out
+
+
+def _latency(row: RequestRow, field: str) -> float | None:
+    if field == "tpot_ms":
+        if row.first_token_ms is None or row.last_token_ms is None or row.output_tokens < 2:
+            return None
+        return (row.last_token_ms - row.first_token_ms) / (row.output_tokens - 1)
+    ends = {"ttft_ms": row.first_token_ms, "e2e_ms": row.last_token_ms, "queue_ms": row.first_admitted_ms}
+    end = ends[field]
+    return None if end is None else end - row.arrival_ms
+
+
+def _points(ms: Column, share: Column) -> dict[str, list[float]]:
+    """Return points for a logarithmic axis, which has no 0."""
+    return {"ms": np.maximum(ms, 1e-3).tolist(), "share": share.tolist()}
+
+
+def _hit_rates(requests: list[RequestRow]) -> list[tuple[float, float]]:
+    """Return the end of each stretch of time, in ms, and the share of prompt tokens admitted in it that were hits."""
+    admitted = [row for row in requests if row.first_admitted_ms is not None]
+    times = np.array([row.first_admitted_ms for row in admitted], np.float64)
+    end_ms = float(times.max(initial=0.0))
+    if end_ms <= 0:
+        return []
+    at = np.minimum(times / end_ms * NUM_STRETCHES, NUM_STRETCHES - 1).astype(np.int64)
+    hits, tokens = (
+        np.bincount(at, weights=np.array(values, np.float64), minlength=NUM_STRETCHES)
+        for values in ([row.cached_tokens for row in admitted], [row.input_tokens for row in admitted])
+    )
+    filled = np.flatnonzero(tokens)
+    return [(end_ms * (index + 1) / NUM_STRETCHES, float(hits[index] / tokens[index])) for index in filled.tolist()]
+
+
+def _hits(overview: Overview) -> dict[str, Any]:
+    parts = [
+        [LABELS.get(one.kind, one.kind), one.tokens, COLOURS.get(one.kind, "line"), one.remark]
+        for one in overview.kinds
+    ]
+    return {"prompt_tokens": overview.prompt_tokens, "parts": parts}
+
+
+def _waits(overview: Overview) -> list[dict[str, Any]]:
+    out = []
+    for wait in overview.waits:
+        others = f"; {wait.num_others:,} more waited with it for the same" if wait.num_others else ""
+        what = f"waited {duration(wait.waited_ms)} for {wait.cause}{others}"
+        out.append({"name": f"request {wait.request}", "waited": what, "lines": wait.lines})
+    return out

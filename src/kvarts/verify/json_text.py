@@ -1,0 +1,308 @@
+"""Follows the JSON of a timeline piece by piece, in memory that does not grow with it.
+
+A text is cut at commas, at any depth. A piece, between brackets that stand for those which are open around it, must be
+JSON by itself: then the whole is, and no piece is looked at twice. So a cut may be guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvarts.verify.chunk import TOP_FIELDS, Column, brief, rows_of
+from kvarts.verify.text import SPACE, Broken, unescaped
+from kvarts.verify.values import JSON_ERRORS, any_value, check, why_not
+
+__all__ = ["LARGEST_PIECE_BYTES", "JsonText"]
+
+LARGEST_PIECE_BYTES = 1 << 22
+"""What may stand between two commas, and how large a row may be, once long strings are short."""
+DEEPEST = 256
+MOST_KEYS = 100
+"""Keys of the whole that are kept whatever they are; of others, only those in TOP_FIELDS."""
+LARGEST_KEPT_BYTES = 1 << 12
+SHORT_TEXT_BYTES = 1 << 16
+"""Too little to look for a place to cut at, where there is more."""
+
+QUOTE, COMMA, COLON, OPEN_ARRAY, CLOSE_OBJECT = b'",:[}'
+_MARKS = np.zeros(256, np.bool_)
+_MARKS[list(b'"{}[],:')] = True
+_CHANGES = np.zeros(256, np.int64)
+_CHANGES[list(b"{[")] = 1
+_CHANGES[list(b"}]")] = -1
+_CLOSERS = bytes.maketrans(b"{[", b"}]")
+_TOP_NAMES = [name.encode() for name in TOP_FIELDS]
+
+_string = msgspec.json.Decoder(str)
+
+
+class _Marks:
+    """The brackets, colons and commas of a text that are not in strings: where, which, and the depth after each."""
+
+    __slots__ = ("at", "codes", "depths")
+
+    def __init__(self, at: Column, codes: Column, depths: Column) -> None:
+        self.at = at
+        self.codes = codes
+        self.depths = depths
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def up_to(self, end: int) -> _Marks:
+        """Return the first `end` marks."""
+        return _Marks(self.at[:end], self.codes[:end], self.depths[:end])
+
+    def first(self, where: Column) -> int | None:
+        """Return the first mark for which `where` holds."""
+        found = int(where.argmax()) if len(where) else 0
+        return found if len(where) and where[found] else None
+
+
+def _marks(text: bytes, depth: int) -> _Marks:
+    data = np.frombuffer(unescaped(text), np.uint8)
+    at = np.flatnonzero(_MARKS[data])
+    codes = data[at]
+    quotes = codes == QUOTE
+    outside = ~quotes & (np.cumsum(quotes, dtype=np.int32) % 2 == 0)
+    at, codes = at[outside], codes[outside]
+    return _Marks(at, codes, depth + np.cumsum(_CHANGES[codes]))
+
+
+class JsonText:
+    """One object, with rows in its array `timeline`; `top` has what else it says, `twice` the TOP_FIELDS it says twice.
+
+    `blocks`: the text, cut anywhere but within strings. Raise what `broken` makes for what is no such object.
+    """
+
+    def __init__(self, blocks: Iterator[bytes], broken: Broken) -> None:
+        self._blocks = blocks
+        self._broken = broken
+        self.top: dict[str, Any] = {}
+        self.twice: list[str] = []
+        self.has_timeline = False
+        self._text = b""
+        self._opened = b""  # brackets that are open before the text
+        self._is_first = True  # nothing stands between the last of them and the text
+        self._num_keys = 0
+
+    def rows(self) -> Iterator[list[Any]]:
+        """Iterate over the rows, some at a time. The whole text has been read after that."""
+        self._strip("is empty")
+        if self._text[:1] != b"{":
+            raise self._broken(self._what_else())
+        self._text, self._opened = self._text[1:], b"{"
+        while self._opened:
+            if self._skip():
+                yield from self._array()
+                self._after_array()
+        while True:
+            if self._text.strip(SPACE):
+                raise self._broken("is no JSON: something follows its end")
+            self._text = b""
+            if not self._more():
+                break
+
+    def _what_else(self) -> str:
+        """Return what is wrong with a text that begins with something else."""
+        while len(self._text) < LARGEST_KEPT_BYTES and self._more():
+            pass
+        if len(self._text) < LARGEST_KEPT_BYTES:
+            try:
+                return f"must be an object, is {brief(any_value(self._text))}"
+            except JSON_ERRORS as error:
+                return f"is no JSON: {why_not(error)}"
+        kind = {b"[": "an array", b'"': "a string"}.get(self._text[:1])
+        return "is no JSON" if kind is None else f"must be an object, begins as {kind}"
+
+    def _more(self) -> bool:
+        block = next(self._blocks, b"")
+        self._text += block
+        return bool(block)
+
+    def _strip(self, what: str = "is no JSON: it breaks off") -> None:
+        """Read on up to something that is no space."""
+        while not (text := self._text.lstrip(SPACE)):
+            self._text = b""
+            if not self._more():
+                raise self._broken(what)
+        self._text = text
+
+    def _grow(self, what: str) -> None:
+        """Read on for want of a place to cut at."""
+        if len(self._text) > LARGEST_PIECE_BYTES:
+            raise self._broken(f"has {what} of more than {LARGEST_PIECE_BYTES} bytes")
+        if not self._more():
+            raise self._broken("is no JSON: it breaks off")
+
+    def _check_depth(self, marks: _Marks) -> None:
+        if len(marks) and int(marks.depths.max()) > DEEPEST:
+            raise self._broken("is no JSON: it is nested too deeply")
+
+    # Around the rows --------------------------------------------------------------------------------------
+
+    def _skip(self) -> bool:
+        """Check the next piece of what is not rows; return whether it ends where the rows begin."""
+        while True:
+            marks = _marks(self._text, len(self._opened))
+            end = marks.first(marks.depths == 0)
+            if end is not None:
+                marks = marks.up_to(end + 1)
+            self._check_depth(marks)
+            names = self._names(marks)
+            begin = self._timeline_begins(marks, names)
+            if begin is not None:
+                self._take(marks.up_to(begin + 1), names, b"{[")
+                return True
+            if end is not None:
+                self._take(marks, names, b"")
+                return False
+            commas = np.flatnonzero(marks.codes == COMMA)
+            if len(commas):
+                cut = int(commas[-1]) + 1
+                self._take(marks.up_to(cut), names, _still_open(self._opened, marks.up_to(cut)))
+                return False
+            self._grow("a value")
+
+    def _names(self, marks: _Marks) -> dict[int, str]:
+        """Return the keys of the whole that matter, by the mark of the colon after them."""
+        text = self._text
+        if self._num_keys >= MOST_KEYS and b"\\" not in text and not any(name in text for name in _TOP_NAMES):
+            return {}
+        names: dict[int, str] = {}
+        for colon in np.flatnonzero((marks.codes == COLON) & (marks.depths == 1)).tolist():
+            begin = int(marks.at[colon - 1]) + 1 if colon else 0
+            try:
+                name = _string.decode(text[begin : int(marks.at[colon])])
+            except JSON_ERRORS:
+                continue  # the check of the piece will say what is wrong
+            if name in TOP_FIELDS or self._num_keys + len(names) < MOST_KEYS:
+                names[colon] = name
+        return names
+
+    def _timeline_begins(self, marks: _Marks, names: dict[int, str]) -> int | None:
+        """Return the mark that opens the array of the rows; None if none does."""
+        for colon, name in names.items():
+            if name == "timeline" and colon + 1 < len(marks) and marks.codes[colon + 1] == OPEN_ARRAY:
+                return colon + 1
+        return None
+
+    def _take(self, marks: _Marks, names: dict[int, str], opened: bytes) -> None:
+        """Check the text up to the last of `marks`, keep what it says of the whole, and go on after it."""
+        end = int(marks.at[-1]) + 1
+        has_comma = marks.codes[-1] == COMMA
+        piece = self._text[: end - 1 if has_comma else end]
+        # What the brackets around a piece would hide.
+        if not self._is_first and piece.lstrip(SPACE)[:1] in (b"", b"}", b"]"):
+            raise self._broken("is no JSON: nothing follows a comma")
+        if has_comma and piece.rstrip(SPACE)[-1:] in (b"", b"{", b"["):
+            raise self._broken("is no JSON: nothing stands before a comma")
+        closers = opened[::-1].translate(_CLOSERS)
+        try:
+            check(_openers(self._opened) + piece + closers)
+        except JSON_ERRORS as error:
+            raise self._broken(f"is no JSON: {why_not(error)}") from error
+        stops = np.flatnonzero((marks.depths < 1) | ((marks.codes == COMMA) & (marks.depths == 1)))
+        begins_rows = opened == b"{[" and not has_comma
+        for colon, name in names.items():
+            if colon >= len(marks):
+                break
+            self._num_keys += 1
+            if name == "timeline":
+                if self.has_timeline or name in self.top:
+                    raise self._broken("has two timelines")
+                if begins_rows and colon == len(marks) - 2:
+                    self.has_timeline = True
+                    continue
+            elif name in TOP_FIELDS and name in self.top and name not in self.twice:
+                self.twice.append(name)
+            place = int(np.searchsorted(stops, colon))
+            stop = int(marks.at[stops[place]]) if place < len(stops) else end
+            self.top[name] = _small_value(piece[int(marks.at[colon]) + 1 : stop])
+        self._text, self._opened, self._is_first = self._text[end:], opened, False
+
+    def _after_array(self) -> None:
+        """Go on after the end of the rows."""
+        self._strip()
+        mark, self._text, self._opened = self._text[:1], self._text[1:], b"{"
+        if mark == b"}":
+            self._opened = b""
+        elif mark != b",":
+            raise self._broken("is no JSON: no comma follows its rows")
+
+    # Rows -------------------------------------------------------------------------------------------------
+
+    def _array(self) -> Iterator[list[Any]]:
+        """Iterate over the elements of the array that begins with the text, up to its end."""
+        self._strip()
+        if self._text[:1] == b"]":
+            self._text = self._text[1:]
+            return
+        has_ended = False
+        while not has_ended:
+            self._strip()
+            if self._text[:1] in b"],":
+                raise self._broken("is no JSON: nothing stands before or after a comma")
+            rows, has_ended = self._piece()
+            yield rows
+
+    def _piece(self) -> tuple[list[Any], bool]:
+        """Return rows from the beginning of the text, at least one, and whether the array ended after them."""
+        if len(self._text) < SHORT_TEXT_BYTES:
+            self._more()
+        guess = self._text.rfind(b"},") + 1
+        if guess:
+            try:
+                rows = rows_of(self._text[:guess])
+            except JSON_ERRORS:
+                pass  # a comma of something else
+            else:
+                self._text = self._text[guess + 1 :]
+                return rows, False
+        while True:
+            marks = _marks(self._text, 0)
+            end = marks.first(marks.depths < 0)
+            if end is not None:
+                break
+            self._check_depth(marks)
+            commas = np.flatnonzero((marks.codes == COMMA) & (marks.depths == 0))
+            if len(commas):
+                break
+            self._grow("a row")
+        cut = int(marks.at[end if end is not None else commas[-1]])
+        text, after = self._text[:cut], self._text[cut : cut + 1]
+        try:
+            rows = rows_of(text)
+        except JSON_ERRORS as error:
+            raise self._broken(f"is no JSON: {why_not(error)}") from error
+        if after == b"}":
+            raise self._broken("is no JSON: its rows end in a brace")
+        self._text = self._text[cut + 1 :]
+        return rows, after == b"]"
+
+
+def _still_open(opened: bytes, marks: _Marks) -> bytes:
+    """Return the brackets that are open after `marks`, of which `opened` were open before."""
+    lowest_after = np.minimum.accumulate(marks.depths[::-1])[::-1]
+    stay = (_CHANGES[marks.codes] == 1) & (marks.depths <= lowest_after)
+    return opened[: int(lowest_after[0])] + bytes(marks.codes[stay])
+
+
+def _openers(opened: bytes) -> bytes:
+    """Return a text that leaves these brackets open, where an element may follow."""
+    around = opened[:-1].replace(b"{", b'{"":')
+    return around + opened[-1:]
+
+
+def _small_value(text: bytes) -> Any:
+    """Return a value; of a large one, or one that goes on in another piece, only its type."""
+    text = text.strip(SPACE)
+    if len(text) <= LARGEST_KEPT_BYTES:
+        try:
+            return any_value(text)
+        except JSON_ERRORS:
+            pass
+    return {} if text[:1] == b"{" else []

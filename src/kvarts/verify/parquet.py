@@ -1,0 +1,69 @@
+"""Reads a timeline in Parquet: columns by the names of the fields; what is said of the whole is in the metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvarts.errors import InputError
+from kvarts.verify.chunk import NUMBERS
+from kvarts.verify.reader import Recording
+from kvarts.verify.text import Source
+from kvarts.verify.values import JSON_ERRORS, any_value
+
+__all__ = ["ParquetRecording"]
+
+BATCH_ROWS = 1 << 14
+LARGEST_FOOTER_BYTES = 1 << 24
+
+
+class ParquetRecording(Recording):
+    """A file of Parquet, packed with gzip or not. It needs pyarrow."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.path)
+        self._source = source
+
+    def _slabs(self) -> Iterator[list[Any]]:
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise InputError("Parquet needs pyarrow", path=self.path, hint="pip install 'kvarts[parquet]'.") from None
+        import tempfile
+
+        self.has_timeline = True
+        with tempfile.TemporaryFile() as unpacked, self._source.open() as opened:
+            file: Any = opened
+            if file.read(2) == b"\x1f\x8b":
+                for block in self._source.blocks():
+                    unpacked.write(block)
+                file = unpacked
+            file.seek(0)
+            try:
+                table = pq.ParquetFile(
+                    file,
+                    thrift_string_size_limit=LARGEST_FOOTER_BYTES,
+                    thrift_container_size_limit=LARGEST_FOOTER_BYTES,
+                )
+                schema = table.schema_arrow
+                for name, value in (schema.metadata or {}).items():
+                    try:
+                        self.top[name.decode()] = any_value(value)
+                    except JSON_ERRORS:
+                        continue  # other people's metadata
+                names = schema.names
+                self.twice = sorted({name for name in names if name in NUMBERS and names.count(name) > 1})
+                numbers = [
+                    name
+                    for name in NUMBERS
+                    if names.count(name) == 1 and pa.types.is_primitive(schema.field(name).type)
+                ]
+                # What is no number is not read, however long it is: its type says what is wrong with it.
+                others = {name: str(schema.field(name).type) for name in NUMBERS if names.count(name) == 1}
+                others = {name: kind for name, kind in others.items() if name not in numbers}
+                asked = ["asked"] if names.count("asked") == 1 else []
+                for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=[*numbers, *asked]):
+                    yield [{**row, **others} for row in batch.to_pylist()]
+            except (pa.ArrowException, OSError, ValueError, RecursionError, OverflowError) as error:
+                raise self._source.broken(f"is no readable Parquet: {error}") from error

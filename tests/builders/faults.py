@@ -1,0 +1,113 @@
+"""Faults of a file system, below every reader and every writer: at the nth call that touches a folder, one fails."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["ERRORS", "Disk"]
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
+BY_PATH = ("open", "stat", "lstat", "listdir", "scandir", "mkdir", "rmdir", "unlink", "rename", "replace", "readlink")
+BY_NUMBER = ("write", "fchmod")
+
+
+class Disk:
+    """Counts the calls that touch `folder`. `fail_at`: the number of the one that fails, with `error`.
+
+    `is_short`: every write takes one byte of what it is given, and the rest is left to the caller.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._folder = os.path.realpath(folder)
+        self._numbers: set[int] = set()
+        self.calls: list[str] = []
+        self.fail_at = -1
+        self.error = errno.EIO
+        self.is_short = False
+        self.is_on = False
+        for name in BY_PATH:
+            patch.setattr(os, name, self._by_path(name, getattr(os, name)))
+        for name in BY_NUMBER:
+            patch.setattr(os, name, self._by_number(name, getattr(os, name)))
+        opened = self._opened(io.open)
+        patch.setattr(io, "open", opened)
+        patch.setattr(builtins, "open", opened)
+
+    @contextmanager
+    def failing(self, place: int, error: int) -> Iterator[None]:
+        """Fail the call at `place`, counted from now."""
+        self.calls.clear()
+        self._numbers.clear()
+        self.fail_at, self.error, self.is_on = place, error, True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+    def _is_here(self, path: Any) -> bool:
+        if isinstance(path, int):
+            return path in self._numbers
+        text = os.fsdecode(path)
+        full = text if text.startswith("/") else f"{self._folder}/{text}"
+        return full == self._folder or full.startswith(self._folder + "/")
+
+    def _count(self, name: str) -> None:
+        place = len(self.calls)
+        self.calls.append(name)
+        if place == self.fail_at:
+            raise OSError(self.error, os.strerror(self.error))
+
+    def _by_path(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def faulted(path: Any = ".", *rest: Any, **named: Any) -> Any:
+            if not self.is_on or isinstance(path, int) or not self._is_here(path):
+                return call(path, *rest, **named)
+            self._count(name)
+            result = call(path, *rest, **named)
+            if name == "open":
+                self._numbers.add(result)
+            return result
+
+        return faulted
+
+    def _by_number(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def faulted(number: int, value: Any) -> Any:
+            if not self.is_on or number not in self._numbers:
+                return call(number, value)
+            self._count(name)
+            return call(number, bytes(value)[:7] if name == "write" and self.is_short else value)
+
+        return faulted
+
+    def _opened(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def faulted(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+            if not self.is_on or isinstance(file, int) or not self._is_here(file):
+                return call(file, mode, *rest, **named)
+            self._count("open")
+            if mode != "rb":
+                return call(file, mode, *rest, **named)
+            return io.BufferedReader(_Read(file, self._count))
+
+        return faulted
+
+
+class _Read(io.FileIO):
+    def __init__(self, path: Any, count: Callable[[str], None]) -> None:
+        super().__init__(path, "rb")
+        self._count = count
+
+    def readinto(self, buffer: Any) -> int:
+        self._count("read")
+        return super().readinto(buffer) or 0
+
+    def readall(self) -> bytes:
+        self._count("read")
+        return super().readall()

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts.cli.main import main
+
+from builders.calls import make_files
+
+Run = Callable[..., tuple[int, bytes, str]]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the calls of all commands read."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+
+        def run(arguments: Sequence[object]) -> int:
+            patch.setattr(sys, "argv", ["kvarts", *map(str, arguments)])
+            return main()
+
+        make_files(folder, run)
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder, and the working directory."""
+    folder = tmp_path / "here"
+    shutil.copytree(made, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `kvarts` with these arguments: its exit code, what it printed, and what it said beside."""
+
+    def run(*arguments: Any) -> tuple[int, bytes, str]:
+        monkeypatch.setattr(sys, "argv", ["kvarts", *map(str, arguments)])
+        code = main()
+        captured = capfdbinary.readouterr()
+        return code, captured.out, captured.err.decode("utf-8", "replace")
+
+    return run

@@ -1,0 +1,143 @@
+"""SIGINT, SIGTERM and kill -9 at random moments of every command that writes: the old files, or whole new ones."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kvarts
+
+from builders.calls import CALLS, commands, path_params, snapshot
+from builders.forked import fork, run_forked, wait_for
+
+WRITING: dict[str, tuple[str, ...]] = {
+    "calibrate": (*CALLS["calibrate"].arguments, "--out", "x.toml"),
+    "compare": (*CALLS["compare"].arguments, "--html", "x.html"),
+    "profile": (
+        *CALLS["profile"].arguments, "--record", "x.jsonl", "--write-trace", "y.jsonl", "--kv-timeline", "live.jsonl",
+    ),
+    "replay": (
+        "--report", "x.json", "--requests", "y.jsonl", "--timeline", "z.json.gz", "--events", "e.jsonl", "--run-dir",
+        "new", "--pages", "2000",
+    ),
+    "report": (*CALLS["report"].arguments, "--html", "x.html"),
+    "soak": ("--virtual", "--duration", "10m", "--json", "x.json", "--page", "x.html", "--checkpoint-turns", "2"),
+    "model tiny": ("new",),
+}  # fmt: skip
+"""Each command that writes, and a call that writes all it can."""
+LIVE = {"live.jsonl"}
+"""What is there while it is written: it says so."""
+SERVERS = {"serve sessions"}
+"""They run until a signal ends them: see tests/serve."""
+SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {143}, signal.SIGKILL: {-signal.SIGKILL}}
+
+
+def test_the_table_has_every_command_that_writes() -> None:
+    assert {each.command for each in path_params("output", "derived")} | {"model tiny"} == set(WRITING) | SERVERS
+    assert set(WRITING) <= set(commands())
+
+
+def check(folder: Path, number: signal.Signals, before: dict[str, bytes | None], whole: set[str]) -> None:
+    """Assert that nothing is half there. `whole`: what a complete run leaves, new or as it was."""
+    after = snapshot(folder)
+    for path, data in before.items():
+        assert after.get(path) == data or path in whole, f"{path} was changed"
+    for path in set(after) - set(before) - LIVE:
+        is_hidden = any(part.startswith(".kvarts-") for part in Path(path).parts)
+        if number != signal.SIGKILL:
+            assert not is_hidden, f"{path} was left"
+        assert is_hidden or path in whole or (number == signal.SIGKILL and path == "new"), f"{path} was left"
+
+
+def hit(name: str, err: Path, number: signal.Signals, after_s: float) -> None:
+    arguments = [*name.split(), *WRITING[name]]
+    process = fork(arguments, err)
+    time.sleep(after_s)
+    os.kill(process, number)
+    ended = wait_for(process, err)
+    # Soak takes the first signal for the end of the run, which is judged then.
+    allowed = SIGNALS[number] | {0} | ({5, 6} if name == "soak" else set())
+    assert ended.code in allowed, (ended.code, ended.err)
+    assert "Traceback" not in ended.err
+    assert "Exception ignored" not in ended.err
+
+
+def strike(name: str, folder: Path, tmp_path: Path, number: signal.Signals, times: int) -> None:
+    if not CALLS[name].needs:
+        pytest.skip("what the command needs is not installed")
+    err = tmp_path / "err"
+    if "tiny" in WRITING[name]:
+        assert run_forked(["model", "tiny", "tiny"], err).code == 0
+    before = snapshot(folder)
+    begin_s = time.monotonic()
+    assert run_forked([*name.split(), *WRITING[name]], err).code in (0, 6), err.read_text()
+    lasts_s = time.monotonic() - begin_s
+    whole = set(snapshot(folder)) - set(before)
+    chance = random.Random(f"{name} {number}")
+    for _ in range(times):
+        clear(folder, before)
+        hit(name, err, number, chance.random() * lasts_s)
+        check(folder, number, before, whole)
+        for path in whole & set(snapshot(folder)):
+            assert (folder / path).is_dir() or (folder / path).stat().st_size or path in LIVE, f"{path} is empty"
+    # What a killed process left keeps nothing from being done again.
+    assert run_forked([*name.split(), *WRITING[name]], err).code in (0, 6, 7)
+
+
+def clear(folder: Path, before: dict[str, bytes | None]) -> None:
+    import shutil
+
+    for path in sorted(set(snapshot(folder)) - set(before)):
+        if (folder / path).is_dir():
+            shutil.rmtree(folder / path)
+        else:
+            (folder / path).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("name", ["replay", "report"])
+def test_signals_at_some_moments(name: str, number: signal.Signals, here: Path, tmp_path: Path) -> None:
+    strike(name, here, tmp_path, number, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("name", WRITING)
+def test_signals_at_two_hundred_moments(name: str, number: signal.Signals, here: Path, tmp_path: Path) -> None:
+    strike(name, here, tmp_path, number, 200)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("delay_s", [0.03, 0.1])
+def test_a_signal_while_the_command_is_loaded(number: signal.Signals, code: int, delay_s: float, here: Path) -> None:
+    """From the first line of kvarts on; what the interpreter does before that is its own."""
+    script = "import sys, kvarts.__main__ as m; sys.stdout.write('.'); sys.stdout.flush(); m.run()"
+    command = [sys.executable, "-c", script, "replay", "--pages", "2000", "--run-dir", "new"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvarts.__file__).resolve().parents[1])}
+    with subprocess.Popen(
+        command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        time.sleep(delay_s)
+        process.send_signal(number)
+        _, err = process.communicate()
+    assert (process.returncode, b"Traceback" in err) == (code, False), err
+    assert not Path("new").exists()
+
+
+def test_two_processes_do_not_share_a_run_directory(here: Path, tmp_path: Path) -> None:
+    errs = [tmp_path / "first", tmp_path / "second"]
+    for _ in range(3):
+        processes = [fork(["replay", "trace.jsonl", "--run-dir", "new"], err) for err in errs]
+        codes = [wait_for(process, err).code for process, err in zip(processes, errs, strict=True)]
+        assert sorted(codes) in ([0, 7], [7, 7])
+        assert 0 in codes or not Path("new").exists()
+        clear(here, {path: None for path in snapshot(here) if not path.startswith("new")})

@@ -1,0 +1,69 @@
+"""What a page cache, its pools and a ledger refuse, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvarts import ConfigError, Content, CountPool, IdPool, KvartsError, LruOrder, PageCache, PageError, PrefixTree
+
+
+def content(*tokens: int, owner: int = 0) -> Content:
+    return Content.from_tokens(list(tokens), page_size=1, owner=owner)
+
+
+def state(cache: PageCache) -> tuple[Any, ...]:
+    runs = [(each.owner, start, end, refs) for each, start, end, refs in cache.runs()]
+    counts = cache.num_used, cache.num_cached, cache.num_free, cache.num_released, cache.num_evicted
+    return (*counts, cache.pool.num_empty, cache.pool.num_taken, runs)
+
+
+@pytest.mark.parametrize("kind", [CountPool, IdPool])
+@pytest.mark.parametrize("total", [-1, 1.5, True, "4", math.nan, None, 2**63])
+def test_a_pool_of_a_number_that_cannot_be_is_refused(kind: Callable[..., Any], total: Any) -> None:
+    with pytest.raises(ConfigError):
+        kind(total)
+
+
+@pytest.mark.parametrize("kind", [CountPool, IdPool])
+def test_what_cannot_be_is_refused_and_nothing_has_changed(kind: Callable[[int], Any]) -> None:
+    cache = PageCache(kind(4), PrefixTree(LruOrder()))
+    text, other = content(1, 2, 3), content(7, 8, owner=1)
+    holding = cache.open(cache.match(text, 3))
+    cache.grow(holding, 3)
+    second = cache.open(cache.match(other, 2))
+    calls: list[Callable[[], object]] = [
+        lambda: cache.grow(second, 2),
+        lambda: cache.grow(holding, 10**9),
+        lambda: cache.take(2),
+        lambda: cache.take(-1),
+        lambda: cache.close(holding, text, 3, 2),
+        lambda: cache.close(holding, text, 4, 3),
+        lambda: cache.close(holding, text, 0, -5),
+        lambda: cache.close(holding, text, 3, 10**9),
+        lambda: cache.pool.give(4, None),
+        lambda: cache.pool.take(2),
+        lambda: cache.pool.take(-1),
+    ]
+    before = state(cache)
+    for call in calls:
+        with pytest.raises(PageError):
+            call()
+        assert state(cache) == before
+        cache.check([(holding, 3), (second, 0)])
+    cache.close(holding, text, 3, 3)
+    before = state(cache)
+    for call in (
+        lambda: cache.close(holding, text, 3, 3),
+        lambda: cache.grow(holding, 4),
+        lambda: cache.publish(holding, text, 3),
+    ):
+        with pytest.raises(PageError, match="closed"):
+            call()
+        assert state(cache) == before
+    cache.close(second, other, 0, 0)
+    cache.check([])
+    assert issubclass(PageError, KvartsError)
