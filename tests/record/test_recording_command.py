@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvarts import JournalWriter, verify_file
+from kvarts import JournalWriter, __version__, verify_file
 from kvarts.errors import OutputError
 
 Kvarts = Callable[..., tuple[int, str, str]]
@@ -21,8 +21,11 @@ def test_a_run_directory_holds_everything(recorded_run: Path) -> None:
         "events.jsonl.gz",
         "report.json",
         "requests.jsonl",
+        "run.json",
         "timeline.json.gz",
     ]
+    about = json.loads((recorded_run / "run.json").read_text())
+    assert about["command"][:2] == ["kvarts", "replay"] and about["kvarts"] == __version__
     report = json.loads((recorded_run / "report.json").read_text())
     verdict = verify_file(recorded_run / "timeline.json.gz")
     assert verdict.verdict == "ok"
