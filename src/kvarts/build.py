@@ -13,6 +13,7 @@ from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.pins import Pins
 from kvarts.kv.pool import CountPool, IdPool
+from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
@@ -36,8 +37,19 @@ class PreparedTiers(Protocol):
     full_prompt_hits: bool
     """Whether a load may cover a whole prompt."""
 
-    def open_below(self, cache: PageCache, *, with_page_ids: bool, tell: Tell | None) -> LowerTiers:
-        """Open the tiers below `cache`."""
+    def open_below(
+        self,
+        cache: PageCache,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None,
+        fingerprint: Callable[[], str] | None,
+    ) -> LowerTiers:
+        """Open the tiers below `cache`.
+
+        `prefill`: how long computing takes; None: that is measured. `fingerprint`: what pages depend on beside tokens.
+        """
 
 
 class TierSettings(Protocol):
@@ -60,6 +72,7 @@ def build_engine(
     make_order: Callable[[], EvictionOrder] = LruOrder,
     offload: TierSettings | None = None,
     below: PreparedTiers | None = None,
+    prefill: PrefillTimes | None = None,
     audit: bool = False,
 ) -> Engine:
     """Return an engine around `executor`.
@@ -68,8 +81,9 @@ def build_engine(
     `pages`: those of an engine that shares its device, instead of a new log with these readers and a pool of its own.
     `policy`: which waiting request is next; by default by priority, then arrival. `make_order`: makes the order in
     which runs are evicted. `offload`: tiers below the device; `below`: instead, tiers that were prepared for the tree
-    of `cache`. `audit`: assert the laws of page accounting after every step, and, unless the device is shared, check
-    every event against a second bookkeeping. Raise ConfigError for an audit if the room `audit` is not installed.
+    of `cache`. `prefill`: how long prompts take to compute, for the choice between that and loading them; by default
+    that is measured. `audit`: assert the laws of page accounting after every step, and, unless the device is shared,
+    check every event against a second bookkeeping. Raise ConfigError for an audit if the room `audit` is not installed.
     """
     if offload is not None:
         assert below is None and cache is None, "the tree of a given cache was made without these tiers"
@@ -96,7 +110,12 @@ def build_engine(
     if pages is None:
         pins = Pins(cache, tell)
         pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
-    tiers = None if below is None else below.open_below(cache, with_page_ids=with_page_ids, tell=tell)
+    tiers = None
+    if below is not None:
+        fingerprint = getattr(executor, "fingerprint", None)  # not every executor has a model
+        tiers = below.open_below(
+            cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill, fingerprint=fingerprint
+        )
     scheduler = Scheduler(
         config,
         cache,

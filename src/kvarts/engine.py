@@ -85,6 +85,8 @@ class Engine:
         Return False, without a step, if there is nothing to compute and the executor does not carry out transfers.
         """
         log, scheduler = self.log, self.scheduler
+        if self.tiers is not None and self.executor.needs_page_ids:
+            self.tiers.expire(now_ns)
         if log.tell_details is not None:
             log.tell_details(StepStarted(scheduler.wheel.step, now_ns))
         num_withheld = scheduler.pages.num_withheld
@@ -94,6 +96,10 @@ class Engine:
             self._result = None
             return False
         result = self._result = self.executor.execute(plan)
+        if self.tiers is not None and self.executor.needs_page_ids:
+            moving_ns = sum(report.duration_ns for report in result.transfer_reports)
+            num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
+            self.tiers.measure(num_tokens, batch.num_decodes, result.duration_ns - moving_ns)
         if log.tell is not None:
             mark = scheduler.mark
             num_tokens = batch.num_decodes
@@ -117,6 +123,7 @@ class Engine:
                     () if self.tiers is None else self.tiers.num_pages(),
                     num_withheld,
                     scheduler.cache.num_reserved,
+                    0 if scheduler.loads is None else scheduler.loads.num_waiting,
                 )
             )
         self.now_ns = now_ns + result.duration_ns

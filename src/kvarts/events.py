@@ -26,7 +26,9 @@ __all__ = [
     "Finished",
     "HeadBlocked",
     "LeapDone",
+    "LoadAwaited",
     "LoadStarted",
+    "LoadWeighed",
     "PageEvent",
     "PagesRemoved",
     "PagesStored",
@@ -57,12 +59,16 @@ class PagesStored(msgspec.Struct, frozen=True, gc=False):
 
 
 class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
-    """A run of cached pages was evicted, the last page first; it can no longer be found. `medium`: the tier."""
+    """A run of cached pages was evicted, the last page first; it can no longer be found. `medium`: the tier.
+
+    `is_held`: transfers still hold its pages, which are empty when these end; what is before it is evicted next.
+    """
 
     content: Content
     start_page: int
     end_page: int
     medium: str = "device"
+    is_held: bool = False
 
 
 class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -80,8 +86,8 @@ class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
 class StoreStarted(msgspec.Struct, frozen=True, gc=False):
     """A store of runs of pages, each (content, first page, page after the last), to the tier `medium` began.
 
-    Until `TransferEnded`, the device keeps every page up to their ends; if `medium` lies below host memory, host memory
-    does.
+    Until `TransferEnded`, the device keeps these pages; if `medium` lies below host memory, host memory keeps every
+    page up to their ends.
     """
 
     transfer: int
@@ -101,6 +107,33 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
     num_hit_pages: int
     num_held_pages: int
     by_tier: tuple[tuple[str, int], ...]
+
+
+class LoadWeighed(msgspec.Struct, frozen=True, gc=False):
+    """Tiers below have pages for a request after the `num_hit_pages` that the device has; not all of them are loaded.
+
+    `by_tier`: how many each has, in order. The first `num_pages` of these are loaded, in the same step: to load all
+    would have taken `load_ns`, and it would have been worth `worth_ns` at most.
+    """
+
+    request: int
+    content: Content
+    num_hit_pages: int
+    by_tier: tuple[tuple[str, int], ...]
+    num_pages: int
+    load_ns: int
+    worth_ns: int
+
+
+class LoadAwaited(msgspec.Struct, frozen=True, gc=False):
+    """A request waits for the load of another, `transfer`.
+
+    It brings what follows the first `num_hit_pages` pages of the request.
+    """
+
+    transfer: int
+    request: int
+    num_hit_pages: int
 
 
 class TransferEnded(msgspec.Struct, frozen=True, gc=False):
@@ -274,7 +307,8 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     `num_released`: pages that have gone out of use since the engine began. `blocked`: why the head of the queue waits.
     `tiers`: pages used and pages cached in each tier below the device, one pair a tier. `num_withheld`: pages that are
     not used here and could not be taken before the step, because other models on the device use or claim them.
-    `num_reserved`: pages in use that stay in use when no request runs.
+    `num_reserved`: pages in use that stay in use when no request runs. `num_loading`: waiting requests that wait for a
+    load.
     """
 
     step: int
@@ -293,6 +327,7 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     tiers: tuple[int, ...] = ()
     num_withheld: int = 0
     num_reserved: int = 0
+    num_loading: int = 0
 
 
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
@@ -315,6 +350,7 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
     tiers: tuple[int, ...] = ()
     turns: Turns | None = None
     num_reserved: int = 0
+    num_loading: int = 0
 
 
 class AtRest(msgspec.Struct, frozen=True, gc=False):
@@ -343,7 +379,9 @@ Event = (
     | Finished
     | Cancelled
     | StoreStarted
+    | LoadAwaited
     | LoadStarted
+    | LoadWeighed
     | TransferEnded
     | StepStarted
     | StepEnded

@@ -104,6 +104,8 @@ class Request(msgspec.Struct, eq=False):
     first_token_ns: int = -1
     last_token_ns: int = -1
     num_admissions: int = 0
+    goes_first: bool = False
+    """It was the head of the queue and has waited for the load of another: it goes before those of its priority."""
     num_preemptions: int = 0
     hit_tokens: int = 0
     """Tokens hit in the present admission."""

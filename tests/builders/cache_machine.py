@@ -11,9 +11,11 @@ from kvarts.content import Content
 from kvarts.events import Event
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.node import HeldPages
 from kvarts.kv.pool import CountPool, IdPool
-from kvarts.kv.tree import Match, Path, PrefixTree
+from kvarts.kv.tree import Match, PrefixTree
 
+from builders.holding import hold_found
 from builders.pages import evicted_names, page_name
 from oracles.page_by_page import Name, OnePage, PageByPage
 
@@ -31,7 +33,7 @@ class Holder:
 @dataclass
 class Transfer:
     content: Content
-    path: Path
+    held: HeldPages
     pages: list[OnePage]
 
 
@@ -49,8 +51,8 @@ class CacheMachine(RuleBasedStateMachine):
     def make_tree(self) -> PrefixTree:
         return PrefixTree(self.make_order(), self.events.append)
 
-    def hold_match(self, match: Match, data: st.DataObject) -> Path:
-        return self.cache.hold(match)
+    def hold_match(self, match: Match, start: int, data: st.DataObject) -> HeldPages:
+        return hold_found(self.cache, match, start)
 
     @initialize(num_pages=st.integers(1, 10) | st.integers(1, 30), page_size=st.sampled_from([1, 2, 3]))
     def build(self, num_pages: int, page_size: int) -> None:
@@ -129,27 +131,26 @@ class CacheMachine(RuleBasedStateMachine):
         return self.closed + [holder.content for holder in self.holders]
 
     @precondition(lambda self: self.closed or self.holders)
-    @rule(data=st.data(), limit=st.integers(0, 12))
-    def hold(self, data: st.DataObject, limit: int) -> None:
+    @rule(data=st.data(), limit=st.integers(0, 12), start=st.integers(0, 12))
+    def hold(self, data: st.DataObject, limit: int, start: int) -> None:
         content = data.draw(st.sampled_from(self.contents()))
         pages = self.model.lookup(self.names(content, limit))
         match = self.cache.match(content, limit)
-        path = self.hold_match(match, data)
-        for page in pages:
+        start = min(start, len(pages))
+        held = self.hold_match(match, start, data)
+        for page in pages[start:]:
             assert page.name is not None
             for copy in self.model.copies[page.name]:
                 copy.holds += 1
-        self.transfers.append(Transfer(content, path, pages))
+        self.transfers.append(Transfer(content, held, pages[start:]))
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data())
     def unhold(self, data: st.DataObject) -> None:
         transfer = self.transfers.pop(data.draw(st.integers(0, len(self.transfers) - 1)))
-        self.cache.unhold(transfer.path)
+        self.cache.unhold(transfer.held)
         for page in transfer.pages:
-            assert page.name is not None
-            for copy in self.model.copies[page.name]:
-                copy.holds -= 1
+            self.model.unhold(page)
 
     @invariant()
     def agrees(self) -> None:
@@ -158,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         cache, model = self.cache, self.model
         cache.check(
             [(holder.holding, len(holder.pages)) for holder in self.holders],
-            [transfer.path for transfer in self.transfers],
+            [transfer.held for transfer in self.transfers],
         )
         assert cache.pool.num_empty == model.num_empty
         assert cache.num_cached == len(model.cached())

@@ -11,8 +11,11 @@ from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.node import HeldPages
 from kvarts.kv.pool import IdPool
-from kvarts.kv.tree import Path, PrefixTree
+from kvarts.kv.tree import PrefixTree
+
+from builders.holding import hold_found
 
 __all__ = ["EvictionOrderContract", "drive", "leave", "pages_in_order"]
 
@@ -37,7 +40,7 @@ def drive(
     num_turns: int,
     *,
     after: Callable[[PageCache], object] = lambda cache: None,
-    transfers: Callable[[], Iterable[Path]] = list,
+    transfers: Callable[[], Iterable[HeldPages]] = list,
 ) -> None:
     """Open, grow, close, hold and let go at random, in a cache of some 24 pages; check laws L1 to L3 after each turn.
 
@@ -45,7 +48,7 @@ def drive(
     """
     dice = random.Random(seed)
     open_now: list[tuple[Holding, Content]] = []
-    held: list[Path] = []
+    held: list[HeldPages] = []
     for turn in range(num_turns):
         what = dice.random()
         if what < 0.5:
@@ -62,7 +65,7 @@ def drive(
             cache.close(holding, content, dice.randint(num_findable, holding.num_pages), holding.num_pages)
         elif what < 0.95 and open_now:
             tokens = [dice.randrange(2) for _ in range(4)]
-            held.append(cache.hold(cache.match(Content.from_tokens(tokens, page_size=1, owner=turn), 4)))
+            held.append(hold_found(cache, cache.match(Content.from_tokens(tokens, page_size=1, owner=turn), 4)))
         elif held:
             cache.unhold(held.pop(dice.randrange(len(held))))
         after(cache)
@@ -115,7 +118,7 @@ class EvictionOrderContract:
         order = cache.tree.order
         before = list(order)
         first = before[0]
-        path = cache.hold(cache.match(first.content, 3))
+        path = hold_found(cache, cache.match(first.content, 3))
         assert list(order) == before
         assert order.next_run() is before[1]
         cache.shed(3)
@@ -129,7 +132,7 @@ class EvictionOrderContract:
         holding = cache.open(cache.match(content, 0))
         cache.grow(holding, 3)
         cache.publish(holding, content, 3)
-        path = cache.hold(cache.match(content, 3))
+        path = hold_found(cache, cache.match(content, 3))
         cache.close(holding, content, 3, 3)
         other = leave(cache, [4, 5, 6], 1)
         assert cache.tree.order.next_run().content is other
@@ -152,7 +155,9 @@ class EvictionOrderContract:
     def test_a_run_is_eaten_from_its_tail_and_no_further_than_needed(self) -> None:
         cache = self.make_cache(6)
         content = leave(cache, [1, 2, 3, 4], 0)
-        ids = cache.page_ids(cache.tree.cut(cache.match(content, 4)))
+        held = hold_found(cache, cache.match(content, 4))
+        ids = cache.page_ids(held)
+        cache.unhold(held)
         cache.take(2)
         assert cache.take(3) == list(reversed(ids[1:]))
         assert cache.match(content, 4).num_pages == 1

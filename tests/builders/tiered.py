@@ -41,6 +41,7 @@ def tiered(draw: st.DrawFn, *, max_requests: int = 24) -> Tiered:
             disk_pages=draw(st.sampled_from([None, None, 2, 10, 100])),
             disk_read=draw(rates),
             disk_write=draw(rates),
+            store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
             fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
         ),
     )

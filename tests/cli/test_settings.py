@@ -27,6 +27,7 @@ FILE_ONLY = {
     "workload",
     "offload.full_prompt_hits",
     "offload.workers",
+    "offload.deadline_s",
     "offload.fail_every",
     "sessions.chunk_tokens",
 }

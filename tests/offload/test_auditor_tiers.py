@@ -10,7 +10,7 @@ import pytest
 
 from kvarts.audit.auditor import AuditError, Finding
 from kvarts.audit.ledger import FullBlock
-from kvarts.audit.tiers import EvictionsTold, TierBooks
+from kvarts.audit.tiers import EvictionsTold, Followers, TierBooks
 from kvarts.config import EngineConfig
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
 from kvarts.offload.config import OffloadConfig
@@ -62,8 +62,8 @@ def test_an_engine_in_order_passes(policy: str) -> None:
 def test_pages_that_a_store_does_not_keep_are_found(policy: str) -> None:
     def plant(engine: Replica) -> None:
         tree = engine.scheduler.cache.tree
-        wrap(tree, "hold_path", lambda original, path: None)
-        wrap(tree, "unhold", lambda original, path: None)
+        wrap(tree, "hold_pages", lambda original, pages: None)
+        wrap(tree, "unhold", lambda original, pages: [])
         wrap(engine.scheduler, "check", lambda original: None)  # which would find it first
 
     findings, _ = run(plant, policy)
@@ -127,16 +127,18 @@ def told(used: str | None = None, **below: bool) -> tuple[EvictionsTold, dict[st
     copies = {name.encode(): [block] for name, block in blocks.items()}
     in_use = None if used is None else blocks[used]
     findings: list[tuple[str, bytes]] = []
+    followers = Followers()
     evictions = EvictionsTold(
         books,
         copies,
         {block: name.encode() for name, block in blocks.items()},
+        followers,
         lambda what, digest: findings.append((what, digest)),
         is_evictable=lambda block: block is not in_use,
     )
-    evictions.born(b"a", None)
-    evictions.born(b"b", b"a")
-    evictions.born(b"c", b"a")
+    followers.born(b"a", None)
+    followers.born(b"b", b"a")
+    followers.born(b"c", b"a")
     for name, is_below in below.items():
         if is_below:
             books.add("host", name.encode())
@@ -148,7 +150,6 @@ def told(used: str | None = None, **below: bool) -> tuple[EvictionsTold, dict[st
     [
         ("b", {"b": True}, None),
         ("c", {}, None),
-        ("a", {}, "before what follows it"),
         ("c", {"b": True}, "was lost, and there was a page to evict that a tier below has"),
     ],
 )

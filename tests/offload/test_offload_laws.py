@@ -26,7 +26,8 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
     requests = case.naive_requests()
     target_free = offload.target_free
     if target_free is None:
-        target_free = 2 * -(-case.max_num_batched_tokens // case.page_size)
+        step_pages = -(-case.max_num_batched_tokens // case.page_size)
+        target_free = max(2 * step_pages, min(8 * step_pages, (offload.host_pages or 0) // 8))
     engines = [
         NaiveOffloadEngine(
             num_pages=case.num_pages,
@@ -48,6 +49,7 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
             },
             full_prompt_hits=offload.full_prompt_hits,
             fail_every=offload.fail_every,
+            store_within_ns=round(offload.store_within_ms * 1e6),
         )
         for _ in range(case.replicas)
     ]

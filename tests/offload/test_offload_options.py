@@ -61,6 +61,8 @@ def test_the_report_has_the_tiers(
         "disk_read": "5GB/s",
         "disk_write": "3GB/s",
         "disk_latency_us": 100.0,
+        "store_within_ms": 500.0,
+        "deadline_s": 60.0,
         "fail_every": 0,
     }
 

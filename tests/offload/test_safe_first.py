@@ -12,14 +12,16 @@ from hypothesis.stateful import invariant, precondition, rule
 from kvarts.content import Content
 from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.node import HeldPages
 from kvarts.kv.pool import CountPool
-from kvarts.kv.tree import Match, Path, PrefixTree
+from kvarts.kv.tree import Match, PrefixTree
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.opening import open_offloader
 from kvarts.offload.safe_first import Below, SafeFirst
 
 from builders.cache_machine import CacheMachine
 from builders.eviction_contract import EvictionOrderContract, drive
+from builders.holding import hold_found
 from builders.orders import FewestHits
 from oracles.page_by_page import Name, PageByPage, SafeFirstPages
 
@@ -39,13 +41,13 @@ class SafeFirstMachine(CacheMachine):
         assert isinstance(self.model, SafeFirstPages)
         return self.model.stored
 
-    def hold_match(self, match: Match, data: st.DataObject) -> Path:
+    def hold_match(self, match: Match, start: int, data: st.DataObject) -> HeldPages:
         by_pointer = data.draw(st.booleans())
         if match.nodes and by_pointer:
             last = match.nodes[-1]
             one = data.draw(st.sampled_from(last.twins or [last]))
             match = Match(self.order.path_to(one, match.num_pages), match.num_pages, 0)
-        return self.cache.hold(match)
+        return hold_found(self.cache, match, start)
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data(), times=st.integers(1, 4))
@@ -53,9 +55,12 @@ class SafeFirstMachine(CacheMachine):
         """Several marks may come before what they move is moved."""
         for _ in range(times):
             transfer = data.draw(st.sampled_from(self.transfers))
+            if any(page.orphans is not None for page in transfer.pages):
+                continue
             below = data.draw(st.sampled_from([Below.NOT, Below.STORED, Below.STORED]))
             start, end = sorted(data.draw(st.integers(0, len(transfer.pages))) for _ in range(2))
-            self.order.mark(self.cache.tree.isolate(transfer.path, start, end), below)
+            first = transfer.held.start
+            self.order.mark(self.cache.tree.isolate(transfer.held.runs, first + start, first + end), below)
             for page in transfer.pages[start:end]:
                 assert page.name is not None
                 (self.stored.add if below else self.stored.discard)(page.name)
@@ -128,9 +133,9 @@ def test_a_run_that_is_split_while_it_waits_to_move_moves_with_all_its_parts() -
     cache.close(holding, content, 3, 3)
     order.mark(tree.isolate(tree.cut(cache.match(content, 3)), 0, 3), Below.STORED)
     order.regroup()
-    path = cache.hold(cache.match(content, 3))
-    order.mark(tree.isolate(path, 2, 3), Below.NOT)
-    order.mark(tree.isolate(path, 0, 1), Below.NOT)
+    held = hold_found(cache, cache.match(content, 3))
+    order.mark(tree.isolate(held.runs, 2, 3), Below.NOT)
+    order.mark(tree.isolate(held.runs, 0, 1), Below.NOT)
     order.regroup()
-    cache.check([], [path])
+    cache.check([], [held])
     assert [(node.start, node.end) for node in order.unsafe_nodes()] == [(2, 3), (1, 2), (0, 1)]

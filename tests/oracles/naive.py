@@ -275,6 +275,9 @@ class NaiveEngine:
     def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
         return budget
 
+    def awaits_load(self, head: NaiveRequest, hits: list[Page]) -> bool:
+        return False
+
     def starts_load(self, head: NaiveRequest, hits: list[Page], now_ns: int) -> bool:
         return False
 
@@ -340,6 +343,8 @@ class NaiveEngine:
             if not self.fits(head, self.pages_for(head.known) - shared):
                 break
             self.waiting.remove(head)
+            if self.awaits_load(head, hits):
+                continue
             self.pin(hits)
             head.pages = list(hits)
             if self.starts_load(head, hits, now_ns):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from oracles.naive import NaiveEngine, NaiveRequest, Page
+from oracles.naive import Batch, NaiveEngine, NaiveRequest, Page
 from oracles.naive_tier import Entry, NaivePlacement, NaiveTier, Name
 
 
@@ -30,6 +30,20 @@ class PageName(tuple):  # type: ignore[type-arg]
         return names[::-1]
 
 
+@dataclass(eq=False)
+class Hold:
+    """One page that a store reads. `orphan`: what it holds has left the device's tree since."""
+
+    name: Name
+    orphan: Orphan | None = None
+
+
+@dataclass(eq=False)
+class Orphan:
+    num_pages: int
+    num_holds: int
+
+
 @dataclass
 class NaiveTransfer:
     number: int
@@ -37,7 +51,7 @@ class NaiveTransfer:
     kind: str
     # Stores: the names up to the last page, what the tier makes of them, and the device's pages that are held.
     stores: list[tuple[list[Name], NaivePlacement]] = field(default_factory=list)
-    held: list[list[Name]] = field(default_factory=list)
+    held: list[Hold] = field(default_factory=list)
     sources: list[list[Entry]] = field(default_factory=list)
     # Loads: for each tier, the pinned entries, and which pages they are.
     request: NaiveRequest | None = None
@@ -56,6 +70,7 @@ class NaiveOffloadEngine(NaiveEngine):
         latency_ns: dict[str, int],
         full_prompt_hits: bool,
         fail_every: int,
+        store_within_ns: int,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -69,10 +84,15 @@ class NaiveOffloadEngine(NaiveEngine):
         self.transfers: list[NaiveTransfer] = []
         self.num_transfers = 0
         self.safe: list[Page] = []
-        self.holds: dict[Name, int] = {}
+        self.holds: dict[Name, list[Hold]] = {}
+        self.store_within_ns = store_within_ns
+        self.num_loads = self.num_good_loads = 0
+        self.following: list[tuple[NaiveRequest, NaiveRequest]] = []  # with the request whose load it awaits
+        self.chosen_load: list[int] = []
+        self.is_behind = False
+        self.wanted: dict[int, tuple[NaiveRequest, int, int]] = {}
         self.below: set[Name] = set()
         self.failed: set[Name] = set()
-        self.confirmed: list[tuple[NaiveRequest, int]] = []
         self.computed_now: list[tuple[NaiveRequest, int]] = []
         self.spills: list[Name] = []
         self.loading: list[NaiveRequest] = []
@@ -101,7 +121,7 @@ class NaiveOffloadEngine(NaiveEngine):
     # Pages of the device ----------------------------------------------------------------------------------
 
     def is_held(self, page: Page) -> bool:
-        return page.name is not None and self.holds.get(page.name, 0) > 0  # type: ignore[call-overload]
+        return page.name is not None and bool(self.holds.get(page.name))  # type: ignore[call-overload]
 
     def is_used(self, page: Page) -> bool:
         return page.refs > 0 or self.is_held(page)
@@ -145,9 +165,20 @@ class NaiveOffloadEngine(NaiveEngine):
         if self.num_empty:
             self.num_empty -= 1
             return Page(refs=1)
-        old = self.cached()[0]
+        cached = self.cached()
+        old = cached[0]
+        if self.holds:
+            # Nothing that is held goes with what is before it, as long as anything else can go.
+            followed = {id(other.before) for other in self.index}  # type: ignore[attr-defined]
+            alone = (page for page in cached if id(page.name) not in followed or len(self.index[page.name]) > 1)
+            old = next(alone, old)
         self.unlist(old)
         copies = self.index[old.name]
+        while self.holds and len(copies) == 1 and (followers := self.followers(old.name)):
+            while followers:
+                last = followers[-1]
+                followers = self.followers(last)
+            self.orphan(last)
         copies.remove(old)
         if not copies:
             del self.index[old.name]
@@ -157,6 +188,25 @@ class NaiveOffloadEngine(NaiveEngine):
             self.lost(old.name)  # type: ignore[arg-type]
         self.settle_lists()
         return Page(refs=1)
+
+    def followers(self, name: Any) -> list[Any]:
+        """Resident pages right after a page, in the order in which they came."""
+        return [other for other in self.index if other.before is name]  # type: ignore[attr-defined]
+
+    def orphan(self, name: Any) -> None:
+        """A page that transfers alone hold leaves the tree, and what is before it goes next."""
+        copies = self.index.pop(name)
+        holds = self.holds.pop(name)
+        for page in copies:
+            assert not page.refs
+            self.unlist(page)
+        orphan = Orphan(len(copies), len(holds))
+        for hold in holds:
+            hold.orphan = orphan
+        self.evicted.append(name)
+        self.below.discard(name)
+        self.failed.discard(name)
+        self.lost(name)
 
     def lost(self, name: Name) -> None:
         """A page has left the device: what follows it below may be out of reach."""
@@ -248,14 +298,15 @@ class NaiveOffloadEngine(NaiveEngine):
             or self.ready
             or self.transfers
             or self.spills
-            or (self.confirmed and not self.is_lazy)
+            or self.wanted
+            or self.following
         )
 
     def num_seated(self) -> int:
         return len(self.running) + len(self.loading) + len(self.ended_loads) + len(self.ready)
 
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.loading) + len(self.ended_loads) + len(self.ready)
+        return len(self.waiting) + len(self.loading) + len(self.ended_loads) + len(self.ready) + len(self.following)
 
     def begin_step(self, now_ns: int) -> None:
         for request, num_pages, by_tier in self.ended_loads:
@@ -265,6 +316,11 @@ class NaiveOffloadEngine(NaiveEngine):
             self.settle_lists()
             self.mark_held(request)
             self.ready.append((request, num_pages, by_tier))
+            back = [follower for follower, leader in self.following if leader is request]
+            self.following = [pair for pair in self.following if pair[1] is not request]
+            self.waiting[:0] = back
+            if self.profile == "default":
+                self.waiting.sort(key=lambda r: -r.priority)
         self.ended_loads = []
         self.plan_stores()
 
@@ -293,7 +349,8 @@ class NaiveOffloadEngine(NaiveEngine):
         if len(self.steps) == num_steps:
             self.counts.pop()  # a pause
         else:
-            self.confirmed += self.computed_now
+            if not self.is_lazy:
+                self.wanted.update((request.seq, (request, 0, num_pages)) for request, num_pages in self.computed_now)
             self.computed_now = []
         return end_ns
 
@@ -302,57 +359,78 @@ class NaiveOffloadEngine(NaiveEngine):
     def names(self, request: NaiveRequest, end: int) -> list[Name]:
         return [self.name_of(request, page) for page in range(end)]
 
+    def room(self, lane: str) -> int:
+        """How many pages a lane would have carried within the bound; one at least if it carries nothing."""
+        wait_ns = max(0, self.lane_free_ns[lane] - self.now_ns)
+        left_ns = self.store_within_ns - wait_ns - self.latency_ns[lane]
+        num_pages = max(0, left_ns) * self.rates[lane] // (self.page_bytes * 10**9)
+        return num_pages if wait_ns or num_pages else 1
+
     def plan_stores(self) -> None:
-        wanted: list[tuple[list[Name], int]] = []
-        if self.is_lazy:
-            wanted = [] if self.is_stuck else self.scan()
+        wanted: list[tuple[list[Name], int, int]] = []
+        if self.is_stuck:
+            pass
+        elif self.is_lazy:
+            wanted = [(names, start, -1) for names, start in self.scan()]
         else:
-            for request, num_pages in sorted(self.confirmed, key=lambda pair: pair[0].seq):
-                wanted.append((self.names(request, num_pages), 0))
-        self.confirmed = []
+            for seq, (request, start, num_pages) in sorted(self.wanted.items()):
+                wanted.append((self.names(request, num_pages), start, seq))
         stores = []
         held = []
-        host = self.tiers[0]
-        for sequence, start in wanted:
-            names = sequence[: next((i for i, name in enumerate(sequence) if name not in self.index), len(sequence))]
-            num_missing = sum(1 for name in names[start:] if not host.has(name))
-            if not num_missing:
-                for name in names[start:]:
-                    if self.is_lazy and self.is_below(name):
-                        self.below.add(name)
-                self.settle_lists()
-                continue
-            room_before = sum(1 for name in names[start:] if host.has(name))
-            placement = host.place(names, start, deepest_first=self.is_lazy)
-            self.after_host()
-            self.unmark_removed()
-            num_placed = 0 if placement is None else len(placement.new)
-            assert room_before + num_missing == len(names) - start
-            if num_placed < num_missing and self.is_lazy:
+        room = self.room("d2h")
+        for sequence, start, seq in wanted:
+            position = start
+            if room:
+                placed = self.place(sequence, start, room)
+                if placed is not None:
+                    stores.append(placed)
+                    held += [Hold(entry.name) for entry in placed[1].new]
+                    for hold in held[-len(placed[1].new) :]:
+                        self.holds.setdefault(hold.name, []).append(hold)
+                    room -= len(placed[1].new)
+                    position = len(placed[1].names)  # what was begun once is not begun again, also if it fails
+            if not room:
                 self.is_stuck = True
-            if placement is not None:
-                stores.append((names, placement))
-                held.append(placement.names)
-                for name in placement.names:
-                    self.holds[name] = self.holds.get(name, 0) + 1
+                if seq in self.wanted:
+                    request, _, end = self.wanted.pop(seq)
+                    if position < end:
+                        self.wanted[seq] = request, position, end
+                break
+            self.wanted.pop(seq, None)
         if stores:
             num_pages = sum(len(placement.new) for _, placement in stores)
             self.begin(NaiveTransfer(-1, self.lane("d2h", num_pages), "store", stores, held))
-        if self.spills:
+        if self.spills and not self.is_behind:
             self.plan_spills()
+
+    def place(self, sequence: list[Name], start: int, room: int) -> tuple[list[Name], NaivePlacement] | None:
+        """Of a sequence from page `start` on, what the device has and the tier has not, `room` pages at most."""
+        host = self.tiers[0]
+        names = sequence[: next((i for i, name in enumerate(sequence) if name not in self.index), len(sequence))]
+        deepest_first = self.is_lazy
+        if self.is_lazy and room < len(names) - start:
+            deepest_first = False  # what is first can be found, even if the rest is gone before it is stored
+            while start and names[start - 1] not in self.below | self.failed | set(self.holds):
+                start -= 1
+        num_missing = sum(1 for name in names[start:] if not host.has(name))
+        if not num_missing:
+            for name in names[start:]:
+                if self.is_lazy and self.is_below(name):
+                    self.below.add(name)
+            self.settle_lists()
+            return None
+        placement = host.place(names, start, deepest_first=deepest_first, limit=room)
+        self.after_host()
+        self.unmark_removed()
+        if host.has_refused and self.is_lazy:
+            self.is_stuck = True
+        return None if placement is None else (names, placement)
 
     def scan(self) -> list[tuple[list[Name], int]]:
         """The oldest pages that would be lost, until the next `target_free` would not be."""
         num_covered = self.num_empty + sum(1 for page in self.safe if not self.is_held(page))
         chosen: list[Name] = []
-        # A store that was overtaken by a loss is still under way.
-        coming = {
-            entry.name
-            for transfer in self.transfers
-            if transfer.kind == "store"
-            for _, placement in transfer.stores
-            for entry in placement.new
-        }
+        coming = set(self.holds)
         for page in self.lru:
             if num_covered >= self.target_free:
                 break
@@ -386,15 +464,24 @@ class NaiveOffloadEngine(NaiveEngine):
                 runs[-1].append(name)
             else:
                 runs.append([name])
-        for run in runs:
-            run = run[: next((i for i, name in enumerate(run) if not host.is_stored(name)), len(run))]  # noqa: PLW2901
-            if not run:
-                continue
-            names = run[-1].chain()
-            placement = disk.place(names, len(names) - len(run))
-            if placement is not None:
-                stores.append((names, placement))
-                sources.append(host.pin(placement.names))
+        room = self.room("disk_write")
+        for index, run in enumerate(runs):
+            here = run[: next((i for i, name in enumerate(run) if not host.is_stored(name)), len(run))]
+            position = len(run[0].chain()) - 1
+            first = position
+            if here and room:
+                names = here[-1].chain()
+                placement = disk.place(names, len(names) - len(here), limit=room)
+                if placement is not None:
+                    stores.append((names, placement))
+                    sources.append(host.pin(placement.names))
+                    room -= len(placement.new)
+                    position = len(placement.names)
+            if not room:
+                left = [run[position - first :], *runs[index + 1 :]]
+                self.spills = [name for part in left for name in part]
+                self.is_behind = True
+                break
         self.unmark_removed()
         if stores:
             end_ns = self.lane("disk_write", sum(len(placement.new) for _, placement in stores))
@@ -416,7 +503,7 @@ class NaiveOffloadEngine(NaiveEngine):
 
     def end_transfer(self, transfer: NaiveTransfer) -> None:
         is_good = not self.fail_every or (transfer.number + 1) % self.fail_every != 0
-        self.is_stuck = False
+        self.is_stuck = self.is_behind = False
         if transfer.kind == "load":
             self.end_load(transfer, is_good=is_good)
             return
@@ -432,35 +519,97 @@ class NaiveOffloadEngine(NaiveEngine):
                 for entry in placement.new:
                     self.lose_below(entry.name)
         if self.is_lazy:
+            orphans = {hold.name for hold in transfer.held if hold.orphan is not None}
             for _, placement in transfer.stores:
                 for entry in placement.new:
                     if entry.name in self.index and self.is_below(entry.name):
                         self.below.add(entry.name)
-                    elif transfer.kind == "store" and not is_good:
+                    elif transfer.kind == "store" and not is_good and entry.name not in orphans:
                         self.failed.add(entry.name)
             self.settle_lists()
         self.unmark_removed()
-        for names in transfer.held:
-            for name in names:
-                self.holds[name] -= 1
-                copies = self.index[name]
-                if not self.holds[name]:
-                    self.num_released += sum(1 for page in copies if not page.refs)
+        for hold in transfer.held:
+            if hold.orphan is not None:
+                hold.orphan.num_holds -= 1
+                if not hold.orphan.num_holds:
+                    self.num_empty += hold.orphan.num_pages
+                    self.num_released += hold.orphan.num_pages
+                continue
+            self.holds[hold.name].remove(hold)
+            if not self.holds[hold.name]:
+                del self.holds[hold.name]
+                self.num_released += sum(1 for page in self.index[hold.name] if not page.refs)
 
     # Loads ------------------------------------------------------------------------------------------------
 
-    def starts_load(self, head: NaiveRequest, hits: list[Page], now_ns: int) -> bool:
+    def offers(self, head: NaiveRequest, position: int) -> list[tuple[NaiveTier, int, int]]:
         limit = (head.known if self.full_prompt_hits else head.known - 1) // self.page_size
         names = self.names(head, limit)
-        position = len(hits)
         offers = []
         for tier in self.tiers:
             count = tier.find(names, position)
             if count:
-                offers.append((tier, tier.pin(names[: position + count]), position, position + count))
+                offers.append((tier, position, position + count))
             position += count
+        return offers
+
+    def prefill_ns(self, start: int, end: int) -> int:
+        """How long tokens take to compute, with nothing else to compute."""
+        prompt = NaiveRequest(-1, 0, tuple(range(end)), 1)
+        duration_ns = 0
+        while start < end:
+            upto = min(end, start + self.max_num_batched_tokens)
+            duration_ns += self.cost(Batch([(prompt, start, upto)], []), self)
+            start = upto
+        return duration_ns
+
+    def awaits_load(self, head: NaiveRequest, hits: list[Page]) -> bool:
+        """Weighs loading against computing and, where another loads the same, against waiting for that."""
+        position = len(hits)
+        offers = self.offers(head, position)
+        self.chosen_load = []
         if not offers:
             return False
+        compute_ns = self.prefill_ns(position * self.page_size, head.known)
+
+        def worth_ns(end: int) -> int:
+            gain_ns = compute_ns - self.prefill_ns(end * self.page_size, head.known)
+            return gain_ns * (1 + len(self.waiting)) * (self.num_good_loads + 1) // (self.num_loads + 1)
+
+        best, most_ns, load_ns = 0, 0, 0
+        for index, (tier, start, end) in enumerate(offers):
+            lane = "h2d" if tier is self.tiers[0] else "disk_read"
+            moved_ns = self.latency_ns[lane] - (-(end - start) * self.page_bytes * 10**9 // self.rates[lane])
+            load_ns = max(load_ns, max(0, self.lane_free_ns[lane] - self.now_ns) + moved_ns)
+            if worth_ns(end) - load_ns >= most_ns:
+                best, most_ns = index + 1, worth_ns(end) - load_ns
+        limit = (head.known if self.full_prompt_hits else head.known - 1) // self.page_size
+        leader, furthest, leader_ends_ns = None, position, 0
+        for transfer in self.transfers:
+            if transfer.kind != "load":
+                continue
+            assert transfer.request is not None
+            start, end = transfer.loads[0][2], min(limit, transfer.loads[-1][3])
+            if not start <= position < transfer.loads[-1][3]:
+                continue
+            mine, theirs = self.names(head, end), self.names(transfer.request, end)
+            common = next((i for i in range(end) if mine[i] is not theirs[i]), end)
+            if common > furthest:
+                leader, furthest, leader_ends_ns = transfer.request, common, transfer.end_ns
+        if leader is not None and worth_ns(furthest) - (leader_ends_ns - self.now_ns) >= most_ns:
+            self.following.append((head, leader))
+            return True
+        self.chosen_load = [best]
+        return False
+
+    def starts_load(self, head: NaiveRequest, hits: list[Page], now_ns: int) -> bool:
+        if not self.chosen_load or not self.chosen_load[0]:
+            return False
+        names = self.names(head, head.known // self.page_size)
+        offers = [
+            (tier, tier.pin(names[:end]), start, end)
+            for tier, start, end in self.offers(head, len(hits))[: self.chosen_load[0]]
+        ]
         head.pages += [self.take_page() for _ in range(self.pages_for(head.known) - len(hits))]
         ends_ns = []
         for tier, _, start, end in offers:
@@ -472,6 +621,8 @@ class NaiveOffloadEngine(NaiveEngine):
     def end_load(self, transfer: NaiveTransfer, *, is_good: bool) -> None:
         request = transfer.request
         assert request is not None
+        self.num_loads += 1
+        self.num_good_loads += is_good
         by_tier = [0] * len(self.tiers)
         good_end = transfer.loads[0][2]
         for tier, entries, start, end in transfer.loads:

@@ -41,6 +41,7 @@ class NaiveTier:
     recency: list[Entry] = field(default_factory=list)
     evicted: list[Name] = field(default_factory=list)
     removed: list[Name] = field(default_factory=list)
+    has_refused: bool = False
 
     def __post_init__(self) -> None:
         self.num_empty = self.num_pages
@@ -99,20 +100,24 @@ class NaiveTier:
         self.num_empty -= 1
         return True
 
-    def place(self, names: list[Name], start: int, *, deepest_first: bool = False) -> NaivePlacement | None:
+    def place(
+        self, names: list[Name], start: int, *, deepest_first: bool = False, limit: int = 1 << 62
+    ) -> NaivePlacement | None:
         """Pages `start` and on that are neither stored nor coming; what is here of the whole sequence stays.
 
         Where there is no room for all, the first of them, or the last if `deepest_first`.
         """
         pinned = self.pin(names)
         room = self.num_empty + self.num_cached()
+        self.has_refused = limit > room and sum(1 for entry in pinned[start:] if entry.state == "hole") > room
+        room = min(room, limit)
         while deepest_first and sum(1 for entry in pinned[start:] if entry.state == "hole") > room and room:
             start += 1
         new: list[Entry] = []
         last = 0
         for index, entry in enumerate(pinned):
             if index >= start and entry.state == "hole":
-                if not self.take():
+                if len(new) == limit or not self.take():
                     break
                 entry.state = "coming"
                 new.append(entry)

@@ -18,6 +18,8 @@ class OnePage:
     refs: int = 1
     holds: int = 0
     hits: int = 0
+    orphans: list[OnePage] | None = None
+    """All copies of the page, if they left the tree while they were held."""
 
 
 @dataclass
@@ -73,12 +75,43 @@ class PageByPage:
     def victim(self) -> OnePage:
         """Return the first page in order; or what came last of what follows it, and so on, since a page never
         outlives the one before it."""
-        page = self.cached()[0]
-        assert page.name is not None
-        while len(self.copies[page.name]) == 1 and (followers := self._followers(page.name)):
+        first = page = self.cached()[0]
+        while not page.holds and (followers := self._lost_with(page)):
             page = self.copies[followers[-1]][0]
-            assert page.name is not None
-        return page
+        if not page.holds:
+            return page
+        # What follows is held: something else goes, as long as there is anything that nothing follows.
+        for page in self.cached():
+            if not self._lost_with(page):
+                return page
+        while followers := self._lost_with(first):
+            while followers:
+                last = followers[-1]
+                followers = self._followers(last)
+            self.orphan(last)
+        return first
+
+    def _lost_with(self, page: OnePage) -> list[Name]:
+        """Return what could not be found any more if this copy went."""
+        assert page.name is not None
+        return self._followers(page.name) if len(self.copies[page.name]) == 1 else []
+
+    def orphan(self, name: Name) -> None:
+        """All copies of a page leave the tree; they are held and nothing follows them."""
+        copies = self.copies.pop(name)
+        for page in copies:
+            assert page.holds and not page.refs
+            self.unlist(page)
+            page.orphans = copies
+        self.evicted.append(name)
+        self.settle()
+
+    def unhold(self, page: OnePage) -> None:
+        """End one hold of all copies of a page."""
+        assert page.name is not None
+        for copy in self.copies[page.name] if page.orphans is None else page.orphans:
+            copy.holds -= 1
+            self.num_empty += copy.orphans is not None and copy.holds == 0
 
     def take(self) -> OnePage:
         """Take an empty page, or evict one."""

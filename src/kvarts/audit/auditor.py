@@ -8,7 +8,7 @@ told, in order; with the pages the engine counts as used and cached; and, where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from uuid import UUID
 
 from kvarts.audit.comparison import PageAccount, find_different_event, find_different_pages, find_different_private
@@ -25,7 +25,7 @@ from kvarts.audit.ledger import (
     PageLedger,
     PartialBlock,
 )
-from kvarts.audit.tiers import EvictionsTold, KeptPages, TierBooks
+from kvarts.audit.tiers import EvictionsTold, Followers, KeptPages, TierBooks
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,
@@ -35,7 +35,9 @@ from kvarts.events import (
     CopiesRemoved,
     Event,
     Finished,
+    LoadAwaited,
     LoadStarted,
+    LoadWeighed,
     PagesPinned,
     PagesRemoved,
     PagesReserved,
@@ -49,6 +51,8 @@ from kvarts.events import (
 )
 
 __all__ = ["AuditError", "Auditor", "Finding", "PageAccount"]
+
+LOST = "removed while a transfer kept it"
 
 
 class Auditor:
@@ -78,12 +82,16 @@ class Auditor:
         self._copies: dict[bytes, list[FullBlock]] = {}
         """The resident copies of each page, the one that is found first."""
         self._digest_of: dict[FullBlock, bytes] = {}
+        self._followers = Followers()
+        self._leaders: dict[int, int] = {}
+        """The request of each load under way."""
         self._evictions: EvictionsTold | None = None
         if safe_first or not is_lru:
             books, find = self._books if safe_first else None, self._find_digest
-            self._evictions = EvictionsTold(books, self._copies, self._digest_of, find, self._is_evictable)
-        choose = next if self._evictions is None else self._evictions.choose
-        self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event, choose=choose)
+            self._evictions = EvictionsTold(
+                books, self._copies, self._digest_of, self._followers, find, self._is_evictable
+            )
+        self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event, choose=self._choose)
         self._kept = KeptPages(self.ledger, self._copies)
         self._page_size = page_size
         self._requests: dict[int, KnownRequest] = {}
@@ -116,7 +124,7 @@ class Auditor:
             for event in events:
                 if isinstance(event, CopiesRemoved):
                     self._evictions.told.extend((digest, event.copy) for digest in self._digests_of(event))
-                elif isinstance(event, PagesRemoved) and event.medium == "device":
+                elif isinstance(event, PagesRemoved) and event.medium == "device" and not event.is_held:
                     self._evictions.told.extend((digest, 0) for digest in self._digests_of(event))
         for event in events:
             try:
@@ -138,7 +146,9 @@ class Auditor:
                     if not self._books.remove(event.medium, self._digest(event.content, page)):
                         self._find(f"was removed from {event.medium}, and was not there", event.content.owner, page)
             case PagesRemoved() | CopiesRemoved():
-                what = "removed" if isinstance(event, PagesRemoved) else "copy removed"
+                what = "copy removed"
+                if isinstance(event, PagesRemoved):
+                    what = LOST if event.is_held else "removed"
                 self._told += [(self._step, what, digest) for digest in self._digests_of(event)]
             case StoreStarted():
                 self._keep(event)
@@ -177,6 +187,12 @@ class Auditor:
             case Admitted():
                 self._settle()
                 self._admit(event)
+            case LoadWeighed():
+                self._settle()
+                self._weigh(event)
+            case LoadAwaited():
+                self._settle()
+                self._await(event)
             case LoadStarted():
                 self._settle()
                 self._load(event)
@@ -258,11 +274,12 @@ class Auditor:
         if known.load is None:
             self._hit(known, event.request, event.num_hit_pages)
             below = self._found_below(known, known.num_full)
-            if below:
+            if below and known.offer != (known.num_full, ()):
                 self._find(f"is in {below[0][0]} and was not loaded", event.request, known.num_full)
         elif event.num_hit_pages != known.load.stop:
             self._find(f"was hit {event.num_hit_pages} pages far; it had {known.load.stop}", event.request)
-        known.load = None
+        known.load = known.offer = None
+        self._check_awaited(known, event.request)
         # Where a load brought the whole prompt, its last token is computed again.
         known.computed = min(known.num_full * self._page_size, known.known - 1)
 
@@ -344,20 +361,58 @@ class Auditor:
         self._hit(known, event.request, event.num_hit_pages)
         self._take(known, event.num_held_pages - len(known.blocks))
         below = self._found_below(known, event.num_hit_pages)
+        if known.offer is not None and known.offer[0] == event.num_hit_pages:
+            below = known.offer[1]
+        known.offer = None
+        self._check_awaited(known, event.request)
+        self._leaders[event.transfer] = event.request
         if below != event.by_tier:
             self._find(f"{event.by_tier} pages are loaded, and {below} are below", event.request, event.num_hit_pages)
         known.load = range(event.num_hit_pages, event.num_hit_pages + sum(count for _, count in event.by_tier))
 
+    def _weigh(self, event: LoadWeighed) -> None:
+        """Take note that not all that is below is loaded; `offer` is what is, from which page on."""
+        known = self._requests[event.request]
+        below = self._found_below(known, event.num_hit_pages)
+        if below != event.by_tier:
+            self._find(f"{event.by_tier} pages were weighed, and {below} are below", event.request, event.num_hit_pages)
+        if event.num_pages == 0 and event.load_ns <= event.worth_ns:
+            what = f"is computed, though loading takes {event.load_ns} ns and is worth {event.worth_ns}"
+            self._find(what, event.request, event.num_hit_pages)
+        taken = []
+        num_left = event.num_pages
+        for medium, num_pages in below:
+            if num_left:
+                taken.append((medium, min(num_left, num_pages)))
+                num_left -= taken[-1][1]
+        known.offer = event.num_hit_pages, tuple(taken)
+
+    def _await(self, event: LoadAwaited) -> None:
+        """Check that the load brings the page that the request needs next."""
+        known, page = self._requests[event.request], event.num_hit_pages
+        leader = self._requests.get(self._leaders.get(event.transfer, -1))
+        known.awaited = event.transfer
+        if leader is None or leader.load is None or page not in leader.load:
+            self._find(f"awaits transfer {event.transfer}, which does not bring it", event.request, page)
+        elif self._digest(leader.content, page) != self._digest(known.content, page):
+            self._find(f"awaits transfer {event.transfer}, which brings another page", event.request, page)
+
+    def _check_awaited(self, known: KnownRequest, request: int) -> None:
+        if known.awaited in self._leaders:
+            self._find(f"goes on before transfer {known.awaited} has ended, which it awaits", request)
+        known.awaited = -1
+
     def _keep(self, event: StoreStarted) -> None:
         if event.medium != "host":
             return  # from host memory, which keeps its own pages
-        for content, _, end in event.runs:
-            for page in range(end):
+        for content, start, end in event.runs:
+            for page in range(start, end):
                 if not self._kept.keep(event.transfer, self._digest(content, page)):
                     self._find("is to be stored and is not resident", content.owner, page)
 
     def _end_transfer(self, event: TransferEnded) -> None:
         self._kept.end(event.transfer)
+        self._leaders.pop(event.transfer, None)
         if event.request >= 0:
             known = self._requests[event.request]
             assert known.load is not None
@@ -415,8 +470,8 @@ class Auditor:
                 partial.uuid, block, parent_hash=parent.block_hash if isinstance(parent, FullBlock) else None
             )
             self._kept.add_copy(digest, block)
-            if self._evictions is not None and not is_copy:
-                self._evictions.born(digest, self._digest(known.content, page - 1) if page else None)
+            if not is_copy:
+                self._followers.born(digest, self._digest(known.content, page - 1) if page else None)
             self._copies.setdefault(digest, []).append(block)
             self._digests.where[digest] = known.content.owner, page
         known.num_full = max(known.num_full, num_full)
@@ -438,9 +493,50 @@ class Auditor:
                 copies.remove(block)
                 if not copies:
                     del self._copies[digest]
-                    if self._evictions is not None:
-                        self._evictions.died(digest)
+                    self._followers.died(digest)
                 self._expected.append((self._step, "copy removed" if copies else "removed", digest))
+
+    def _choose(self, candidates: Iterator[FullBlock]) -> FullBlock:
+        """Return the block to evict: the least recently used with nothing after it, or what the engine says.
+
+        Where something that is kept comes after every block that can go, that is lost with the first.
+        """
+        if self._evictions is not None:
+            block = self._evictions.choose(candidates)
+        else:
+            first = block = next(candidates)
+            while not self._is_alone(block):
+                another = next(candidates, None)
+                if another is None:
+                    block = first
+                    break
+                block = another
+        digest = self._digest_of[block]
+        if not self._is_alone(block):
+            if any(map(self._is_alone, self.ledger.evictable())):
+                self._find_digest("was evicted before what follows it", digest)
+            self._lose_after(digest)
+        return block
+
+    def _is_alone(self, block: FullBlock) -> bool:
+        """Return whether nothing is lost with this copy of a page."""
+        digest = self._digest_of[block]
+        return digest not in self._followers or len(self._copies[digest]) > 1
+
+    def _lose_after(self, digest: bytes) -> None:
+        """Lose what comes after a page, the last first; transfers must keep it."""
+        for follower in reversed(self._followers.of(digest)):
+            self._lose_after(follower)
+            blocks = self._copies[follower]
+            try:
+                self._kept.lose(follower, blocks)
+            except LedgerError:
+                continue  # it is found as evicted before what follows it
+            for block in blocks:
+                del self._digest_of[block]
+            del self._copies[follower]
+            self._followers.died(follower)
+            self._expected.append((self._step, LOST, follower))
 
     def _told_stored(self, event: PagesStored) -> None:
         content, start = event.content, event.start_page
@@ -457,7 +553,7 @@ class Auditor:
         if expected != told:
             self.findings.append(find_different_event(expected, told, self._digests))
         for _, what, digest in expected:
-            if what == "removed" and digest not in self._copies:
+            if what in ("removed", LOST) and digest not in self._copies:
                 self._digests.where.pop(digest, None)
         self._expected, self._told = [], []
         if self._evictions is not None:
@@ -469,7 +565,7 @@ class Auditor:
         """Compare what the engine says of its pages with the ledger. Raise AuditError for all findings so far."""
         ledger = self.ledger
         num_used = ledger.num_used
-        num_cached = ledger.num_active + ledger.num_inactive - num_used
+        num_cached = ledger.num_evictable
         if account.num_used != num_used or account.num_cached != num_cached:
             self._find(
                 f"the engine counts {account.num_used} pages used and {account.num_cached} cached, "

@@ -10,6 +10,7 @@ new one needs its place.
 * `destroy`: forgets blocks that nothing else holds.
 * `promote`: a partial block, known by its uuid, is full now and known by its hash from now on.
 * `keep`: full blocks are being copied elsewhere: they are not evicted, and keep their place, until `unkeep`.
+* `lose`: kept blocks that nothing holds cannot be found any more; they have their room until `free_lost`.
 
 It shares no code with the engine. `Auditor` checks one against the other; a test of another router or engine can do the
 same.
@@ -184,6 +185,8 @@ class PageLedger:
         self._choose = choose
         self._kept: dict[Block, int] = {}
         self._num_kept_inactive = 0
+        self.num_lost = 0
+        """Blocks that cannot be found any more, and still have their room."""
         self._active: dict[Block, int] = {}
         self._inactive: OrderedDict[FullBlock, None] = OrderedDict()  # the least recently used first
 
@@ -201,8 +204,17 @@ class PageLedger:
 
     @property
     def num_used(self) -> int:
-        """Blocks that are held or kept."""
-        return len(self._active) + self._num_kept_inactive
+        """Blocks that are held or kept, or lost and not yet free."""
+        return len(self._active) + self._num_kept_inactive + self.num_lost
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that are inactive and not kept."""
+        return len(self._inactive) - self._num_kept_inactive
+
+    def evictable(self) -> Iterator[FullBlock]:
+        """Return every block that is inactive and not kept, the least recently used first."""
+        return (block for block in self._inactive if block not in self._kept)
 
     @property
     def num_free(self) -> int:
@@ -280,7 +292,7 @@ class PageLedger:
         if self.num_used + num_unused > self.capacity:
             return False
         new = [block for block in different if not self.is_resident(block)]
-        num_too_many = len(active) + len(inactive) + len(new) - self.capacity
+        num_too_many = len(active) + len(inactive) + len(new) + self.num_lost - self.capacity
         # What is found is never evicted for its own sequel. Choosing may fail, so it comes before any change.
         evicted = self._chosen(num_too_many, set(different)) if num_too_many > 0 else []
         for victim in evicted:
@@ -382,12 +394,35 @@ class PageLedger:
                 del kept[block]
                 self._num_kept_inactive -= block in self._inactive
 
+    def lose(self, blocks: Sequence[FullBlock]) -> None:
+        """Forget kept blocks, and end all that keeps them; their room is free after `free_lost`.
+
+        Raise UnknownBlockError for what is not kept or is held.
+        """
+        for block in blocks:
+            if block not in self._inactive or block not in self._kept:
+                raise UnknownBlockError("is not kept, or is held as well", field=_name(block))
+        for block in blocks:
+            del self._inactive[block]
+            del self._kept[block]
+        self._num_kept_inactive -= len(blocks)
+        self.num_lost += len(blocks)
+
+    def free_lost(self, count: int) -> None:
+        """Free the room of `count` lost blocks."""
+        self.num_lost -= count
+
     def _chosen(self, count: int, needed: set[Block]) -> list[FullBlock]:
         """Return which `count` blocks are evicted, none of them `needed`. Raise LedgerError for a wrong choice."""
         kept = self._kept
         candidates = (block for block in self._inactive if block not in kept and block not in needed)
         if self._choose is next:
             return list(islice(candidates, count))
+        if count == 1:
+            block = self._choose(candidates)
+            if not isinstance(block, FullBlock) or not self.is_evictable(block) or block in needed:
+                raise LedgerError(f"chose {block!r:.60}, which cannot be evicted", field="choose")
+            return [block]
         left = dict.fromkeys(candidates)
         chosen = []
         for _ in range(count):

@@ -5,12 +5,14 @@ Both are kept from what the engine says. That its tiers have what it says they h
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
 
 from kvarts.audit.ledger import FullBlock, PageLedger
 
-__all__ = ["EvictionsTold", "KeptPages", "TierBooks"]
+__all__ = ["EvictionsTold", "Followers", "KeptPages", "TierBooks"]
 
 
 class TierBooks:
@@ -54,15 +56,57 @@ class TierBooks:
         return tuple(by_tier)
 
 
+class Followers:
+    """Which resident pages come right after each resident page, in the order in which they came. Pages by digests."""
+
+    def __init__(self) -> None:
+        self._after: dict[bytes, dict[bytes, None]] = {}
+        self._before: dict[bytes, bytes | None] = {}
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Return whether any page comes after this one."""
+        return digest in self._after
+
+    def of(self, digest: bytes) -> list[bytes]:
+        """Return what comes right after a page."""
+        return list(self._after.get(digest, ()))
+
+    def born(self, digest: bytes, before: bytes | None) -> None:
+        """Note that the page is resident, after `before`."""
+        self._before[digest] = before
+        if before is not None:
+            self._after.setdefault(before, {})[digest] = None
+
+    def died(self, digest: bytes) -> None:
+        """Note that the last copy of the page has gone."""
+        before = self._before.pop(digest)
+        if before is not None:
+            after = self._after[before]
+            after.pop(digest, None)
+            if not after:
+                del self._after[before]
+
+
+class _Keep(msgspec.Struct, eq=False):
+    """One page that a transfer keeps. `lost`: what it kept cannot be found any more."""
+
+    digest: bytes
+    lost: _Lost | None = None
+
+
+class _Lost(msgspec.Struct, eq=False):
+    num_blocks: int
+    num_keeps: int
+
+
 class KeptPages:
     """The pages that stores keep on the device, until their transfers end."""
 
     def __init__(self, ledger: PageLedger, copies: Mapping[bytes, list[FullBlock]]) -> None:
         self._ledger = ledger
         self._copies = copies
-        self._by_transfer: dict[int, list[bytes]] = {}
-        self._counts: Counter[bytes] = Counter()
-        """How many transfers keep each page."""
+        self._by_transfer: dict[int, list[_Keep]] = {}
+        self._by_digest: dict[bytes, list[_Keep]] = {}
 
     def keep(self, transfer: int, digest: bytes) -> bool:
         """Keep all copies of a page for a transfer. Return False if there is none."""
@@ -70,30 +114,49 @@ class KeptPages:
         if not copies:
             return False
         self._ledger.keep(copies)
-        self._counts[digest] += 1
-        self._by_transfer.setdefault(transfer, []).append(digest)
+        keep = _Keep(digest)
+        self._by_digest.setdefault(digest, []).append(keep)
+        self._by_transfer.setdefault(transfer, []).append(keep)
         return True
 
     def add_copy(self, digest: bytes, block: FullBlock) -> None:
         """Keep one copy more of a page, as often as the page is kept."""
-        if digest in self._counts:
-            self._ledger.keep([block] * self._counts[digest])
+        if digest in self._by_digest:
+            self._ledger.keep([block] * len(self._by_digest[digest]))
+
+    def lose(self, digest: bytes, blocks: list[FullBlock]) -> None:
+        """Note that a page that is kept, of which these are the copies, cannot be found any more.
+
+        Raise LedgerError if it is not kept, or is held as well.
+        """
+        self._ledger.lose(blocks)
+        keeps = self._by_digest.pop(digest)
+        lost = _Lost(len(blocks), len(keeps))
+        for keep in keeps:
+            keep.lost = lost
 
     def end(self, transfer: int) -> None:
         """Keep nothing for a transfer any longer."""
-        for digest in self._by_transfer.pop(transfer, ()):
-            self._ledger.unkeep(self._copies[digest])
-            self._counts[digest] -= 1
-            if not self._counts[digest]:
-                del self._counts[digest]
+        for keep in self._by_transfer.pop(transfer, ()):
+            lost = keep.lost
+            if lost is not None:
+                lost.num_keeps -= 1
+                if not lost.num_keeps:
+                    self._ledger.free_lost(lost.num_blocks)
+                continue
+            self._ledger.unkeep(self._copies[keep.digest])
+            keeps = self._by_digest[keep.digest]
+            keeps.remove(keep)
+            if not keeps:
+                del self._by_digest[keep.digest]
 
 
 class EvictionsTold:
     """Chooses what the engine says it evicted, and names what is wrong with it.
 
     An engine that evicts first what a tier below has keeps two lists, and their order depends on when it looked at
-    them; and an EvictionOrder may be any. What must hold whatever the order: no page goes while it is in use, none
-    before what follows it, and, given the `books` of the tiers below, none is lost while another would not be.
+    them; and an EvictionOrder may be any. What must hold whatever the order: no page goes while it is in use, and,
+    given the `books` of the tiers below, none is lost while another would not be.
     """
 
     def __init__(
@@ -101,6 +164,7 @@ class EvictionsTold:
         books: TierBooks | None,
         copies: Mapping[bytes, list[FullBlock]],
         digest_of: Mapping[FullBlock, bytes],
+        followers: Followers,
         find: Callable[[str, bytes], object],
         is_evictable: Callable[[FullBlock], bool],
     ) -> None:
@@ -109,25 +173,9 @@ class EvictionsTold:
         self._books = books
         self._copies = copies
         self._digest_of = digest_of
+        self._followers = followers
         self._find = find
         self._is_evictable = is_evictable
-        self._followers: dict[bytes, set[bytes]] = {}
-        self._before: dict[bytes, bytes | None] = {}
-
-    def born(self, digest: bytes, before: bytes | None) -> None:
-        """Note that the page is resident, after `before`."""
-        self._before[digest] = before
-        if before is not None:
-            self._followers.setdefault(before, set()).add(digest)
-
-    def died(self, digest: bytes) -> None:
-        """Note that the last copy of the page has gone."""
-        before = self._before.pop(digest)
-        if before is not None:
-            followers = self._followers[before]
-            followers.discard(digest)
-            if not followers:
-                del self._followers[before]
 
     def choose(self, candidates: Iterator[FullBlock]) -> FullBlock:
         """Return the candidate that the engine says it evicted next, or the first where it says nothing that can be."""
@@ -138,8 +186,6 @@ class EvictionsTold:
         if copy >= len(copies) or not self._is_evictable(copies[copy]):
             self._find("was evicted while it was in use", digest)
             return next(candidates)
-        if len(copies) == 1 and digest in self._followers:
-            self._find("was evicted before what follows it", digest)
         books = self._books
         if books is not None and not self._is_safe(books, digest):
             for other in map(self._digest_of.__getitem__, candidates):
@@ -154,5 +200,5 @@ class EvictionsTold:
             page = pages.pop()
             if not books.has(page):
                 return False
-            pages += self._followers.get(page, ())
+            pages += self._followers.of(page)
         return True

@@ -17,6 +17,7 @@ LIMITS = {
     "compute": "compute: waiting requests found the step's token budget spent",
     "kv_pages": "KV pages: waiting requests did not fit beside those running",
     "sequence_cap": "sequence cap: as many requests ran as may run at once",
+    "transfers": "transfers: waiting requests found loads under way, most of them on",
 }
 
 
@@ -142,7 +143,7 @@ def _working_set(summary: dict[str, Any], pool_pages: int) -> str:
 
 def _limit(limited_by: dict[str, Any]) -> str:
     cause = limited_by["cause"]
-    text = LIMITS[cause]
+    text = f"{LIMITS[cause]} {limited_by['lane']}" if cause == "transfers" else LIMITS[cause]
     share = limited_by["share_of_waiting"].get(cause)
     return f"{text}\n{'':<14}({as_percent(share)} of the time spent waiting)" if share is not None else text
 

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.clock import Clock
 from kvarts.kv.transfer import Direction, Move, Transfer, TransferReport
 
 __all__ = ["PageCopier", "PageStore"]
@@ -36,10 +38,18 @@ class PageStore(Protocol):
 class PageCopier:
     """Copies pages of `device` arrays, each of shape [num_pages, ...], to `num_host_pages` pages of memory and back.
 
-    `files`: the pages of the tier below host memory.
+    `files`: the pages of the tier below host memory. `clock`: reports say by it how long each transfer took.
     """
 
-    def __init__(self, device: Sequence[Array], *, num_host_pages: int, files: PageStore | None = None) -> None:
+    def __init__(
+        self,
+        device: Sequence[Array],
+        *,
+        num_host_pages: int,
+        files: PageStore | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock
         self._device = list(device)
         self._host = [np.empty((num_host_pages, *array.shape[1:]), array.dtype) for array in device]
         self._files = files
@@ -58,7 +68,11 @@ class PageCopier:
         """Carry out at most `limit` transfers, in order, or all. Return a report of each, for the scheduler."""
         reports: list[TransferReport] = []
         while self._queue and (limit is None or len(reports) < limit):
-            reports.append(self._carry_out(self._queue.popleft()))
+            start_ns = 0 if self._clock is None else self._clock.now_ns()
+            report = self._carry_out(self._queue.popleft())
+            if self._clock is not None:
+                report = msgspec.structs.replace(report, duration_ns=self._clock.now_ns() - start_ns)
+            reports.append(report)
         return reports
 
     def _carry_out(self, transfer: Transfer) -> TransferReport:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from kvarts.content import Content
+from kvarts.kv.node import HeldPages
 from kvarts.kv.pool import PageError, PageId, Pool
-from kvarts.kv.tree import Match, Path, PrefixTree
+from kvarts.kv.tree import Match, Node, Path, PrefixTree
 
 __all__ = ["Holding", "PageCache", "PageError"]
 
@@ -142,38 +143,38 @@ class PageCache:
                 page_ids += node.page_ids
         return Holding(path, match.num_pages, page_ids)
 
-    def hold(self, match: Match) -> Path:
-        """Keep what was found in use for a transfer, each page in its place of the eviction order, until `unhold`."""
-        return self.hold_path(self.tree.cut(match))
+    def hold(self, path: Path, start: int, end: int) -> HeldPages:
+        """Keep pages [start, end) of `path` in use for a transfer, each in its place of the eviction order.
 
-    def hold_open(self, holding: Holding, num_pages: int) -> Path | None:
-        """Hold the first `num_pages` pages of `holding` if its findable pages are just these; return None if not."""
-        path = holding.path
-        if not path or path[-1].end != num_pages:
-            return None
-        return self.hold_path(list(path))
+        `unhold` must follow.
+        """
+        tree = self.tree
+        runs = tree.isolate(path, start, end)
+        runs.reverse()
+        pages = HeldPages(runs, start)
+        num_cached = tree.num_cached
+        tree.hold_pages(pages)
+        self.num_free -= num_cached - tree.num_cached
+        return pages
 
-    def hold_path(self, path: Path) -> Path:
-        """Hold a path of the tree, as `hold` does."""
-        num_cached = self.tree.num_cached
-        self.tree.hold_path(path)
-        self.num_free -= num_cached - self.tree.num_cached
-        return path
-
-    def page_ids(self, path: Path) -> list[PageId]:
-        """Return the ids of the pages that `path` holds, in order of position."""
+    def page_ids(self, pages: HeldPages) -> list[PageId]:
+        """Return the ids of what is held, in order of position."""
         page_ids: list[PageId] = []
-        for node in reversed(list(self.tree.walk(path))):
+        for node in reversed(list(self.tree.walk(pages.runs, pages.start))):
             assert node.page_ids is not None
             page_ids += node.page_ids
         return page_ids
 
-    def unhold(self, path: Path) -> None:
+    def unhold(self, pages: HeldPages) -> None:
         """End what `hold` began."""
         tree = self.tree
         num_cached = tree.num_cached
-        tree.unhold(path)
+        orphans = tree.unhold(pages)
         num_released = tree.num_cached - num_cached
+        for node in orphans:
+            num_pages = node.end - node.start
+            self.pool.give(num_pages, node.page_ids)
+            num_released += num_pages
         self.num_free += num_released
         self.num_released += num_released
 
@@ -232,12 +233,17 @@ class PageCache:
 
     # Laws -------------------------------------------------------------------------------------------------
 
-    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[Path] = ()) -> None:
+    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
         """Assert laws L1, L2 and L3, given all holdings with the number of pages of each, and what transfers hold."""
         held: Counter[int] = Counter()
-        transferred = Counter(
-            id(copy) for path in holds for node in self.tree.walk(path) for copy in node.twins or (node,)
-        )
+        transferred: Counter[int] = Counter()
+        orphans: dict[int, Node] = {}
+        for pages in holds:
+            for node in self.tree.walk(pages.runs, pages.start):
+                for copy in node.twins or (node,):
+                    transferred[id(copy)] += 1
+                    if copy.is_orphan:
+                        orphans[id(copy)] = copy
         num_private = 0
         for holding, num_pages in holdings:
             position = None
@@ -249,6 +255,10 @@ class PageCache:
             num_private += num_pages - (holding.path[-1].end if holding.path else 0)
         num_referenced = num_cached = 0
         resident_ids: list[PageId] = []
+        for node in orphans.values():
+            assert node.holds == transferred[id(node)], f"L2: {node} is held by {transferred[id(node)]} transfers"
+            num_referenced += node.end - node.start
+            resident_ids += node.page_ids or ()
         listed = Counter(id(node) for node in self.tree.order)
         for node in self.tree.nodes():
             size = node.end - node.start

@@ -9,7 +9,7 @@ import msgspec
 from kvarts.content import Content, PageKey
 from kvarts.kv.pool import PageId
 
-__all__ = ["NOTHING", "Node", "Path"]
+__all__ = ["NOTHING", "HeldPages", "Node", "Path"]
 
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 """The content of a node that holds no pages."""
@@ -20,8 +20,8 @@ class Node(msgspec.Struct, eq=False):
 
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is listed for eviction.
     `holds`: how many transfers do; at 0 of both the run is cached. `pins`: how many of the paths keep it for later.
-    `children` is by their keys, and one dict for all twins. `page_ids` is None where pages are only counted. A root
-    has neither content nor key.
+    `is_orphan`: it has left the tree, and a transfer still holds it. `children` is by their keys, and one dict for all
+    twins. `page_ids` is None where pages are only counted. A root has neither content nor key.
 
     `place` belongs to the eviction order: what it keeps about the run, referenced or not. A new run has None, and only
     then does it grow; the parts of a run that is split have the same. `older` and `newer` are links for an order that
@@ -41,6 +41,7 @@ class Node(msgspec.Struct, eq=False):
     pins: int = 0
     place: Any = None
     notes: Any = None
+    is_orphan: bool = False
     older: Node = None  # type: ignore[assignment]
     newer: Node = None  # type: ignore[assignment]
 
@@ -50,3 +51,10 @@ class Node(msgspec.Struct, eq=False):
 
 Path = list[Node]
 """Runs that follow each other from the first page on."""
+
+
+class HeldPages(msgspec.Struct, frozen=True, eq=False):
+    """Runs that follow each other from page `start` on, and that a transfer holds."""
+
+    runs: Path
+    start: int

@@ -14,7 +14,10 @@ The tree knows neither requests nor tokens, only paths: the list of nodes that a
 Splitting keeps the tail's identity, so a path stays valid: what was split off lies before its node, by `parent`.
 
 A transfer *holds* runs without referencing them: they are in use, so eviction passes them by, but they keep their place
-in the order. A copy to another tier changes nothing about what is evicted when.
+in the order. A copy to another tier changes nothing about what is evicted when. What comes before a held run is not
+held by that, only passed by as long as anything else can go. When nothing else can, the held run leaves the tree with
+it, an *orphan* that cannot be found any more, and its pages are empty when the last hold ends. So every cached page can
+be evicted, whatever is held.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import CopiesRemoved, PagesRemoved, PagesStored
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.node import NOTHING, Node, Path
+from kvarts.kv.node import NOTHING, HeldPages, Node, Path
 from kvarts.kv.pool import PageId
 from kvarts.kv.watcher import TreeWatcher
 
@@ -137,12 +140,9 @@ class PrefixTree:
             self.order.pinned(listed, nodes)
         return nodes
 
-    def hold_path(self, path: Path) -> None:
-        """Keep every page of `path` from being evicted, each in its place, until `unhold`.
-
-        All copies of a page are held: the one that is found may stand before what follows it in the order.
-        """
-        for node in self.walk(path):
+    def hold_pages(self, pages: HeldPages) -> None:
+        """Keep `pages`, in all their copies, from being evicted, each in its place, until `unhold`."""
+        for node in self.walk(pages.runs, pages.start):
             for copy in node.twins or (node,):
                 if not (copy.refs or copy.holds):
                     self.num_cached -= copy.end - copy.start
@@ -170,15 +170,20 @@ class PrefixTree:
                 num_pages += node.end - node.start
         return num_pages
 
-    def unhold(self, path: Path) -> None:
-        """End what `hold_path` began."""
-        for node in self.walk(path):
+    def unhold(self, pages: HeldPages) -> list[Node]:
+        """End what `hold_pages` began; return the orphans that nothing holds any more, to be given back."""
+        orphans = []
+        for node in self.walk(pages.runs, pages.start):
             for copy in node.twins or (node,):
                 assert copy.holds > 0, f"{copy} was let go more often than it was held"
                 copy.holds -= 1
                 if not (copy.refs or copy.holds):
+                    if copy.is_orphan:
+                        orphans.append(copy)
+                        continue
                     self.num_cached += copy.end - copy.start
                     self.order.unheld(copy)
+        return orphans
 
     def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
         """Make the pages from the end of `path` to `end` findable; the holder of `path` references them.
@@ -259,11 +264,11 @@ class PrefixTree:
         if released:
             self.order.released(released)
 
-    def walk(self, path: Path) -> Iterator[Node]:
-        """Return the runs that `path` holds, deepest first."""
+    def walk(self, path: Path, start: int = 0) -> Iterator[Node]:
+        """Return the runs that `path` holds, deepest first; `start`: its first page."""
         for index in range(len(path) - 1, -1, -1):
             node = path[index]
-            floor = path[index - 1].end if index else 0
+            floor = path[index - 1].end if index else start
             yield node
             while node.start > floor:
                 assert node.parent is not None
@@ -305,9 +310,11 @@ class PrefixTree:
         order = self.order
         while count:
             node = order.next_run()
-            while node.children and node.twins is None:
-                # What follows it goes first; an order that keeps that itself never names such a run.
+            while node.children and node.twins is None and not node.holds:
+                # What follows it goes first; an order that keeps that itself names such a run only if that is held.
                 node = next(reversed(node.children.values()))
+            if node.holds:
+                node = self._next_without_followers()
             size = node.end - node.start
             if size > count and node.twins is not None:
                 self._split(node, node.end - count)  # twins stay aligned; `node` is the tail
@@ -337,10 +344,38 @@ class PrefixTree:
             root = self._roots[salt] = Node(NOTHING, b"", 0, 0, 1, None)
         return root
 
+    def _next_without_followers(self) -> Node:
+        """Return the first run that can go and that nothing follows; if need be, orphan what follows the first."""
+        for node in self.order:
+            if not node.holds and (node.twins is not None or not node.children):
+                return node
+        first = node = self.order.next_run()
+        while first.children:
+            while node.children:
+                node = next(reversed(node.children.values()))
+            self._orphan(node)
+            node = first
+        return first
+
+    def _orphan(self, node: Node) -> None:
+        """Take a leaf that only transfers hold, with all its copies, out of the tree: what is before it is evicted."""
+        assert not node.refs, f"{node} is in use, and what is before it is not"
+        copies = node.twins or [node]
+        for copy in copies:
+            self.order.removed(copy)
+            copy.is_orphan = True
+        parent = node.parent
+        assert parent is not None and parent.children is not None
+        del parent.children[node.key]
+        if self._watcher is not None:
+            self._watcher.died(node)
+        if self.tell is not None or self.on_removed is not None:
+            self._tell_removed(node, node.start, node.end)
+
     def _tell_removed(self, node: Node, start: int, end: int) -> None:
         """Tell that pages [start, end), the last ones of `node`, can no longer be found."""
         if self.tell is not None:
-            self.tell(PagesRemoved(node.content, start, end))
+            self.tell(PagesRemoved(node.content, start, end, is_held=node.is_orphan))
         if self.on_removed is not None:
             self.on_removed(node, start, end)
 

@@ -25,6 +25,30 @@ class Channel:
         self.num_bytes = 0
         self.num_transfers = 0
 
+    def wait_ns(self, now_ns: int) -> int:
+        """Return how long a transfer that is submitted at `now_ns` waits for those before it."""
+        return self._free_ns - now_ns if self._free_ns > now_ns else 0
+
+    def within_ns(self, now_ns: int, num_bytes: int) -> int:
+        """Return in how long a transfer of `num_bytes` would have ended that is submitted at `now_ns`."""
+        return self.wait_ns(now_ns) + self._latency_ns - (-num_bytes * NS_PER_S // self._bytes_per_s)
+
+    def num_within(self, now_ns: int, bound_ns: int, unit_bytes: int) -> int:
+        """Return how many units of `unit_bytes` a transfer submitted at `now_ns` could have carried within `bound_ns`.
+
+        At least one if nothing is under way: a slow channel carries a unit at a time.
+        """
+        wait_ns = self.wait_ns(now_ns)
+        left_ns = bound_ns - wait_ns - self._latency_ns
+        num_units = left_ns * self._bytes_per_s // (unit_bytes * NS_PER_S) if left_ns > 0 else 0
+        return num_units if wait_ns or num_units else 1
+
+    def passed_over(self) -> None:
+        """Take note that nothing was submitted because it would have taken too long: a known channel stays as it is."""
+
+    def ended(self, num_bytes: int, duration_ns: int | None) -> None:
+        """Take note that a transfer of `num_bytes` has ended, as a known channel has said it would."""
+
     def submit(self, now_ns: int, num_bytes: int) -> int:
         """Return when a transfer of `num_bytes` that is submitted at `now_ns` ends.
 

@@ -36,14 +36,17 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `host_pages` or `host_memory`: how much host memory; none of both, no tier. `policy`: `eager` stores a page in the
     step after it became complete; `lazy` stores cached pages so that the next `target_free` pages that are taken lose
-    nothing (left out: twice the pages of a step's token budget). `h2d`, `d2h`: bandwidth towards and from the device;
-    `latency_us` comes on top of every transfer. `kv_bytes_per_token`: what a token weighs; the default is that of
-    Llama 3.1 8B in 16 bits. `full_prompt_hits`: a load may cover a whole prompt; then its last token alone is computed
-    again. `workers`: how many must report a transfer before it is complete.
+    nothing (left out: eight times the pages of a step's token budget, but at most an eighth of host memory, and at
+    least twice the budget). `h2d`, `d2h`: bandwidth towards and from the device; `latency_us` comes on top
+    of every transfer. `kv_bytes_per_token`: what a token weighs; the default is that of Llama 3.1 8B in 16 bits.
+    `full_prompt_hits`: a load may cover a whole prompt; then its last token alone is computed again. `workers`: how
+    many must report a transfer before it is complete.
 
     `disk_pages` or `disk_memory`: files below host memory, which are written as soon as a page is in host memory;
-    `disk_read`, `disk_write` and `disk_latency_us` are theirs. `fail_every`: every so many transfers one fails; 0:
-    none.
+    `disk_read`, `disk_write` and `disk_latency_us` are theirs. `store_within_ms`: a page is stored once its channel
+    would have carried it within so long, and stays wanted until then. `deadline_s`: a transfer that an executor has not
+    reported within so long counts as failed; virtual time knows when each ends. `fail_every`: every so many transfers
+    one fails; 0: none.
     """
 
     host_pages: Annotated[
@@ -78,7 +81,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "Lazy: so many pages can be taken without losing anything.",
             flag="--target-free",
             metavar="N",
-            default="twice a token budget",
+            default="two to eight token budgets",
         ),
     ] = None
     h2d: Annotated[Rate, setting("Bandwidth from host memory to the device.", flag="--h2d", metavar="RATE")] = "50GB/s"
@@ -117,6 +120,18 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     disk_latency_us: Annotated[
         float, setting("On top of every transfer to or from files.", flag="--disk-latency-us", metavar="US")
     ] = 100.0
+    store_within_ms: Annotated[
+        float,
+        setting(
+            "A page is stored once its channel would have carried it within so long; until then it stays wanted.",
+            flag="--store-within",
+            metavar="MS",
+        ),
+    ] = 500.0
+    deadline_s: Annotated[
+        float,
+        setting("A transfer that an executor has not reported within so long counts as failed.", flag=None),
+    ] = 60.0
     fail_every: Annotated[int, setting("Every so many transfers one fails; 0: none.", flag=None)] = 0
 
     def __post_init__(self) -> None:
@@ -140,6 +155,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             check_number(getattr(self, field), field, most=MOST_MS)
         check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
         check_whole(self.workers, "workers")
+        check_number(self.store_within_ms, "store_within_ms", most=MOST_MS)
+        check_number(self.deadline_s, "deadline_s", most=MOST_MS)
+        if not self.deadline_s:
+            raise SettingError("must be above 0", "deadline_s")
         check_whole(self.fail_every, "fail_every", least=0)
         if (self.disk_pages or self.disk_memory) and self.host_pages is None and self.host_memory is None:
             raise SettingError(
@@ -178,9 +197,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         make_order: Callable[[], EvictionOrder],
         *,
         known_keys: Iterable[bytes] = (),
-        namespace: str = "",
+        namespace: str | None = None,
     ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`; None for none. `known_keys` and `namespace`: see FileTier."""
+        """Prepare the tiers below an engine of `config`; None for none. `known_keys`, `namespace`: see FilesBelow."""
         if not self.tiers(config.page_size):
             return None
         from kvarts.offload.opening import TiersToOpen  # only engines with tiers pay for it
@@ -218,17 +237,21 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         page_bytes = HEAD.size + self.kv_bytes_per_token * page_size
         return PageFiles(directory, max_bytes=self.num_disk_pages(page_size) * page_bytes)
 
-    def with_known(self, known_keys: Iterable[bytes], namespace: str) -> FilesBelow:
+    def with_known(self, known_keys: Iterable[bytes], namespace: str | None = None) -> FilesBelow:
         """Return these tiers with the pages in files that an earlier run has left."""
         return FilesBelow(config=self, known_keys=tuple(known_keys), namespace=namespace)
 
 
 class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers with files that another run has left: pages `known_keys`, in `namespace`, as FileTier takes them."""
+    """Tiers with files that another run has left: pages `known_keys`, in `namespace`, as FileTier takes them.
+
+    Without a namespace it is the fingerprint of the executor's model. Where the executor has none, pages are read by
+    the engine that wrote them alone.
+    """
 
     config: OffloadConfig
     known_keys: tuple[bytes, ...] = ()
-    namespace: str = ""
+    namespace: str | None = None
 
     def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> TiersToOpen | None:
         """Prepare the tiers below an engine of `config`; None for none."""

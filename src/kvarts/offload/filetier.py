@@ -9,7 +9,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.keys import BlockKeys, root_key
-from kvarts.offload.index import Segment
+from kvarts.offload.index import ALL, Segment
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
 
 __all__ = ["FileTier"]
@@ -81,16 +81,18 @@ class FileTier(MemoryTier):
         self._recognise(content, 0, min(end, content.num_known_pages))
         return super().held(content, start, end)
 
-    def prepare_store(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> TierStore | None:
-        """Make room for the missing pages of [start, end); their slots are keys."""
+    def prepare_store(
+        self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
+    ) -> TierStore | None:
+        """Make room for the missing pages of [start, end), at most `limit`; their slots are keys."""
         end = min(end, content.num_known_pages)
         self._recognise(content, 0, end)
-        num_short = self.index.missing(content, start, end) - self.index.pool.num_empty
+        num_short = min(limit, self.index.missing(content, start, end)) - self.index.pool.num_empty
         while num_short > 0 and self._unknown:
             self._drop_unknown()
             self.index.pool.give(1, None)
             num_short -= 1
-        store = super().prepare_store(content, start, end, deepest_first=deepest_first)
+        store = super().prepare_store(content, start, end, deepest_first=deepest_first, limit=limit)
         if store is not None:
             store.segments = self._named(content, store.segments)
             for segment in store.segments:

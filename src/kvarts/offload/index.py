@@ -22,7 +22,7 @@ import msgspec
 from kvarts.content import Content, PageKey
 from kvarts.kv.pool import CountPool, IdPool, PageId, Pool
 
-__all__ = ["NodeState", "Placement", "Segment", "TierIndex", "TierRun"]
+__all__ = ["ALL", "NodeState", "Placement", "Segment", "TierIndex", "TierRun"]
 
 
 class NodeState(IntEnum):
@@ -79,6 +79,7 @@ class Placement(msgspec.Struct, eq=False):
     num_pages: int
 
 
+ALL = 1 << 62
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 
 
@@ -210,10 +211,13 @@ class TierIndex:
 
     # Coming and going -------------------------------------------------------------------------------------
 
-    def place(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> Placement | None:
+    def place(
+        self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
+    ) -> Placement | None:
         """Make room for those of the pages [start, end) that are missing; None if none is or no room can be made.
 
-        If there is not room for all, place the first of them, or the last if `deepest_first`. `settle` must follow.
+        If there is not room for all, or more than `limit` are missing, place the first of them, or the last if
+        `deepest_first`. `settle` must follow.
         """
         node, position, run_in_part = self._walk(content, end)
         holes = self._holes(node, start) if self.num_holes else []
@@ -230,8 +234,11 @@ class TierIndex:
             holes.append(deepest)
         self._pin(deepest)
         room = self.num_free
-        if num_missing > room:
+        if limit <= room:
+            room = limit
+        elif num_missing > room:
             self.num_refused += num_missing - room
+        if num_missing > room:
             if not room:
                 self.unpin(deepest)
                 return None

@@ -21,9 +21,22 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesRemoved, PagesStored, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.transfer import Direction, Loaded, Move, Offer, Transfer, TransferReport, TransferTotals
+from kvarts.kv.node import HeldPages
+from kvarts.kv.transfer import (
+    Awaited,
+    Direction,
+    Loaded,
+    Move,
+    Offer,
+    PrefillTimes,
+    Transfer,
+    TransferReport,
+    TransferTotals,
+    Weighed,
+)
 from kvarts.kv.tree import Match, Node, Path
 from kvarts.offload.channel import Channel
+from kvarts.offload.measured import MeasuredPrefill
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import StorePolicy, precedes
 from kvarts.offload.tier import ConnectedTier, Tier, TierLoad, TierStore
@@ -32,6 +45,7 @@ __all__ = ["OffloadCounts", "Offloader"]
 
 NEVER_NS = 1 << 62
 ALL = 1 << 62
+PRUNE_AT = 10_000
 
 
 class OffloadCounts(msgspec.Struct):
@@ -40,6 +54,8 @@ class OffloadCounts(msgspec.Struct):
     num_stores: int = 0
     num_loads: int = 0
     num_failed: int = 0
+    num_late: int = 0
+    """Failed transfers that were not reported before their deadline."""
     num_stray_reports: int = 0
     """Reports that were late, repeated, or about a transfer that is not known."""
     num_pages_without_room: int = 0
@@ -54,10 +70,20 @@ class _UnderWay(msgspec.Struct, eq=False):
     waiting_for: set[int]
     num_good_pages: int = ALL
     stores: tuple[tuple[Tier, TierStore], ...] = ()
-    paths: tuple[Path, ...] = ()
+    held: tuple[tuple[HeldPages, ...], ...] = ()
     loads: tuple[tuple[Tier, TierLoad], ...] = ()
     request: int = -1
     start_page: int = 0
+    deadline_ns: int = ALL
+    lane: str = ""
+    """The channel that a load waits for."""
+    begin_ns: int = 0
+    duration_ns: int = 0
+    """How long it took, if an executor says so: what the slowest of its workers says."""
+    lanes: tuple[tuple[Channel, int], ...] = ()
+    """The channels with what they carry, in bytes."""
+    since_ns: list[int] = []
+    """When each request that waits for a load began to."""
 
 
 class Offloader:
@@ -79,6 +105,9 @@ class Offloader:
         page_bytes: int,
         order: SafeFirst | None = None,
         full_prompt_hits: bool = False,
+        prefill: PrefillTimes | None = None,
+        store_within_ns: int = ALL,
+        deadline_ns: int = ALL,
         workers: int = 1,
         fail_every: int = 0,
         with_page_ids: bool = False,
@@ -90,6 +119,10 @@ class Offloader:
         self._order = order
         self._tell = tell
         self._with_page_ids = with_page_ids
+        self._measured = MeasuredPrefill()
+        self._prefill: PrefillTimes = self._measured if prefill is None else prefill
+        self._store_within_ns = store_within_ns
+        self._deadline_ns = deadline_ns
         self._num_workers = workers
         self._fail_every = fail_every
         self.page_bytes = page_bytes
@@ -115,10 +148,16 @@ class Offloader:
         self.num_transfers = 0
         """Transfers begun so far; also the number of the next."""
         self._due: list[tuple[int, int]] = []
+        self._num_good_loads = 0
+        self._waited_ns = {connected.read.name: 0 for connected in tiers}
         self._planned: list[Transfer] = []
         self._loaded: list[Loaded] = []
         self._spills: list[list[tuple[Content, int, int]]] = [[] for _ in self.tiers]
         """By tier, what has come to it and is to go on to the next."""
+        self._is_behind = [False] * len(tiers)
+        """By tier, whether the way to the next is behind: nothing goes there before a transfer has ended."""
+        self._prune_at = PRUNE_AT
+        """How many runs may wait to go on before those are left out that have gone since."""
         self._removed: list[tuple[Content, int, int]] = []
         self._now_ns = 0
 
@@ -133,13 +172,25 @@ class Offloader:
         """Begin the stores of the step that starts at `now_ns`."""
         self._now_ns = now_ns
         stores: list[tuple[Tier, TierStore]] = []
-        paths: list[Path] = []
+        held: list[tuple[HeldPages, ...]] = []
+        room = -1
         for content, start, end, where in self._policy.choose():
-            self._prepare(content, start, end, where, stores, paths)
+            if room < 0:
+                room = self._connected[0].write.num_within(now_ns, self._store_within_ns, self.page_bytes)
+            position = start
+            if room > 0:
+                store = self._prepare(content, start, end, where, room, held)
+                if store is not None:
+                    stores.append((self.tiers[0], store))
+                    room -= store.num_pages
+                    position = store.segments[-1].end
+            if room == 0:
+                self._policy.wait(position)
+                break
         if stores:
-            self._begin_stores(stores, paths)
+            self._begin_stores(stores, held)
         for place, wanted in enumerate(self._spills):
-            if wanted:
+            if wanted and not self._is_behind[place]:
                 self._begin_spills(place)
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
@@ -157,16 +208,61 @@ class Offloader:
             return None
         return Offer(position - start, tuple(by_tier))
 
+    def weigh(
+        self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
+    ) -> Weighed:
+        """Return how many pages of `offer`, which begins at page `start`, to load for a prompt of `num_known` tokens.
+
+        Loading keeps the request waiting, and the time that computing would take goes to the `num_behind` requests
+        behind it instead: it pays if what all of them gain is no less than the wait. Where loads have failed, it is
+        worth as much less. `awaited`: what another load brings, where one does.
+        """
+        prefill = self._prefill
+        compute_ns = prefill.prefill_ns(start * page_size, num_known)
+        if compute_ns is None:
+            return Weighed(offer.num_pages, offer.by_tier, is_awaited=awaited is not None)
+        num_good, num_loads = self._num_good_loads + 1, self.counts.num_loads + 1
+
+        def worth_ns(num_pages: int) -> int:
+            left_ns = prefill.prefill_ns((start + num_pages) * page_size, num_known) or 0
+            return (compute_ns - left_ns) * (1 + num_behind) * num_good // num_loads
+
+        best, best_gain_ns, worth, load_ns = 0, 0, 0, 0
+        position = 0
+        for connected, num_pages in zip(self._connected, offer.by_tier, strict=True):
+            if num_pages:
+                position += num_pages
+                load_ns = max(load_ns, connected.read.within_ns(self._now_ns, num_pages * self.page_bytes))
+                worth = worth_ns(position)
+                if worth - load_ns >= best_gain_ns:
+                    best, best_gain_ns = position, worth - load_ns
+        if awaited is not None:
+            wait_ns = max(0, awaited.end_ns - self._now_ns)
+            if worth_ns(awaited.num_pages) - wait_ns >= best_gain_ns:
+                return Weighed(0, (0,) * len(offer.by_tier), is_awaited=True)
+        by_tier = []
+        num_left = best
+        for connected, num_pages in zip(self._connected, offer.by_tier, strict=True):
+            by_tier.append(min(num_left, num_pages))
+            num_left -= by_tier[-1]
+            if by_tier[-1] < num_pages:
+                connected.read.passed_over()
+        return Weighed(best, tuple(by_tier), load_ns=load_ns, worth_ns=worth)
+
     def forget(self, request: int) -> None:
         """End the pins of what was offered to `request`."""
         for tier in self.tiers:
             tier.forget(request)
 
-    def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> None:
-        """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on."""
+    def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> int:
+        """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on.
+
+        Return when that should end.
+        """
         loads = []
         moves = []
-        ends_ns = [self._now_ns]
+        lanes = []
+        end_ns, lane = self._now_ns, ""
         position = start
         num_left = num_pages
         for connected in self._connected:
@@ -185,13 +281,25 @@ class Offloader:
                 sources = load.segments[0].slots
                 assert sources is not None
                 moves.append(Move(tier.name, sources, tuple(holding.page_ids[position : position + count])))
-            else:
-                ends_ns.append(connected.read.submit(self._now_ns, count * self.page_bytes))
+            lanes.append((connected.read, count * self.page_bytes))
+            read_ns = connected.read.submit(self._now_ns, count * self.page_bytes)
+            if read_ns > end_ns:
+                end_ns, lane = read_ns, connected.read.name
             position += count
             num_left -= count
         under_way = _UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
         under_way.start_page = start
-        self._begin(under_way, max(ends_ns), moves)
+        under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
+        self._begin(under_way, end_ns, moves)
+        return end_ns
+
+    def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
+        """Take note of how long a step of a real executor took, transfers apart; `num_tokens`: of prompts."""
+        self._measured.measure(num_tokens, num_decodes, duration_ns)
+
+    def follow(self, transfer: int) -> None:
+        """Take note that one more request waits for a load that is under way."""
+        self._under_way[transfer].since_ns.append(self._now_ns)
 
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
@@ -220,7 +328,7 @@ class Offloader:
     @property
     def is_due(self) -> bool:
         """Whether something is to be stored, or passed on to the next tier, whatever becomes of the device."""
-        return any(self._spills) or self._policy.has_work
+        return self._has_spills or self._policy.has_work
 
     def num_pages(self) -> tuple[int, ...]:
         """Return pages used and cached in each tier, one pair after the other."""
@@ -235,6 +343,7 @@ class Offloader:
             msgspec.structs.asdict(self.counts),
             {channel.name: channel.num_bytes for channel in self.channels},
             {tier.name: tier.num_evicted for tier in self.tiers},
+            dict(self._waited_ns),
         )
 
     @property
@@ -242,9 +351,14 @@ class Offloader:
         """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
         return self._due[0][0] if self._due else NEVER_NS
 
+    @property
+    def _has_spills(self) -> bool:
+        """Whether something is to be passed on to the next tier, and can be."""
+        return any(wanted and not is_behind for wanted, is_behind in zip(self._spills, self._is_behind, strict=True))
+
     def pages_to_spare(self) -> int | None:
         """Return how many pages can be taken in steps alike before the tiers must act; None: in the next step."""
-        if self._loaded or any(self._spills):
+        if self._loaded or self._has_spills:
             return None
         spare = self._policy.pages_to_spare()
         if spare is not None and (self._order is not None or any(tier.has_holes for tier in self.tiers)):
@@ -271,6 +385,20 @@ class Offloader:
             self._end(transfer_id, under_way)
         return True
 
+    def expire(self, now_ns: int) -> None:
+        """End the transfers that were not reported before their deadline, as failed."""
+        if not self._with_page_ids:
+            return
+        self._now_ns = now_ns
+        while self._under_way:
+            transfer_id, under_way = next(iter(self._under_way.items()))
+            if under_way.deadline_ns > now_ns:
+                return  # the others began later
+            del self._under_way[transfer_id]
+            self.counts.num_late += 1
+            under_way.num_good_pages = 0
+            self._end(transfer_id, under_way)
+
     def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
         """Take in what workers report at `now_ns`, in any order, over any number of steps."""
         self._now_ns = now_ns
@@ -291,12 +419,17 @@ class Offloader:
         start: int,
         end: int,
         where: object,
-        stores: list[tuple[Tier, TierStore]],
-        paths: list[Path],
-    ) -> None:
+        room: int,
+        held: list[tuple[HeldPages, ...]],
+    ) -> TierStore | None:
+        """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none."""
         first = self.tiers[0]
         num_refused = first.num_refused
-        store = first.prepare_store(content, start, end, deepest_first=self._policy.stores_deepest_first)
+        path, end = self._policy.path(content, end, where)
+        deepest_first = self._policy.stores_deepest_first
+        if room < end - start:
+            start, deepest_first = self._policy.first_wanted(start, where), False
+        store = first.prepare_store(content, start, end, deepest_first=deepest_first, limit=room)
         num_refused = first.num_refused - num_refused
         self.counts.num_pages_without_room += num_refused
         order = self._order
@@ -307,29 +440,28 @@ class Offloader:
             if store is None and not num_refused:
                 self._mark_as_held(content, start, end)
         if store is None:
-            return
-        path = self._policy.hold(content, store.segments[-1].end, where)
+            return None
+        pages = tuple([self._cache.hold(path, segment.start, segment.end) for segment in store.segments])
         if order is not None:
-            for segment in store.segments:
-                self._mark(order, path, segment.start, segment.end, Below.COMING)
-        stores.append((first, store))
-        paths.append(path)
+            for part in pages:
+                self._mark_part(order, part, Below.COMING)
+        held.append(pages)
+        return store
 
-    def _begin_stores(self, stores: list[tuple[Tier, TierStore]], paths: list[Path]) -> None:
+    def _begin_stores(self, stores: list[tuple[Tier, TierStore]], held: list[tuple[HeldPages, ...]]) -> None:
         num_pages = 0
         for _, store in stores:
             num_pages += store.num_pages
         moves = []
-        end_ns = 0
         if self._with_page_ids:
-            for (_, store), path in zip(stores, paths, strict=True):
-                ids = self._cache.page_ids(path)
-                for segment in store.segments:
+            for (_, store), pages in zip(stores, held, strict=True):
+                for segment, part in zip(store.segments, pages, strict=True):
                     assert segment.slots is not None
-                    moves.append(Move(self.tiers[0].name, tuple(ids[segment.start : segment.end]), segment.slots))
-        else:
-            end_ns = self._connected[0].write.submit(self._now_ns, num_pages * self.page_bytes)
-        under_way = _UnderWay(Direction.STORE, num_pages, self._workers(), stores=tuple(stores), paths=tuple(paths))
+                    moves.append(Move(self.tiers[0].name, tuple(self._cache.page_ids(part)), segment.slots))
+        lane = self._connected[0].write
+        end_ns = lane.submit(self._now_ns, num_pages * self.page_bytes)
+        under_way = _UnderWay(Direction.STORE, num_pages, self._workers(), stores=tuple(stores), held=tuple(held))
+        under_way.lanes = ((lane, num_pages * self.page_bytes),)
         self._begin(under_way, end_ns, moves)
 
     def _begin_spills(self, place: int) -> None:
@@ -340,33 +472,41 @@ class Offloader:
         sources: list[TierLoad] = []
         num_pages = 0
         moves: list[Move] = []
-        for content, start, end in wanted:
-            end = start + upper.find(content, start, end)  # noqa: PLW2901
-            if end == start:
-                continue
-            num_refused = lower.num_refused
-            store = lower.prepare_store(content, start, end)
-            self.counts.num_pages_without_room += lower.num_refused - num_refused
-            if store is None:
-                continue
-            source = upper.read(content, store.segments[0].start, store.segments[-1].end)
-            stores.append((lower, store))
-            sources.append(source)
-            num_pages += store.num_pages
-            if self._with_page_ids:
-                first, slots = source.segments[0].start, source.segments[0].slots
-                assert slots is not None
-                for segment in store.segments:
-                    assert segment.slots is not None
-                    moves.append(Move(lower.name, slots[segment.start - first : segment.end - first], segment.slots))
+        room = self._connected[place + 1].write.num_within(self._now_ns, self._store_within_ns, self.page_bytes)
+        for index, (content, start, end) in enumerate(wanted):
+            store, position = None, start
+            if room and (num_found := upper.find(content, start, end)):
+                num_refused = lower.num_refused
+                store = lower.prepare_store(content, start, start + num_found, limit=room)
+                self.counts.num_pages_without_room += lower.num_refused - num_refused
+            if store is not None:
+                source = upper.read(content, store.segments[0].start, store.segments[-1].end)
+                stores.append((lower, store))
+                sources.append(source)
+                num_pages += store.num_pages
+                room -= store.num_pages
+                position = store.segments[-1].end
+                if self._with_page_ids:
+                    first, slots = source.segments[0].start, source.segments[0].slots
+                    assert slots is not None
+                    for segment in store.segments:
+                        assert segment.slots is not None
+                        part = slots[segment.start - first : segment.end - first]
+                        moves.append(Move(lower.name, part, segment.slots))
+            if not room:
+                # What was begun is not begun again, also if it fails.
+                self._spills[place] = [] if position >= end else [(content, position, end)]
+                self._spills[place] += wanted[index + 1 :]
+                self._is_behind[place] = True
+                break
         self._unmark_removed()
         if not stores:
             return
-        end_ns = 0
-        if not self._with_page_ids:
-            end_ns = self._connected[place + 1].write.submit(self._now_ns, num_pages * self.page_bytes)
+        lane = self._connected[place + 1].write
+        end_ns = lane.submit(self._now_ns, num_pages * self.page_bytes)
         loads = tuple((upper, source) for source in sources)
         under_way = _UnderWay(Direction.SPILL, num_pages, self._workers(), stores=tuple(stores), loads=loads)
+        under_way.lanes = ((lane, num_pages * self.page_bytes),)
         self._begin(under_way, end_ns, moves)
 
     # Transfers --------------------------------------------------------------------------------------------
@@ -385,8 +525,10 @@ class Offloader:
                 for segment in store.segments
             )
             self._tell(StoreStarted(transfer_id, under_way.stores[0][0].name, runs))
+        under_way.begin_ns = self._now_ns
         if self._with_page_ids:
             dropped = tuple(key for tier in self.tiers for key in tier.take_dropped())
+            under_way.deadline_ns = self._now_ns + self._deadline_ns
             self._planned.append(Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped))
         else:
             heappush(self._due, (end_ns, transfer_id))
@@ -397,6 +539,7 @@ class Offloader:
             self.counts.num_stray_reports += 1
             return
         under_way.waiting_for.remove(report.worker)
+        under_way.duration_ns = max(under_way.duration_ns, report.duration_ns)
         if report.num_good_pages is not None:
             under_way.num_good_pages = min(under_way.num_good_pages, max(0, report.num_good_pages))
         if not under_way.waiting_for:
@@ -404,7 +547,12 @@ class Offloader:
             self._end(report.transfer_id, under_way)
 
     def _end(self, transfer_id: int, under_way: _UnderWay) -> None:
+        duration_ns = under_way.duration_ns or self._now_ns - under_way.begin_ns
+        is_measured = len(under_way.lanes) == 1 and under_way.num_good_pages >= under_way.num_pages
+        for lane, num_bytes in under_way.lanes:
+            lane.ended(num_bytes, duration_ns if is_measured else None)
         self._policy.end_refusal()
+        self._is_behind = [False] * len(self.tiers)
         if under_way.direction is Direction.LOAD:
             self._end_load(transfer_id, under_way)
         else:
@@ -421,32 +569,35 @@ class Offloader:
             tier.complete_store(store, is_stored=is_stored)
         for tier, source in under_way.loads:
             tier.end_read(source)
-        if under_way.direction is Direction.SPILL:
-            self._end_spill(under_way.stores, is_stored=is_stored)
+        if under_way.direction is Direction.SPILL and is_stored:
+            for _, store in under_way.stores:
+                for segment in store.segments:
+                    self._mark_as_held(store.content, segment.start, segment.end)
+        if not is_stored:
+            self._lose_after_failed(under_way.stores)
         order = self._order
         if order is not None:
-            for path, (_, store) in zip(under_way.paths, under_way.stores, strict=False):
+            for pages, (_, store) in zip(under_way.held, under_way.stores, strict=False):
                 is_whole = is_stored and self.tiers[0].is_stored(store)
-                for segment in store.segments:
+                for part, segment in zip(pages, store.segments, strict=True):
                     if is_whole:
-                        self._mark(order, path, segment.start, segment.end, Below.STORED)
-                        continue
-                    # Stored again and again, the pages would be held for ever, with a request waiting for them.
-                    below = Below.NOT if is_stored else Below.FAILED
-                    self._mark(order, path, segment.start, segment.end, below)
-                    self._mark_held(order, store.content, segment.start, segment.end)
+                        has_orphans = self._mark_part(order, part, Below.STORED)
+                    else:
+                        # Stored again and again, the pages would be held for ever, with a request waiting for them.
+                        self._mark_part(order, part, Below.NOT if is_stored else Below.FAILED)
+                        has_orphans = True
+                    if has_orphans:
+                        self._mark_held(order, store.content, segment.start, segment.end)
             order.regroup()
         self._unmark_removed()
-        for path in under_way.paths:
-            self._cache.unhold(path)
+        for pages in under_way.held:
+            for part in pages:
+                self._cache.unhold(part)
 
-    def _end_spill(self, stores: tuple[tuple[Tier, TierStore], ...], *, is_stored: bool) -> None:
-        """Mark what was stored, and let go of what the tier above lost before it was, or did not get to store."""
+    def _lose_after_failed(self, stores: tuple[tuple[Tier, TierStore], ...]) -> None:
+        """Let go of what came meanwhile after pages that no tier above has any more and that were not stored."""
         for tier, store in stores:
             for segment in store.segments:
-                if is_stored:
-                    self._mark_as_held(store.content, segment.start, segment.end)
-                    continue
                 num_above = self._num_above(self.tiers.index(tier), store.content, segment.end)
                 if num_above < segment.end:
                     tier.lose(store.content, max(segment.start, num_above), segment.end)
@@ -463,8 +614,11 @@ class Offloader:
             tier.complete_load(load, num_good)
         self._unmark_removed()
         num_pages = sum(by_tier.values())
+        if under_way.lane:
+            self._waited_ns[under_way.lane] += len(under_way.since_ns) * self._now_ns - sum(under_way.since_ns)
         self.counts.num_loads += 1
         self.counts.num_failed += not is_whole
+        self._num_good_loads += is_whole
         if self._tell is not None:
             self._tell(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns))
         loaded = Loaded(under_way.request, under_way.start_page + num_pages, tuple(by_tier.values()))
@@ -507,6 +661,10 @@ class Offloader:
             if spills and precedes(spills[-1][0], spills[-1][2], content, start):
                 start = spills.pop()[1]
             spills.append((content, start, end))
+            if len(spills) > self._prune_at:
+                find = self.tiers[place].find
+                spills[:] = [run for run in spills if find(*run)]
+                self._prune_at = max(PRUNE_AT, 2 * len(spills))
 
     def _on_removed(self, place: int, content: Content, start: int, end: int) -> None:
         if self._tell is not None:
@@ -561,14 +719,21 @@ class Offloader:
         """Mark the pages of `match` from `start` on."""
         self._mark(order, self._cache.tree.cut(match), start, match.num_pages, below)
 
+    def _mark_part(self, order: SafeFirst, part: HeldPages, below: Below) -> bool:
+        """Mark what is held and still in the tree; return whether something is not."""
+        nodes = list(self._cache.tree.walk(part.runs, part.start))
+        resident = [node for node in nodes if not node.is_orphan]
+        order.mark(resident, below)
+        return len(resident) < len(nodes)
+
     def _mark(self, order: SafeFirst, path: Path, start: int, end: int, below: Below) -> None:
         order.mark(self._cache.tree.isolate(path, start, end), below)
 
     # Laws -------------------------------------------------------------------------------------------------
 
-    def holds(self) -> list[Path]:
-        """Return the paths that transfers hold on the device."""
-        return [path for under_way in self._under_way.values() for path in under_way.paths]
+    def holds(self) -> list[HeldPages]:
+        """Return what transfers hold on the device."""
+        return [part for under_way in self._under_way.values() for pages in under_way.held for part in pages]
 
     def check(self) -> None:
         """Assert laws L1 to L3 in every tier below."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from uuid import uuid4
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.watcher import TreeWatcher
+from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
+from kvarts.offload.measured import MeasuredChannel
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy
@@ -23,7 +27,7 @@ __all__ = ["TiersToOpen", "open_offloader"]
 class TiersToOpen:
     """The tiers of `offload`, below an engine of `config` that evicts by orders that `make_order` makes.
 
-    A lazy policy evicts first what a tier below holds as well. `known_keys` and `namespace`: see FileTier.
+    A lazy policy evicts first what a tier below holds as well. `known_keys` and `namespace`: see FilesBelow.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class TiersToOpen:
         make_order: Callable[[], EvictionOrder],
         *,
         known_keys: Iterable[bytes] = (),
-        namespace: str = "",
+        namespace: str | None = None,
     ) -> None:
         self._offload = offload
         self._config = config
@@ -45,8 +49,19 @@ class TiersToOpen:
         self.evicts_safe_first = self._safe_first is not None
         self.full_prompt_hits = offload.full_prompt_hits
 
-    def open_below(self, cache: PageCache, *, with_page_ids: bool, tell: Tell | None) -> Offloader:
-        """Open the tiers below `cache`."""
+    def open_below(
+        self,
+        cache: PageCache,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None = None,
+        fingerprint: Callable[[], str] | None = None,
+    ) -> Offloader:
+        """Open the tiers below `cache`. `fingerprint`: of the model, for files without a namespace."""
+        namespace = self._namespace
+        if namespace is None and with_page_ids:
+            namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()
         return open_offloader(
             self._offload,
             cache,
@@ -55,8 +70,9 @@ class TiersToOpen:
             with_page_ids=with_page_ids,
             tell=tell,
             known_keys=self._known_keys,
-            namespace=self._namespace,
+            namespace=namespace or "",
             order=self._safe_first,
+            prefill=prefill,
         )
 
 
@@ -71,6 +87,7 @@ def open_offloader(
     known_keys: Iterable[bytes] = (),
     namespace: str = "",
     order: SafeFirst | None = None,
+    prefill: PrefillTimes | None = None,
 ) -> Offloader:
     """Open the tiers of `offload` below `cache`. `order`: what goes next of `cache`, for a lazy policy."""
     assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
@@ -81,12 +98,15 @@ def open_offloader(
             tier = FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
         else:
             tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
-        tiers.append(ConnectedTier(tier, spec.write.open(), spec.read.open()))
+        make = MeasuredChannel if with_page_ids else Channel
+        tiers.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
     policy: StorePolicy[Any] = EagerPolicy(cache)
     if order is not None:
         target_free = offload.target_free
         if target_free is None:
-            target_free = 2 * -(-max_num_batched_tokens // page_size)
+            # What a few requests take at once, but little of a tier that is small.
+            step_pages = -(-max_num_batched_tokens // page_size)
+            target_free = max(2 * step_pages, min(8 * step_pages, tiers[0].tier.num_pages // 8))
         # More than the tier holds would be stored in turns, for ever.
         policy = LazyPolicy(cache, order, min(target_free, tiers[0].tier.num_pages))
     return Offloader(
@@ -95,7 +115,10 @@ def open_offloader(
         policy,
         page_bytes=offload.kv_bytes_per_token * page_size,
         order=order,
+        prefill=prefill,
         full_prompt_hits=offload.full_prompt_hits,
+        store_within_ns=round(offload.store_within_ms * 1e6),
+        deadline_ns=round(offload.deadline_s * 1e9),
         workers=offload.workers,
         fail_every=offload.fail_every,
         with_page_ids=with_page_ids,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from hashlib import blake2b
 from pathlib import Path
+from stat import S_ISREG
 
 from kvarts.errors import ConfigError, OutputError
 from kvarts.files import write_whole
@@ -23,7 +24,10 @@ KEY_BYTES = 32
 class PageFiles:
     """A directory of pages, of at most `max_bytes` bytes with their headers. Raises ConfigError, OutputError.
 
-    The tier decides which pages go: `write` refuses a page that would exceed `max_bytes`.
+    The tier decides which pages go: `write` refuses a page that would exceed `max_bytes`. What is there at the
+    beginning and too much goes at once, the oldest first; so do unfinished files, which a killed process left. After
+    that nothing that the file system does is raised: what cannot be read is no page, and what cannot be written or
+    deleted is counted in `num_errors`.
     """
 
     def __init__(self, directory: Path | str, *, max_bytes: int) -> None:
@@ -31,33 +35,54 @@ class PageFiles:
             raise ConfigError(f"must be at least 1, got {max_bytes}", field="max_bytes")
         self.directory = Path(directory)
         self.max_bytes = max_bytes
+        self.num_errors = 0
+        """Files that could not be written or deleted."""
+        self.num_unfinished = 0
+        """Unfinished files that were found, and removed where that was possible."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            found = sorted((path.stat().st_mtime_ns, path.name, path.stat().st_size) for path in self._candidates())
+            unfinished, pages = self._found()
         except OSError as error:
             raise OutputError(f"cannot hold pages: {error.strerror}", path=self.directory) from error
-        self._sizes = {bytes.fromhex(name[: 2 * KEY_BYTES]): size for _, name, size in found}
-        self.num_bytes = sum(self._sizes.values())
+        self._sizes: dict[bytes, int] = {}
+        self._leftover_sizes: dict[Path, int] = {}
+        """Files that could not be deleted: they take room."""
+        self.num_bytes = 0
+        for _, path, size in unfinished:
+            self.num_unfinished += 1
+            self._remove(path, size)
+        for _, path, size in pages:
+            self._sizes[bytes.fromhex(path.stem)] = size
+            self.num_bytes += size
+        self._unclaimed = dict.fromkeys(self._sizes)
+        """Pages found at the beginning that no tier has asked for: they make way."""
+        self._make_room(0)
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all pages in the directory, in the order in which they were written."""
+        """Return the keys of all pages in the directory, in the order in which they were written.
+
+        From now on the caller decides when these go.
+        """
+        self._unclaimed.clear()
         return list(self._sizes)
 
     def write(self, key: bytes, payload: bytes) -> bool:
         """Store a page. Return False if it would exceed `max_bytes` or cannot be written."""
         size = HEAD.size + len(payload)
-        if self.num_bytes - self._sizes.get(key, 0) + size > self.max_bytes:
+        num_more = size - self._sizes.get(key, 0)
+        self._unclaimed.pop(key, None)
+        self._make_room(num_more)
+        if self.num_bytes + num_more > self.max_bytes:
             return False
         path = self._path(key)
         digest = blake2b(payload, digest_size=16).digest()
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, HEAD.pack(MAGIC, key, len(payload), digest) + payload)
-        except OSError:
+        except (OSError, OutputError):
+            self.num_errors += 1
             return False
-        except OutputError:
-            return False
-        self.num_bytes += size - self._sizes.pop(key, 0)
+        self.num_bytes += size - self._sizes.pop(key, 0) - self._leftover_sizes.pop(path, 0)
         self._sizes[key] = size
         return True
 
@@ -76,20 +101,55 @@ class PageFiles:
         return payload if blake2b(payload, digest_size=16).digest() == digest else None
 
     def delete(self, key: bytes) -> None:
-        """Delete a page, if it is stored."""
-        self.num_bytes -= self._sizes.pop(key, 0)
-        self._path(key).unlink(missing_ok=True)
+        """Delete a page, if it is stored. A file that cannot be deleted is no page any more, and takes room."""
+        self._unclaimed.pop(key, None)
+        size = self._sizes.pop(key, 0)
+        self.num_bytes -= size
+        self._remove(self._path(key), size)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Delete pages that no tier has asked for, the oldest first, until there is room for `num_bytes`."""
+        while self._unclaimed and self.num_bytes + num_bytes > self.max_bytes:
+            self.delete(next(iter(self._unclaimed)))
+
+    def _remove(self, path: Path, size: int) -> None:
+        """Delete a file of `size` bytes that is counted nowhere."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            self.num_errors += 1
+            if path not in self._leftover_sizes:
+                self._leftover_sizes[path] = size
+                self.num_bytes += size
+        else:
+            self.num_bytes -= self._leftover_sizes.pop(path, 0)
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self.directory / name[:2] / f"{name}.kv"
 
-    def _candidates(self) -> list[Path]:
-        """Return the files that are named like pages."""
-        return [
-            path
-            for path in self.directory.glob("??/*.kv")
-            if len(path.stem) == 2 * KEY_BYTES
-            and not set(path.stem) - set("0123456789abcdef")
-            and path.parent.name == path.stem[:2]
-        ]
+    def _found(self) -> tuple[list[Found], list[Found]]:
+        """Return unfinished files and those that are named like pages, each with time and size, the oldest first."""
+        unfinished: list[Found] = []
+        pages: list[Found] = []
+        for path in self.directory.glob("??/*"):
+            is_unfinished = path.name.startswith(UNFINISHED) and not set(path.parent.name) - HEX_DIGITS
+            digits = path.name[: 2 * KEY_BYTES]
+            is_page = path.name == f"{digits}.kv" and len(digits) == 2 * KEY_BYTES and not set(digits) - HEX_DIGITS
+            if not is_unfinished and not (is_page and path.parent.name == digits[:2]):
+                continue
+            try:
+                status = path.lstat()
+            except OSError:
+                continue  # it has gone since
+            if not S_ISREG(status.st_mode):
+                continue
+            found = status.st_mtime_ns, path, status.st_size
+            (unfinished if is_unfinished else pages).append(found)
+        return sorted(unfinished), sorted(pages)
+
+
+Found = tuple[int, Path, int]
+UNFINISHED = ".kvarts-"
+"""How the name of a file begins that `kvarts.files.whole_file` has not finished."""
+HEX_DIGITS = set("0123456789abcdef")

@@ -32,7 +32,7 @@ class Below(IntEnum):
     FAILED = 3
 
 
-STORED = int(Below.STORED)
+COMING, STORED = int(Below.COMING), int(Below.STORED)
 
 
 class Notes(msgspec.Struct, eq=False):
@@ -145,6 +145,14 @@ class SafeFirst:
             path.append(node)
         path.reverse()
         return path
+
+    def start_of_unknown(self, node: Node) -> int:
+        """Return the first page from which on, up to `node` and with it, all is `Below.NOT`."""
+        start = node.start
+        while node.start and _before(node).below == Below.NOT:
+            node = _before(node).first
+            start = node.start
+        return start
 
     # What the tree tells and asks of runs that nothing references -----------------------------------------
 
@@ -301,7 +309,7 @@ class SafeFirst:
         """Note that something trails what was before `node`, and move that if it is safe now."""
         notes = node.notes
         before = _before(node)
-        if notes.below == STORED:
+        if notes.below in (COMING, STORED):
             before.trails = True
         if _is_unsafe(notes):
             before.num_unsafe -= 1

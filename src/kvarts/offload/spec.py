@@ -16,9 +16,9 @@ class ChannelSpec(msgspec.Struct, frozen=True):
     bytes_per_s: int
     latency_us: float
 
-    def open(self) -> Channel:
+    def open(self, make: type[Channel] = Channel) -> Channel:
         """Return a channel that carries nothing yet."""
-        return Channel(self.name, latency_us=self.latency_us, bytes_per_s=self.bytes_per_s)
+        return make(self.name, latency_us=self.latency_us, bytes_per_s=self.bytes_per_s)
 
 
 class TierSpec(msgspec.Struct, frozen=True):

@@ -1,16 +1,17 @@
 """What is stored below the device, and when.
 
-A policy names pages: [start, end) of a content of which the device has the first `end` pages, and where it saw them.
-The caller stores those of them that are neither stored nor coming.
+A policy names pages: [start, end) of a content, and where it saw them. The caller stores those of them that the device
+still has and that are neither stored nor coming, as far as there is room and the way down is not behind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.tree import Match, Node, Path
+from kvarts.kv.tree import Node, Path
 from kvarts.offload.safe_first import Below, SafeFirst
 
 __all__ = ["EagerPolicy", "LazyPolicy", "StorePolicy", "precedes"]
@@ -25,21 +26,39 @@ class StorePolicy(Protocol, Generic[Where]):
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Take note that the first `num_pages` pages of `content`, in `holding`, are complete and will not change."""
 
-    def choose(self) -> list[tuple[Content, int, int, Where]]:
-        """Return what should be stored in this step: content, first page, page after the last, and where these are."""
+    def choose(self) -> Iterator[tuple[Content, int, int, Where]]:
+        """Yield what should be stored in this step: content, first page, page after the last, and where these are.
 
-    def hold(self, content: Content, end: int, where: Where) -> Path:
-        """Hold the first `end` pages of something that was just chosen."""
+        What the caller does not go on from stays wanted.
+        """
+
+    def path(self, content: Content, end: int, where: Where) -> tuple[Path, int]:
+        """Return the runs with the first `end` pages of something just chosen, and how many of these the device has.
+
+        The last run may reach beyond.
+        """
 
     @property
     def stores_deepest_first(self) -> bool:
         """Whether the last pages of what is chosen are stored, where there is room for a part only."""
 
+    def first_wanted(self, start: int, where: Where) -> int:
+        """Return the first page to store of something just chosen from page `start` on, if its way is behind.
+
+        What is stored of it from there on can be found even if the device evicts the rest before it is stored.
+        """
+
     def refuse(self) -> None:
         """Take note that the tier had no room for what was chosen."""
 
+    def wait(self, position: int) -> None:
+        """Take note that the way to the tier is behind: nothing is stored before a transfer has ended.
+
+        Of what was chosen last, pages from `position` on stay wanted.
+        """
+
     def end_refusal(self) -> None:
-        """Take note that the tier may have room again."""
+        """Take note that the tier may have room again, and its way too."""
 
     @property
     def has_work(self) -> bool:
@@ -59,39 +78,60 @@ class EagerPolicy:
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
-        self._confirmed: dict[int, tuple[Content, int, int, Holding]] = {}
+        self._wanted: dict[int, tuple[Content, int, int, Holding]] = {}
+        self._chosen = -1
+        """The content that was chosen last."""
+        self._is_waiting = False
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Keep the pages for the next `choose`, in place of fewer pages of the same content."""
-        self._confirmed[content.owner] = (content, 0, num_pages, holding)
+        """Keep the pages for `choose`, in place of fewer pages of the same content."""
+        self._wanted[content.owner] = (content, 0, num_pages, holding)
 
-    def choose(self) -> list[tuple[Content, int, int, Holding]]:
-        """Return all pages confirmed since the last call, by request."""
-        confirmed = self._confirmed
-        if not confirmed:
-            return []
-        self._confirmed = {}
-        return [confirmed[owner] for owner in sorted(confirmed)]
+    def choose(self) -> Iterator[tuple[Content, int, int, Holding]]:
+        """Yield what is wanted, by request."""
+        wanted = self._wanted
+        if self._is_waiting:
+            return
+        for owner in sorted(wanted):
+            self._chosen = owner
+            yield wanted[owner]
+            del wanted[owner]
 
-    def hold(self, content: Content, end: int, where: Holding) -> Path:
-        """Hold the pages where the request has them, or where they are found if it has ended."""
-        path = self._cache.hold_open(where, end)  # it may have been closed since
-        return self._cache.hold(self._cache.match(content, end)) if path is None else path
+    def first_wanted(self, start: int, where: Holding) -> int:
+        """Return `start`: what is before it is on its way already."""
+        return start
+
+    def path(self, content: Content, end: int, where: Holding) -> tuple[Path, int]:
+        """Return the runs where the request has them, or, if it has ended since, where they are found."""
+        if where.path:
+            return where.path, end
+        match = self._cache.match(content, end)
+        return match.nodes, match.num_pages
 
     @property
     def has_work(self) -> bool:
-        """Whether pages were confirmed since the last `choose`."""
-        return bool(self._confirmed)
+        """Whether something is wanted, and nothing keeps it from being chosen."""
+        return bool(self._wanted) and not self._is_waiting
 
     def pages_to_spare(self) -> int | None:
-        """Return any number while nothing was confirmed, else None."""
-        return None if self._confirmed else ANY
+        """Return None if there is something to choose, else any number."""
+        return None if self._wanted and not self._is_waiting else ANY
 
     def refuse(self) -> None:
-        """Do nothing: a page is offered once."""
+        """Do nothing: a page that there is no room for is not offered again."""
+
+    def wait(self, position: int) -> None:
+        """Choose nothing until a transfer has ended, and nothing again that was chosen before."""
+        self._is_waiting = True
+        content, _, end, holding = self._wanted[self._chosen]
+        if position < end:
+            self._wanted[self._chosen] = content, position, end, holding
+        else:
+            del self._wanted[self._chosen]
 
     def end_refusal(self) -> None:
-        """Do nothing."""
+        """Choose again."""
+        self._is_waiting = False
 
 
 class LazyPolicy:
@@ -109,9 +149,13 @@ class LazyPolicy:
         self._order = order
         self._target_free = target_free
         self.is_stuck = False
-        """Whether the tier had no room for what was chosen; nothing is chosen until that may have changed."""
+        """Whether the tier had no room for what was chosen, or the way to it was behind."""
 
     def refuse(self) -> None:
+        """Choose nothing until a transfer has ended."""
+        self.is_stuck = True
+
+    def wait(self, position: int) -> None:
         """Choose nothing until a transfer has ended."""
         self.is_stuck = True
 
@@ -122,13 +166,17 @@ class LazyPolicy:
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Do nothing: pages are chosen where they are about to be evicted."""
 
-    def choose(self) -> list[tuple[Content, int, int, Node]]:
-        """Return the unsafe pages nearest to eviction; nothing while the tier has no room."""
-        return [] if self.is_stuck else self._scan()[0]
+    def choose(self) -> Iterator[tuple[Content, int, int, Node]]:
+        """Yield the unsafe pages nearest to eviction; nothing while none can be stored."""
+        return iter(() if self.is_stuck else self._scan()[0])
 
-    def hold(self, content: Content, end: int, where: Node) -> Path:
-        """Hold the pages on the way to the run that was chosen."""
-        return self._cache.hold(Match(self._order.path_to(where, end), end, 0))
+    def first_wanted(self, start: int, where: Node) -> int:
+        """Return the first page of all those right before that no tier below has or had."""
+        return min(start, self._order.start_of_unknown(where))
+
+    def path(self, content: Content, end: int, where: Node) -> tuple[Path, int]:
+        """Return the runs on the way to the one that was chosen."""
+        return self._order.path_to(where, end), end
 
     @property
     def has_work(self) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.offload.channel import Channel
-from kvarts.offload.index import NodeState, Placement, Segment, TierIndex, TierRun
+from kvarts.offload.index import ALL, NodeState, Placement, Segment, TierIndex, TierRun
 
 __all__ = ["ConnectedTier", "MemoryTier", "OnRemoved", "OnStored", "Tier", "TierLoad", "TierStore"]
 
@@ -94,10 +94,13 @@ class Tier(Protocol):
     def forget(self, holder: int) -> None:
         """End the pin of `lookup` for `holder`, if there is one."""
 
-    def prepare_store(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> TierStore | None:
+    def prepare_store(
+        self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
+    ) -> TierStore | None:
         """Make room for those of pages [start, end) that are neither stored nor coming; None if there are none.
 
-        If there is not room for all, store as many as possible: the first, or the last if `deepest_first`.
+        If there is not room for all, store as many as possible, and at most `limit`: the first, or the last if
+        `deepest_first`.
         """
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
@@ -259,10 +262,12 @@ class MemoryTier:
         if pin is not None:
             self.index.unpin(pin.run)
 
-    def prepare_store(self, content: Content, start: int, end: int, *, deepest_first: bool = False) -> TierStore | None:
-        """Make room for the missing pages of [start, end), or for as many as possible."""
+    def prepare_store(
+        self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
+    ) -> TierStore | None:
+        """Make room for the missing pages of [start, end), or for as many as possible, and at most `limit`."""
         end = min(end, content.num_known_pages)
-        placement = self.index.place(content, start, end, deepest_first=deepest_first)
+        placement = self.index.place(content, start, end, deepest_first=deepest_first, limit=limit)
         if placement is None:
             return None
         return TierStore(content, placement.segments, placement.num_pages, placement)

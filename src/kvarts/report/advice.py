@@ -15,9 +15,9 @@ def advice(summary: dict[str, Any], *, tier_flag: str | None = None) -> str | No
 
     `tier_flag`: the option that adds pages below the device, where there is one.
 
-    The first of these that holds: requests that can never fit; the sequence cap; waiting for pages; hits lost to
-    routing or eviction; waiting for the token budget; nothing, so that there is room for more. Numbers are those of
-    the report, but for the hit ratio of an unbounded pool, which is estimated from them.
+    The first of these that holds: requests that can never fit; the sequence cap; waiting for pages; waiting for
+    transfers; hits lost to routing or eviction; waiting for the token budget; nothing, so that there is room for more.
+    Numbers are those of the report, but for the hit ratio of an unbounded pool, which is estimated from them.
     """
     if summary["num_rejected"]:
         return _rejected(summary)
@@ -28,6 +28,8 @@ def advice(summary: dict[str, Any], *, tier_flag: str | None = None) -> str | No
         return _sequence_cap(summary)
     if cause == "kv_pages":
         return _kv_pages(summary)
+    if cause == "transfers":
+        return _transfers(summary)
     if (lost := _lost_hits(summary, tier_flag)) is not None:
         return lost
     return _compute(summary) if cause == "compute" else _nothing(summary)
@@ -60,6 +62,15 @@ def _kv_pages(summary: dict[str, Any]) -> str:
     return (
         f"{_percent(share)} of the time spent waiting was for KV pages{also}; {_more_replicas(summary)}, or "
         f"{_more_memory(summary)}"
+    )
+
+
+def _transfers(summary: dict[str, Any]) -> str:
+    limited_by = summary["limited_by"]
+    share, lane = limited_by["share_of_waiting"]["transfers"], limited_by["lane"]
+    return (
+        f"{_percent(share)} of the time spent waiting was for loads, most of them on {lane}; try a faster "
+        f"--{lane.replace('_', '-')}, or {_more_memory(summary)}"
     )
 
 

@@ -314,18 +314,39 @@ class Report:
         return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
 
     def _limits(self, queue_ns: Column, e2e_ns: Column) -> dict[str, Any]:
-        """Return what waiting requests waited for, by the time they waited."""
+        """Return what waiting requests waited for, by the time they waited.
+
+        Requests that wait for a load wait for transfers; and where others wait for pages or for a place, these are held
+        by requests that run and by requests that load, each as much as the other.
+        """
         waited = dict.fromkeys(LIMITS.values(), 0)
+        waited_by_lane: dict[str, int] = {}
+        for totals in self._transfers if self._tiers else ():
+            for name, waited_ns in totals.waited_ns.items():
+                waited_by_lane[name] = waited_by_lane.get(name, 0) + waited_ns
+        num_held = 0
         for log in self.step_logs:
             spans = log.spans
+            num_waiting, num_loading = spans["waiting"] - spans["loading"], spans["loading"]
+            held = num_waiting * num_loading // np.maximum(1, num_loading + spans["running"])
             for reason, name in LIMITS.items():
-                waited[name] += _dot(spans["waiting"] * (spans["blocked"] == reason), spans["duration_ns"])
+                is_reason = spans["blocked"] == reason
+                waited[name] += _dot(num_waiting * is_reason, spans["duration_ns"])
+                if reason != Blocked.BUDGET:
+                    num_ns = _dot(held * is_reason, spans["duration_ns"])
+                    waited[name] -= num_ns
+                    num_held += num_ns
+        lane = {}
+        if waited_by_lane:
+            waited["transfers"] = num_held + sum(waited_by_lane.values())
+            lane = {"lane": max(waited_by_lane, key=lambda name: waited_by_lane[name])}
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
         if fsum(queue_ns.tolist()) * 100 < fsum(e2e_ns.tolist()):
             cause = "nothing"
         return {
             "cause": cause,
+            **lane,
             "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
         }
 

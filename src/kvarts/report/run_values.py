@@ -29,9 +29,10 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class LimitedBy(msgspec.Struct, frozen=True):
-    """What waiting requests waited for, and the share of each in the time spent waiting."""
+    """What waiting requests waited for, and the share of each in the time spent waiting; `lane`: most, for loads."""
 
     cause: str = "nothing"
+    lane: str = "-"
     share_of_waiting: dict[str, Real | None] = {}
 
 

@@ -31,6 +31,7 @@ _SPAN_FIELDS = (
     "preempted",
     "admitted",
     "is_leap",
+    "loading",
 )
 _REST_FIELDS = ("step", "time_ns", "used", "cached", "released", "reserved")
 
@@ -87,6 +88,7 @@ class StepLog:
                     len(preemptions),
                     event.num_admitted,
                     0,
+                    event.num_loading,
                     *event.tiers,
                 )
                 durations_ns.append(event.duration_ns)
@@ -109,6 +111,7 @@ class StepLog:
                     0,
                     0,
                     1,
+                    event.num_loading,
                     *event.tiers,
                 )
                 durations_ns.fromlist(event.durations_ns)

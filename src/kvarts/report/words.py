@@ -12,6 +12,7 @@ LIMITS = {
     "compute": "compute: waiting requests found the step's token budget spent",
     "kv_pages": "KV pages: waiting requests did not fit beside those running",
     "sequence_cap": "sequence cap: as many requests ran as may run at once",
+    "transfers": "transfers: waiting requests found loads under way, most of them on",
 }
 
 
@@ -55,7 +56,8 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     if limited is not None:
         share = limited.share_of_waiting.get(limited.cause)
         of_waiting = "" if share is None else f" ({percent(share)} of the time spent waiting)"
-        out.append(("limited by", LIMITS.get(limited.cause, limited.cause.replace("_", " ")) + of_waiting))
+        lane = f" {limited.lane}" if limited.cause == "transfers" else ""
+        out.append(("limited by", LIMITS.get(limited.cause, limited.cause.replace("_", " ")) + lane + of_waiting))
     return out
 
 

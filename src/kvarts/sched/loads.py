@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import msgspec
+
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.events import LoadStarted
+from kvarts.events import LoadAwaited, LoadStarted, LoadWeighed
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.transfer import Loaded, Offer, Transfer, TransferReport, TransferTotals
-from kvarts.kv.tree import Match, Path
+from kvarts.kv.node import HeldPages
+from kvarts.kv.transfer import Awaited, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
+from kvarts.kv.tree import Match
 from kvarts.request import Request, RequestState
+from kvarts.sched.policy import WaitingQueue
 
 __all__ = ["Loads", "LowerTiers"]
 
@@ -66,8 +70,28 @@ class LowerTiers(Protocol):
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
         """Pin and return what the tiers have of `content` in pages [start, limit); None if they have nothing."""
 
-    def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> None:
-        """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on."""
+    def weigh(
+        self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
+    ) -> Weighed:
+        """Return what to load of `offer` from page `start` on, for a request of `num_known` tokens.
+
+        `num_behind`: requests that wait behind it. `awaited`: what another load brings of the same pages, if one does.
+        """
+
+    def forget(self, request: int) -> None:
+        """End the pins of what was offered to `request`."""
+
+    def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> int:
+        """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on.
+
+        Return when that should end.
+        """
+
+    def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
+        """Take note of how long a step of a real executor took, transfers apart; `num_tokens`: of prompts."""
+
+    def follow(self, transfer: int) -> None:
+        """Take note that one more request waits for a load that is under way."""
 
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
@@ -81,11 +105,14 @@ class LowerTiers(Protocol):
     def advance_to(self, now_ns: int) -> bool:
         """End the transfers that are due by `now_ns`; return whether there were any."""
 
+    def expire(self, now_ns: int) -> None:
+        """End transfers as failed that no executor has reported before their deadline."""
+
     def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
         """Take in the reports of an executor on transfers at `now_ns`."""
 
-    def holds(self) -> list[Path]:
-        """Return the paths that transfers hold on the device."""
+    def holds(self) -> list[HeldPages]:
+        """Return what transfers hold on the device."""
 
     def reset(self) -> None:
         """Forget the pages that the tiers hold."""
@@ -94,16 +121,37 @@ class LowerTiers(Protocol):
         """Assert laws L1 to L3 in every tier below."""
 
 
-class Loads:
-    """Owner of requests between waiting and running: their load is under way, or it has ended."""
+class LoadUnderWay(msgspec.Struct, eq=False):
+    """A load of pages [start, end) for `request`, which should end at `end_ns`."""
 
-    def __init__(self, tiers: LowerTiers, cache: PageCache, page_size: int, tell: Tell | None) -> None:
+    request: Request
+    transfer: int
+    start: int
+    end: int
+    end_ns: int = 0
+
+
+class Loads:
+    """Owner of requests between waiting and running: their load is under way, or it has ended.
+
+    Owner also of requests that wait for the load of another, which brings what they would load; then they go back to
+    `waiting`.
+    """
+
+    def __init__(
+        self, tiers: LowerTiers, cache: PageCache, waiting: WaitingQueue, page_size: int, tell: Tell | None
+    ) -> None:
         self.tiers = tiers
         self._cache = cache
         self._page_size = page_size
         self._tell = tell
-        self._loading: dict[int, Request] = {}
-        """Requests with a load under way by index, in the order of admission, ABANDONED ones included."""
+        self._waiting = waiting
+        self._loading: dict[int, LoadUnderWay] = {}
+        """Loads under way by the index of their request, in the order of admission, ABANDONED ones included."""
+        self._followers: dict[int, list[Request]] = {}
+        """Requests that wait for a load under way, by the index of its request."""
+        self.num_following = 0
+        """Requests that wait for the load of another; they have neither pages nor a place."""
         self.loaded: list[tuple[Request, Loaded]] = []
         """Requests with their loads that have ended, in that order."""
         self._num_abandoned = 0
@@ -115,36 +163,83 @@ class Loads:
         """Requests that wait for a load, or have waited for one that ended since the last step."""
         return len(self._loading) - self._num_abandoned + len(self.loaded)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests here: they wait for a load of their own, have waited for one, or wait for that of another."""
+        return self.num_requests + self.num_following
+
     def __iter__(self) -> Iterator[Request]:
         """Return the requests here that were not cancelled: those that wait for a load, then loaded ones."""
-        yield from (request for request in self._loading.values() if request.state is RequestState.LOADING)
+        for load in self._loading.values():
+            if load.request.state is RequestState.LOADING:
+                yield load.request
         yield from (request for request, _ in self.loaded)
+        yield from self.following()
 
-    def try_start(self, request: Request, match: Match, num_known: int) -> bool:
-        """Begin to load the pages that the tiers have for `request` after `match`; return False if they have none."""
+    def following(self) -> Iterator[Request]:
+        """Return the requests that wait for the load of another."""
+        for requests in self._followers.values():
+            yield from requests
+
+    def try_start(self, request: Request, match: Match, num_known: int, num_behind: int) -> bool:
+        """Begin to load pages that the tiers have for `request` after `match`, or to wait for a load that brings them.
+
+        Return False if it is to be computed: they have none, or computing is sooner. `num_behind` requests wait.
+        """
         tiers = self.tiers
         limit = (num_known if tiers.full_prompt_hits else num_known - 1) // self._page_size
         offer = tiers.lookup(request.index, request.content, match.num_pages, limit)
         if offer is None:
             return False
+        start = match.num_pages
+        leader, awaited = self._leader(request, start, limit) if self._loading else (None, None)
+        weighed = tiers.weigh(offer, start, self._page_size, num_known, num_behind=num_behind, awaited=awaited)
+        if weighed.is_awaited:
+            assert leader is not None
+            tiers.forget(request.index)
+            tiers.follow(leader.transfer)
+            self._followers.setdefault(leader.request.index, []).append(request)
+            self.num_following += 1
+            if self._tell is not None:
+                self._tell(LoadAwaited(leader.transfer, request.index, start))
+            return True
+        if self._tell is not None and weighed.num_pages < offer.num_pages:
+            offered = self._named(offer.by_tier)
+            weights = weighed.num_pages, weighed.load_ns, weighed.worth_ns
+            self._tell(LoadWeighed(request.index, request.content, start, offered, *weights))
+        if not weighed.num_pages:
+            tiers.forget(request.index)
+            return False
         num_held = -(-num_known // self._page_size)
         if self._tell is not None:
             # Reported before the evictions that make room for it.
-            by_tier = tuple((name, count) for name, count in self._by_name(offer.by_tier) if count)
-            self._tell(
-                LoadStarted(tiers.num_transfers, request.index, request.content, match.num_pages, num_held, by_tier)
-            )
+            by_tier = self._named(weighed.by_tier)
+            self._tell(LoadStarted(tiers.num_transfers, request.index, request.content, start, num_held, by_tier))
+        load = self._loading[request.index] = LoadUnderWay(
+            request, tiers.num_transfers, start, start + weighed.num_pages
+        )
         holding = request.holding = self._cache.open(match)
         self._cache.grow(holding, num_held)
         request.become(RequestState.LOADING)
-        self._loading[request.index] = request
-        tiers.start_load(request.index, request.content, match.num_pages, offer.num_pages, holding)
+        load.end_ns = tiers.start_load(request.index, request.content, start, weighed.num_pages, holding)
         return True
+
+    def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:
+        """Return the load that brings the most pages of `request` from page `start` on, and what it brings."""
+        content = request.content
+        best, most = None, start
+        for load in self._loading.values():
+            other = load.request.content
+            if load.start <= start < load.end and other.salt == content.salt:
+                end = content.common_pages(other, 0, min(limit, load.end))
+                if end > most:
+                    best, most = load, end
+        return (None, None) if best is None else (best, Awaited(most - start, best.end_ns))
 
     def take_ended(self) -> None:
         """Take in the loads that have ended: their pages can be hit, and the requests that waited for them can run."""
         for loaded in self.tiers.take_loaded():
-            request = self._loading.pop(loaded.request)
+            request = self._loading.pop(loaded.request).request
             assert request.holding is not None
             self._cache.publish(request.holding, request.content, loaded.num_pages)
             if request.state is RequestState.ABANDONED:
@@ -153,6 +248,11 @@ class Loads:
             else:
                 request.become(RequestState.LOADED)
                 self.loaded.append((request, loaded))
+            if followers := self._followers.pop(loaded.request, None):
+                self.num_following -= len(followers)
+                for follower in reversed(followers):
+                    follower.goes_first = True
+                    self._waiting.push(follower)
 
     def resume(self, request: Request, loaded: Loaded) -> int:
         """Count the loaded tokens of `request`, which begins to run; return the tokens that need no computing."""
@@ -171,8 +271,17 @@ class Loads:
         return hit_tokens
 
     def cancel(self, request: Request) -> None:
-        """Drop a request that is LOADING or LOADED. Pages that a transfer fills are freed when it ends."""
-        if request.state is RequestState.LOADING:
+        """Drop a request that is here. Pages that a transfer fills are freed when it ends."""
+        if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
+            self.num_following -= 1
+            for leader, followers in self._followers.items():
+                if request in followers:
+                    followers.remove(request)
+                    if not followers:
+                        del self._followers[leader]
+                    break
+            request.become(RequestState.CANCELLED)
+        elif request.state is RequestState.LOADING:
             request.become(RequestState.ABANDONED)
             self._num_abandoned += 1
         else:
@@ -198,8 +307,11 @@ class Loads:
         return [(holding, holding.num_pages) for request in self.requests() if (holding := request.holding) is not None]
 
     def requests(self) -> list[Request]:
-        """Return the requests here."""
-        return [*self._loading.values(), *(request for request, _ in self.loaded)]
+        """Return the requests here that have pages, or get them from a load."""
+        return [*(load.request for load in self._loading.values()), *(request for request, _ in self.loaded)]
+
+    def _named(self, by_tier: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+        return tuple((name, count) for name, count in self._by_name(by_tier) if count)
 
     def _by_name(self, by_tier: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         return tuple(zip(self.tiers.tier_names, by_tier, strict=True))

@@ -22,7 +22,7 @@ class AdmissionPolicy(Protocol):
     """
 
     def push(self, request: Request) -> None:
-        """Add `request`, which is WAITING, or PREEMPTED if it ran before."""
+        """Add `request`, which is WAITING, or PREEMPTED if it ran before. One that `goes_first` was the head before."""
 
     def remove(self, request: Request) -> None:
         """Remove `request`, which was admitted or cancelled."""
@@ -41,7 +41,10 @@ class AdmissionPolicy(Protocol):
 
 
 class PriorityPolicy:
-    """Larger priorities first; among equals preempted requests, the last preempted first; then new ones by arrival."""
+    """Larger priorities first; among equals those that were the head before, the last put back first; then by arrival.
+
+    These were preempted, or have waited for the load of another request.
+    """
 
     __slots__ = ("_by_priority", "_top")
 
@@ -50,12 +53,12 @@ class PriorityPolicy:
         self._top: deque[Request] | None = None
 
     def push(self, request: Request) -> None:
-        """Add `request` after those of its priority; a preempted request before them."""
+        """Add `request` after those of its priority; one that was the head before in front of them."""
         queue = self._by_priority.get(request.priority)
         if queue is None:
             queue = self._by_priority[request.priority] = deque()
             self._top = self._by_priority[max(self._by_priority)]
-        if request.state is RequestState.PREEMPTED:
+        if request.goes_first or request.state is RequestState.PREEMPTED:
             queue.appendleft(request)
         else:
             queue.append(request)

@@ -67,7 +67,7 @@ class Scheduler:
         self.waiting_with_pages: deque[Request] = deque()
         """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
         self.running = Running(cache, self.wheel, batch)
-        self.loads = None if tiers is None else Loads(tiers, cache, config.page_size, tell)
+        self.loads = None if tiers is None else Loads(tiers, cache, self.waiting, config.page_size, tell)
         self.own_pages = OwnPagesInUse(cache, tell)
         self.mark = PageMark(cache)
         self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell)
@@ -134,6 +134,9 @@ class Scheduler:
             assert self.loads is not None
             self.loads.cancel(request)
         else:
+            if self.loads is not None and request in self.loads.following():
+                self.loads.cancel(request)
+                return
             if request.own is None:
                 self.waiting.remove(request)
             else:
@@ -145,7 +148,7 @@ class Scheduler:
         """Return the most pages that any of the requests here may need, of those that take pages."""
         requests = [*self.waiting, *self.running]
         if self.loads is not None:
-            requests += self.loads.requests()
+            requests += [*self.loads.requests(), *self.loads.following()]
         return max((self._most_pages(request) for request in requests if request.own is None), default=0)
 
     def _most_pages(self, request: Request) -> int:
@@ -157,12 +160,12 @@ class Scheduler:
         """Whether a request runs or waits."""
         if self.running.num_running or self.waiting.num_waiting or self.waiting_with_pages:
             return True
-        return self.loads is not None and self.loads.num_requests > 0
+        return self.loads is not None and self.loads.num_waiting > 0
 
     @property
     def num_waiting(self) -> int:
         """The number of requests that wait for admission or for a load."""
-        num_loading = 0 if self.loads is None else self.loads.num_requests
+        num_loading = 0 if self.loads is None else self.loads.num_waiting
         return self.waiting.num_waiting + len(self.waiting_with_pages) + num_loading
 
     # One step ---------------------------------------------------------------------------------------------
@@ -347,7 +350,7 @@ class Scheduler:
             waiting.remove(request)
             if tell is not None:
                 self._told_blocked = None
-            if loads is not None and loads.try_start(request, match, num_known):
+            if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting):
                 continue
             hit_tokens = match.num_pages * page_size
             if tell is not None:

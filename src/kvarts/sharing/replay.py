@@ -24,7 +24,7 @@ from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import MANY_EVENTS, Traffic, trace_of
+from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.router import make_router
 from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
@@ -160,7 +160,16 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
         )
         executor = TurnExecutor(of_model.cost_model)
         policy = of_model.admission()
-        engine = build_engine(of_model, executor, log=log, cache=part.cache, pages=part, policy=policy, below=below)
+        engine = build_engine(
+            of_model,
+            executor,
+            log=log,
+            cache=part.cache,
+            pages=part,
+            policy=policy,
+            below=below,
+            prefill=prefill_cost(of_model),
+        )
         device.attach(name, engine.scheduler, engine.cancel)
         tenants[name] = Tenant(name, engine, executor, device, part, weight=share.weight)
     return OpenedDevice(device, tenants, logs, is_observed)

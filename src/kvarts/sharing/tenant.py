@@ -112,6 +112,7 @@ class Tenant:
                     scheduler.num_waiting,
                     scheduler.blocked,
                     turns=turns,
+                    num_loading=0 if scheduler.loads is None else scheduler.loads.num_waiting,
                 )
             )
         engine.now_ns = turns.starts_ns[-1] + durations_ns[-1]

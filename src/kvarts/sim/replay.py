@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
+from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
@@ -128,6 +129,11 @@ def replay_one(
     )
 
 
+def prefill_cost(config: ReplayConfig) -> PrefillCost:
+    """Return how long prompts take in an engine of `config`."""
+    return PrefillCost(config.cost_model, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens)
+
+
 def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replica:
     """Build an engine in virtual time. `readers`: of what it tells."""
     executor = SimExecutor(config.cost_model)
@@ -139,6 +145,7 @@ def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replic
         policy=config.admission(),
         make_order=config.eviction,
         offload=config.offload,
+        prefill=prefill_cost(config),
         audit=config.audit,
     )
     return Replica(engine, executor, step_by_step=config.step_by_step)

@@ -208,6 +208,7 @@ class Replica:
                     scheduler.blocked,
                     () if self._tiers is None else self._tiers.num_pages(),
                     num_reserved=cache.num_reserved,
+                    num_loading=0 if scheduler.loads is None else scheduler.loads.num_waiting,
                 )
             )
         self._num_leapt = num_steps
@@ -244,6 +245,9 @@ def tell_by_step(
             told.append(StepStarted(step + index, start_ns))
         while num_empty < 0 and evicted:
             run = evicted.pop()
+            if isinstance(run, PagesRemoved) and run.is_held:
+                told.append(run)  # it makes no page empty
+                continue
             size = run.end_page - run.start_page
             cut = max(run.start_page, run.end_page + num_empty)
             told.append(msgspec.structs.replace(run, start_page=cut))

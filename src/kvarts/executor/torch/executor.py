@@ -14,6 +14,7 @@ from kvarts.executor.flat_batch import RowTables
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.torch.attention import ATTENTION_KEYWORD, PagedAttention
 from kvarts.executor.torch.backend import choose_backend
+from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.metadata import AttentionMetadata
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import layer_shapes
@@ -59,10 +60,14 @@ class TorchExecutor:
         self._attention = PagedAttention(self.pools, choose_backend(self.pools, attention))
         self._copier: PageCopier | None = None
         if num_host_pages:
-            self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files)
+            self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files, clock=clock)
         self._rows = RowTables(config.max_num_seqs, config.page_size)
         self.rotation = TorchRotation(model)
         self.slots = PageSlots(config.num_pages, config.page_size)
+
+    def fingerprint(self) -> str:
+        """Return what pages depend on, beside tokens."""
+        return fingerprint(self._model)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one step: transfers, then one forward pass, then sampling."""

@@ -1,0 +1,14 @@
+"""Pages that are held as transfers hold them."""
+
+from __future__ import annotations
+
+from kvarts.kv.cache import PageCache
+from kvarts.kv.node import HeldPages
+from kvarts.kv.tree import Match
+
+__all__ = ["hold_found"]
+
+
+def hold_found(cache: PageCache, match: Match, start: int = 0) -> HeldPages:
+    """Hold what was found, from page `start` on."""
+    return cache.hold(cache.tree.cut(match), start, match.num_pages)
