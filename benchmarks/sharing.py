@@ -3,9 +3,9 @@
     python benchmarks/sharing.py shared/data
 
 The folder holds azure2023/conv.csv, azure2023/code.csv, mooncake/conversation_trace.jsonl and synthetic_trace.jsonl.
-The first table is the outcome: deterministic, the same on every machine. The second is the time of whole replays
-(replaying and reporting) beside that of both models replayed alone, each on the whole device, and each on the part that
-the split gives it; in turns, as the median of the ratios.
+The first table is the outcome: deterministic, the same on every machine. The second is the processor time of whole
+replays (replaying and reporting) beside that of both models replayed alone, each on the whole device, and each on the
+part that the split gives it; in turns, as the median of the ratios.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import gc
 import statistics
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 from kvarts.sharing.config import ModelShare, SharingConfig
@@ -47,14 +47,14 @@ def config_of(kv_memory: str, speedup: float, variant: dict[str, Any]) -> Sharin
 
 
 def one_round(traces: dict[str, Trace], config: SharingConfig) -> tuple[float, float]:
-    start = perf_counter()
+    start = process_time()
     replay(traces, config).to_json()
-    both = perf_counter() - start
+    both = process_time() - start
     return both / alone(traces, config, 1.0), both / alone(traces, config, 0.5)
 
 
 def alone(traces: dict[str, Trace], config: SharingConfig, part: float) -> float:
-    start = perf_counter()
+    start = process_time()
     for name, trace in traces.items():
         values = {
             "num_pages": int(config.kv_bytes * part) // config.page_bytes[name],
@@ -63,7 +63,7 @@ def alone(traces: dict[str, Trace], config: SharingConfig, part: float) -> float
             "speedup": config.configs[name].speedup,
         }
         replay(trace, ReplayConfig(**values)).to_json()
-    return perf_counter() - start
+    return process_time() - start
 
 
 def main() -> None:

@@ -8,7 +8,11 @@ __all__ = ["NO_OTHERS"]
 
 
 class NoOthers:
-    """No running work makes way."""
+    """Nothing is reserved, and no running work makes way."""
+
+    def kept_for_others(self, model: str) -> int:
+        """Return 0."""
+        return 0
 
     def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Return False."""

@@ -17,7 +17,9 @@ class SeveralWaysError(Exception):
 
 
 class NaiveDevice:
-    def __init__(self, num_bytes: int, total_tokens: int) -> None:
+    def __init__(self, num_bytes: int, total_tokens: int, reclaim_after_ns: float = 0) -> None:
+        self.reclaim_after_ns = reclaim_after_ns
+        self.now = 0
         self.num_bytes = num_bytes
         self.total_tokens = total_tokens
         self.tenants: list[NaiveTenant] = []
@@ -61,18 +63,22 @@ class NaiveDevice:
             and any(request.priority < below for request in tenant.running)
         ]
 
-    def preempt_for(self, asker: NaiveTenant, request: NaiveRequest, num_pages: int) -> bool:
+    def preempt_for(self, asker: NaiveTenant, below: int, num_pages: int) -> bool:
         short = num_pages * asker.page_bytes - self.free
-        below = request.priority
         donors = self.donors(asker, below)
-        best: tuple[tuple[int, int], list[list[NaiveRequest]]] | None = None
+        levels = sorted({victim.priority for donor in donors for victim in donor.victims(below)}, reverse=True)
+        best: tuple[list[tuple[int, int]], list[list[NaiveRequest]]] | None = None
         for counts in product(*(range(len(donor.victims(below)) + 1) for donor in donors)):
             gone = [donor.victims(below)[:count] for donor, count in zip(donors, counts, strict=True)]
             freed = sum(
                 min(donor.freed_by(victims), donor.used_bytes - donor.guaranteed)
                 for donor, victims in zip(donors, gone, strict=True)
             )
-            cost = (sum(victim.computed for victims in gone for victim in victims), sum(counts))
+            lost = [victim for victims in gone for victim in victims]
+            cost = [
+                (sum(v.computed for v in lost if v.priority == level), sum(v.priority == level for v in lost))
+                for level in levels
+            ]
             if freed >= short:
                 if best is not None and cost == best[0]:
                     raise SeveralWaysError
@@ -112,10 +118,13 @@ class NaiveTenant(NaiveEngine):
         self.page_bytes = page_bytes
         self.guaranteed = guaranteed
         self.weight, self.floor, self.ceiling = weight, floor, ceiling
-        self.saved = 0
+        self.saved = self.num_turns_left = 0
         self.owed = Fraction(0)
         self.claimed = self.claim_number = 0
         self.claimant: NaiveRequest | None = None
+        self.since: int | None = None  # waits within its guarantee since then
+        self.kept = 0  # used, and reserved for it, after its last turn
+        self.tag = Fraction(0)
         self.wanted = 0
         self.why: str | None = None  # why the head was not admitted when last looked at
         self.given = 0
@@ -171,25 +180,46 @@ class NaiveTenant(NaiveEngine):
 
     # Giving way -------------------------------------------------------------------------------------------
 
+    def reserved(self) -> int:
+        """Free bytes that are kept for it: what was admitted is to go on, and its guarantee is for what waits."""
+        unfinished = [request for request in self.running if request.seq not in self.decoding]
+        rest = sum(self.pages_for(request.known) - len(request.pages) for request in unfinished) * self.page_bytes
+        wanted = rest
+        if len(self.running) < self.max_num_seqs:
+            wanted += sum(self.pages_for(request.known) for request in self.waiting) * self.page_bytes
+        return max(rest, min(wanted, self.guaranteed - self.used_bytes))
+
+    def reserved_for_others(self) -> int:
+        total = 0
+        for other in self.device.tenants:
+            if other is not self:
+                is_earlier = other.claimed and (not self.claimed or other.claim_number < self.claim_number)
+                total += max(other.reserved(), other.claimed if is_earlier else 0)
+        return total
+
     def fits(self, head: NaiveRequest, num_pages: int) -> bool:
         free = self.num_free()
         within = self.used_bytes + num_pages * self.page_bytes <= self.guaranteed
-        claimed = sum(
-            other.claimed
-            for other in self.device.tenants
-            if other is not self and (not self.claimed or other.claim_number < self.claim_number)
-        )
-        if claimed and not within:
-            free -= -(-claimed // self.page_bytes)
+        if not within:
+            free = (self.device.free - self.reserved_for_others()) // self.page_bytes
         self.wanted = num_pages
         if num_pages <= free:
             return True
-        return within and self.device.preempt_for(self, head, num_pages)
+        return within and self.device.preempt_for(self, self.below(head.priority), num_pages)
+
+    def below(self, priority: int) -> int:
+        """Below which priority others give way to a request that waits within its guarantee."""
+        after = self.device.reclaim_after_ns
+        if not after:
+            return priority + 1
+        return priority + (self.since is not None and self.device.now - self.since >= after)
 
     def others_make_way(self, request: NaiveRequest, num_pages: int) -> bool:
         if min(other.priority for other in self.running) < request.priority:
             return False
-        return self.device.preempt_for(self, request, num_pages)
+        within = self.used_bytes + num_pages * self.page_bytes <= self.guaranteed
+        at_once = within and self.device.reclaim_after_ns != float("inf")
+        return self.device.preempt_for(self, request.priority + at_once, num_pages)
 
     def victims(self, below: int) -> list[NaiveRequest]:
         """In the order in which they go."""
@@ -266,7 +296,20 @@ class NaiveTenant(NaiveEngine):
         if not self.is_stalled():
             return True
         entitled = self.used_bytes + self.claimed <= self.guaranteed
-        return self.claimed > 0 and entitled and bool(self.device.donors(self, self.waiting[0].priority))
+        if not self.claimed or not entitled:
+            return False
+        return bool(self.device.donors(self, self.below(self.waiting[0].priority)))
+
+    def has_turn(self) -> bool:
+        """On borrowed memory only every fourth, while a lender has prompts to compute."""
+        others = [tenant for tenant in self.device.tenants if tenant is not self]
+        own = self.device.num_bytes - sum(tenant.guaranteed for tenant in others)
+        if self.used_bytes <= own:
+            return True
+        if not any(tenant.used_bytes < tenant.guaranteed and tenant.wants_more() for tenant in others):
+            return True
+        self.num_turns_left += 1
+        return self.num_turns_left % 4 == 0
 
     def num_ended(self) -> int:
         return sum(not request.rejected for request in self.finished)
@@ -292,7 +335,12 @@ class NaiveTenant(NaiveEngine):
             self.device.num_claims += 1
             self.claim_number = self.device.num_claims
         self.claimed, self.claimant = claimed, claimant
-        if fewer or self.num_released != released:
+        if not claimed or self.used_bytes + claimed > self.guaranteed:
+            self.since = None
+        elif self.since is None:
+            self.since = end_ns
+        kept, self.kept = self.kept, self.used_bytes + self.reserved()
+        if fewer or self.num_released != released or self.kept < kept:
             self.device.wake(self)
         return end_ns
 
@@ -371,6 +419,40 @@ class NaiveLane:
             and sum(tenant.num_decoding() for tenant in working) <= self.device.total_tokens
         )
 
+    def run_by_time(self, traffic: list[list[NaiveRequest]]) -> None:
+        """The smallest tag has the next turn; a model that comes back begins where the device is."""
+        device = self.device
+        tenants = device.tenants
+        pending = [list(requests) for requests in traffic]
+        now, virtual_now = 0, Fraction(0)
+        were_able: list[NaiveTenant] = []
+
+        def arrive(until: int) -> None:
+            while any(requests and requests[0].arrival_ns <= until for requests in pending):
+                _, place = min((requests[0].arrival_ns, place) for place, requests in enumerate(pending) if requests)
+                tenants[place].submit(pending[place].pop(0))
+
+        while True:
+            arrive(now)
+            device.now = now
+            able = [tenant for tenant in tenants if tenant.can_step()]
+            for tenant in able:
+                if tenant not in were_able:
+                    tenant.tag = max(tenant.tag, virtual_now)
+            were_able = able
+            if not able:
+                times = [requests[0].arrival_ns for requests in pending if requests]
+                if not times:
+                    break
+                now = min(times)
+                continue
+            tenant = min(able, key=lambda tenant: tenant.tag)
+            virtual_now = tenant.tag
+            end = tenant.turn(now, device.total_tokens, arrive)
+            tenant.tag += Fraction(end - now, tenant.weight)
+            now = end
+        assert not any(tenant.has_work() for tenant in tenants)
+
     def run(self, traffic: list[list[NaiveRequest]]) -> None:
         device = self.device
         tenants = device.tenants
@@ -387,6 +469,7 @@ class NaiveLane:
 
         while True:
             arrive(now)
+            device.now = now
             if not any(tenant.can_step() for tenant in tenants):
                 times = [requests[0].arrival_ns for requests in pending if requests]
                 if not times:
@@ -397,6 +480,7 @@ class NaiveLane:
             num_working = spent = 0
             for place, tenant in enumerate(tenants):
                 arrive(now)
+                device.now = now
                 if not tenant.can_step():
                     continue
                 budget = device.total_tokens
@@ -414,10 +498,12 @@ class NaiveLane:
                         budget = device.total_tokens - spent - to_come
                         budget = max(0, min(budget, self.ceiling(tenant, num_working)))
                     budget += tenant.saved
-                tenant.saved = 0
                 if budget < max(1, tenant.num_decoding()):
                     tenant.saved = budget
                     continue
+                if not tenant.has_turn():
+                    continue
+                tenant.saved = 0
                 num_steps = len(tenant.steps)
                 end = tenant.turn(now, min(budget, device.total_tokens), arrive)
                 if len(tenant.steps) > num_steps:

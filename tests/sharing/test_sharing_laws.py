@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import Any
+from unittest.mock import patch
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts import replay
+from kvarts.events import Blocked
 from kvarts.report.requests import REJECTED
+from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.config import ModelShare, SharingConfig
+from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.loans import debts
 from kvarts.sharing.report import SharedReport
 from kvarts.sim.config import ReplayConfig
 
-from builders.case import Case, cases
+from builders.case import Case, Row, cases
 from builders.kept import Kept
 from builders.laws import assert_steps_as_in_naive
 from builders.pages import evicted_names
@@ -41,6 +49,8 @@ class Sharing:
     num_bytes: int
     total_tokens: int
     max_num_seqs: int
+    turns: str = "tokens"
+    reclaim_after_s: float = 0.0
 
     def models(self) -> dict[str, ModelShare]:
         return {
@@ -65,7 +75,12 @@ class Sharing:
             **changes,
         )
         return SharingConfig(
-            models=models or self.models(), kv_memory=self.num_bytes, static_split=static_split, each=each
+            models=models or self.models(),
+            kv_memory=self.num_bytes,
+            static_split=static_split,
+            turns=self.turns,  # type: ignore[arg-type]
+            reclaim_after_s=self.reclaim_after_s,
+            each=each,
         )
 
     def run(self, kept: list[Kept] | None = None, **changes: Any) -> SharedReport:
@@ -102,15 +117,28 @@ def sharings(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 12) ->
         floors.append(min(draw(st.sampled_from([0, 0, 100, 300])), floors_left, ceilings[-1] or 900))
         floors_left -= floors[-1]
     weights = [draw(st.sampled_from([1, 1, 2, 3, 19])) for _ in of_models]
+    turns = draw(st.sampled_from(["tokens", "time"]))
+    reclaim_after_s = draw(st.sampled_from([0.0, 0.02, 0.3, inf]))
     return Sharing(
-        of_models, page_size, page_bytes, guarantees, weights, floors, ceilings, num_bytes, total_tokens, max_num_seqs
+        of_models,
+        page_size,
+        page_bytes,
+        guarantees,
+        weights,
+        floors if turns == "tokens" else [0] * count,
+        ceilings if turns == "tokens" else [None] * count,
+        num_bytes,
+        total_tokens,
+        max_num_seqs,
+        turns,
+        reclaim_after_s,
     )
 
 
 @given(sharings())
 def test_every_turn_and_every_eviction_is_as_in_the_naive_models(case: Sharing) -> None:
     """L4, L8: turns, budgets, who is evicted and who gives way, against a device that shares no code."""
-    device = NaiveDevice(case.num_bytes, case.total_tokens)
+    device = NaiveDevice(case.num_bytes, case.total_tokens, case.reclaim_after_s * 1e9)
     tenants = [
         NaiveTenant(
             device,
@@ -126,7 +154,8 @@ def test_every_turn_and_every_eviction_is_as_in_the_naive_models(case: Sharing) 
     ]
     traffic = [of_model.naive_requests() for of_model in case.cases]
     try:
-        NaiveLane(device).run(traffic)
+        lane = NaiveLane(device)
+        (lane.run if case.turns == "tokens" else lane.run_by_time)(traffic)
     except SeveralWaysError:
         return  # any of them is right
     kept = [Kept() for _ in tenants]
@@ -176,6 +205,12 @@ def test_loans_over_time_are_what_is_owed_at_each_moment(case: Sharing) -> None:
     config = report.config
     times_ns, used = report.devices[0].used()
     _, owed = report.devices[0].debts()
+    assert used.sum(axis=0).max() <= config.kv_bytes, "no more is used than there is"
+    guaranteed = np.array(list(config.guaranteed_bytes.values()))[:, None]
+    unused = np.maximum(guaranteed - used, 0).sum(axis=0)
+    assert (sum(owed.values(), np.zeros(len(times_ns))) <= unused + 1e-6 * config.kv_bytes).all(), (
+        "what is lent is not used"
+    )
     for place in range(len(times_ns)):
         mine = {pair: num_bytes[place] for pair, num_bytes in owed.items() if num_bytes[place]}
         theirs = debts(
@@ -183,6 +218,78 @@ def test_loans_over_time_are_what_is_owed_at_each_moment(case: Sharing) -> None:
         )
         for pair in {*mine, *theirs}:
             assert abs(mine.get(pair, 0) - theirs.get(pair, 0)) <= 1
+
+
+def test_what_is_left_of_a_page_is_enough_for_a_guarantee() -> None:
+    """Reserved bytes were rounded up to pages of the model that asked, and no model was ever admitted."""
+    for turns in ("tokens", "time"):
+        of_models = [
+            Case([Row(0, [0], 1, 1, None, 0, None)], 1, 4, 1, 4, 1, "default", 1),
+            Case([Row(0, [0], 1, 1, None, 0, None)], 1, 4, 1, 4, 1, "default", 1),
+        ]
+        case = Sharing(of_models, 4, [4, 4], [0, 1], [1, 1], [0, 0], [None, None], 7, 3, 1, turns)
+        assert case.run().summary["device"]["num_completed"] == 2
+
+
+def holds_more_important_work(device: SharedDevice, model: str, priority: int) -> bool:
+    """Whether a model beyond its guarantee runs a request that does not give way to one of `priority`."""
+    return any(
+        request.priority > priority
+        for name, member in device._members.items()
+        if name != model and member.scheduler is not None
+        if member.part.num_used_bytes > member.part.guaranteed_bytes
+        for request in member.scheduler.running
+    )
+
+
+@given(sharings(max_requests=30))
+def test_a_model_within_its_guarantee_waits_no_longer_than_said(case: Sharing) -> None:
+    """L13: unless what holds it is more important. What runs within its guarantee never loses its pages to borrowers.
+
+    Nor does a model wait beyond its guarantee while enough is free and no other model has work.
+    """
+    end_turn, make_way = SharedDevice.end_turn, SharedDevice.make_way
+
+    def checked_way(device: SharedDevice, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
+        member = device._members[model]
+        is_within = member.part.is_within(num_pages)
+        is_granted = make_way(device, model, request, num_pages, to_admit=to_admit)
+        if to_admit and not is_within:
+            assert not is_granted
+        elif is_within and not is_granted and case.reclaim_after_s < inf:
+            has_waited = member.since_ns != NEVER_NS and device.now_ns - member.since_ns >= case.reclaim_after_s * 1e9
+            if not to_admit or not case.reclaim_after_s or has_waited:
+                assert holds_more_important_work(device, model, request.priority)
+        return is_granted
+
+    def checked_end(device: SharedDevice, model: str, *, has_released: bool) -> None:
+        member = device._members[model]
+        scheduler, part = member.scheduler, member.part
+        assert scheduler is not None
+        if scheduler.waiting.num_waiting and scheduler.blocked is Blocked.PAGES:
+            head, num_wanted = scheduler.waiting.head(device.now_ns), scheduler.num_pages_wanted
+            part.refresh()
+            others = [other.scheduler for name, other in device._members.items() if name != model]
+            if part.is_within(num_wanted):
+                assert case.reclaim_after_s or holds_more_important_work(device, model, head.priority)
+            elif not any(other is not None and other.has_work for other in others):
+                assert num_wanted > part.cache.num_free or scheduler.running.chunked is not None
+        end_turn(device, model, has_released=has_released)
+
+    with patch.object(SharedDevice, "end_turn", checked_end), patch.object(SharedDevice, "make_way", checked_way):
+        case.run(step_by_step=True)
+
+
+@given(sharings(max_models=1), st.sampled_from(["tokens", "time"]))
+def test_a_model_alone_is_as_well_off_as_in_its_split_and_on_its_slice(case: Sharing, turns: str) -> None:
+    """All three are the same replay."""
+    case.turns, case.guarantees = turns, [case.num_bytes]
+    case.floors, case.ceilings = [0], [None]
+    config = msgspec.structs.replace(case.config(), baselines=True)
+    report = replay({"m0": case.cases[0].trace()}, config)
+    for found in report.summary["models"]["m0"]["beside"].values():
+        assert set(found.get("ratio", {}).values()) <= {1.0, None}
+        assert found["num_compared"] == report.summary["models"]["m0"]["num_completed"]
 
 
 @given(sharings(), st.booleans())

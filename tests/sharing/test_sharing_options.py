@@ -55,6 +55,17 @@ def test_python_says_the_same_with_values() -> None:
     ("values", "says"),
     [
         ({"models": {}}, "models: names no model"),
+        ({"turns": "weight"}, "turns: must be 'tokens' or 'time', got 'weight'"),
+        ({"reclaim_after_s": -1.0}, "reclaim_after_s: must be at least 0, got -1.0"),
+        ({"reclaim_after_s": float("nan")}, "reclaim_after_s: must be at least 0, got nan"),
+        (
+            {"turns": "time", "models": {"a": ModelShare(floor=2, **NUMBERS)}},
+            "models.a.floor: is of the tokens of a round, and turns by time have neither",
+        ),
+        (
+            {"turns": "time", "models": {"a": ModelShare(ceiling=900, **NUMBERS)}},
+            "models.a.ceiling: is of the tokens of a round",
+        ),
         ({"health": ("c=dead@1",)}, "health: is of 'c', which is no model"),
         ({"health": ("a=dad@1",)}, "health: 'a=dad@1' is not NAME=STATE@SECONDS"),
         ({"each": ReplayConfig(num_pages=2)}, "num_pages: is for a replay of one model"),
@@ -91,7 +102,7 @@ def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, An
 @pytest.mark.parametrize(
     ("file", "arguments", "says"),
     [
-        ("[models.a]\nweight = 0", "", "c.toml: models.a.weight: must be a finite number above 0"),
+        ("[models.a]\nweight = 0", "", "c.toml: models.a.weight: must be at least 1e-12, got 0.0"),
         ("[models.a]\nweigth = 1", "", "c.toml: models.a.weigth: unknown key. Known: ceiling, cost, "),
         ("[models.a]", "", "c.toml: [models.a]: names no model."),
         ("models = 3", "", "c.toml: models: must be a table, got 3"),

@@ -56,6 +56,44 @@ def test_a_split_lends_nothing(run_command: Callable[..., int], capsys: pytest.C
     assert "loans" not in printed
 
 
+def test_baselines_are_reported_worst_first(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], short_traces: list[str]
+) -> None:
+    command = ["replay", *MODELS, *short_traces, *DEVICE, "--turns", "time", "--baselines"]
+    assert run_command(*command, "--json") == 0
+    summary = msgspec.json.decode(capsys.readouterr().out)
+    ratios = {
+        baseline: max(
+            value for model in summary["models"].values() for value in model["beside"][baseline]["ratio"].values()
+        )
+        for baseline in ("split", "slice")
+    }
+    assert {name: found["ratio"] for name, found in summary["device"]["worst_ratio"].items()} == ratios
+    for model in summary["models"].values():
+        assert model["beside"]["slice"]["num_compared"] == model["num_completed"]
+        assert model["beside"]["slice"]["ratio"]["mean"] == pytest.approx(
+            model["ttft_ms"]["mean"] / model["beside"]["slice"]["ttft_ms"]["mean"]
+        )
+    assert run_command(*command, "--reclaim-after", "inf") == 0
+    printed = capsys.readouterr().out
+    assert printed.index("worst ratio") < printed.index("of its slice, alone (") < printed.index("Jain's index")
+    assert "of contested time by weight" in printed
+
+
+def test_a_split_is_what_the_baseline_says(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    """The TTFT beside it is that of a replay with --static-split."""
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--static-split", "--json") == 0
+    split = msgspec.json.decode(capsys.readouterr().out)["models"]
+    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--baselines", "--json") == 0
+    shared = msgspec.json.decode(capsys.readouterr().out)
+    for name, model in shared["models"].items():
+        for figure in ("mean", "p99"):
+            assert model["beside"]["split"]["ttft_ms"][figure] == split[name]["ttft_ms"][figure]
+    lent = shared["device"]["lent"]
+    assert lent["peak_bytes"] <= shared["device"]["kv_bytes"]
+    assert lent["mean_bytes"] == pytest.approx(sum(loan["mean_bytes"] for loan in shared["device"]["loans"]), rel=1e-6)
+
+
 def test_a_configuration_file_says_the_same(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -56,7 +56,7 @@ def in_sessions(trace: Trace, draws: st.DataObject) -> Trace:
 def alone(case: Sharing) -> Sharing:
     """The first model of `case`, with all of the memory and all of the tokens."""
     return replace(case, cases=case.cases[:1], page_bytes=case.page_bytes[:1], guarantees=[0], weights=[1], floors=[0],
-                   ceilings=[1000])  # fmt: skip
+                   ceilings=[1000], turns="tokens")  # fmt: skip
 
 
 def assert_same_run(one: Report, other: Report) -> None:

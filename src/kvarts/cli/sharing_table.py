@@ -50,7 +50,7 @@ def render_shared_table(summary: dict[str, Any]) -> str:
         lines.append(f"{title:<13}" + "".join(f"{value(model):>{WIDTH}}" for model in models.values()))
     rate = as_number(total["output_throughput_tokens_per_s"])
     busy = f"{total['duration_ms'] / 1e3:,.1f} s, computing {as_percent(total['busy_pct'])} of it"
-    lines += ["", f"duration     {busy}; {rate} out tokens/s", f"fairness     {_fairness(total)}"]
+    lines += ["", *_promise(total), f"fairness     {_fairness(total)}", f"duration     {busy}; {rate} out tokens/s"]
     for number, device in enumerate(devices):
         counts = f"{device['num_requests']:,} requests, computing {as_percent(device['busy_pct'])} of the time"
         rate = as_number(device["output_throughput_tokens_per_s"])
@@ -62,7 +62,22 @@ def render_shared_table(summary: dict[str, Any]) -> str:
 
 def _fairness(device: dict[str, Any]) -> str:
     fairness = device["jain_index"]
-    return "nothing was contested" if fairness is None else f"Jain's index {fairness:.3f} of contested tokens by weight"
+    what = device["turns"]
+    return "nothing was contested" if fairness is None else f"Jain's index {fairness:.3f} of contested {what} by weight"
+
+
+def _promise(total: dict[str, Any]) -> list[str]:
+    """Return how the worst of all models did beside each baseline."""
+    names = {"split": "its static split", "slice": "its slice, alone"}
+    lines: list[str] = []
+    for baseline, found in (total["worst_ratio"] or {}).items():
+        title = "worst ratio" if not lines else ""
+        if found is None:
+            lines.append(f"{title:<13}nothing to compare with {names[baseline]}")
+        else:
+            of = f"{found['model']}, {found['of']} TTFT"
+            lines.append(f"{title:<13}{found['ratio']:.2f} of {names[baseline]} ({of})")
+    return lines
 
 
 def _loans(device: dict[str, Any]) -> list[str]:

@@ -154,6 +154,11 @@ class Report:
         }
 
     @property
+    def request_columns(self) -> dict[str, Column]:
+        """Whole numbers of each request, by index: `row` of the trace, `status`, times in ns, tokens."""
+        return self._request_log.columns
+
+    @property
     def request_ids(self) -> list[str]:
         """The outside name of each request, by index."""
         return self._request_log.request_ids()

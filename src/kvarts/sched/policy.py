@@ -95,7 +95,15 @@ class PriorityPolicy:
 class WaitingQueue:
     """Requests that wait to be admitted, in the order of `policy`. Owner of their number."""
 
-    __slots__ = ("head", "holds_until_ns", "num_ahead", "num_waiting", "num_waiting_tokens", "policy")
+    __slots__ = (
+        "head",
+        "holds_until_ns",
+        "num_ahead",
+        "num_waiting",
+        "num_waiting_pages",
+        "num_waiting_tokens",
+        "policy",
+    )
 
     def __init__(self, policy: AdmissionPolicy) -> None:
         self.policy = policy
@@ -105,18 +113,24 @@ class WaitingQueue:
         self.num_waiting = 0
         self.num_waiting_tokens = 0
         """Known tokens of all waiting requests."""
+        self.num_waiting_pages = 0
+        """The pages that these tokens fill, each request for itself."""
 
     def push(self, request: Request) -> None:
         """Add `request`."""
         self.policy.push(request)
         self.num_waiting += 1
-        self.num_waiting_tokens += request.num_prompt_tokens + request.num_output_tokens
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        self.num_waiting_tokens += num_known
+        self.num_waiting_pages += -(-num_known // request.content.page_size)
 
     def remove(self, request: Request) -> None:
         """Remove `request`."""
         self.policy.remove(request)
         self.num_waiting -= 1
-        self.num_waiting_tokens -= request.num_prompt_tokens + request.num_output_tokens
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        self.num_waiting_tokens -= num_known
+        self.num_waiting_pages -= -(-num_known // request.content.page_size)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.policy)

@@ -168,6 +168,26 @@ class Scheduler:
         num_loading = 0 if self.loads is None else self.loads.num_waiting
         return self.waiting.num_waiting + len(self.waiting_with_pages) + num_loading
 
+    def num_pages_of_chunked(self) -> int:
+        """Return how many pages the rest of the chunked request needs."""
+        request = self.running.chunked
+        if request is None or request.holding is None:
+            return 0
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        return -(-num_known // self._page_size) - request.holding.num_pages
+
+    def num_pages_to_admit(self) -> int:
+        """Return how many pages all waiting requests need, hits included; 0 while none could be admitted.
+
+        While as many run as may, or admission is suspended, no number of free pages would help them.
+        """
+        if self.pages.is_draining:
+            return 0
+        num_loading = 0 if self.loads is None else self.loads.num_requests
+        if self.running.num_running + num_loading >= self.config.max_num_seqs:
+            return 0
+        return self.waiting.num_waiting_pages
+
     # One step ---------------------------------------------------------------------------------------------
 
     def schedule(self, now_ns: int) -> StepPlan:

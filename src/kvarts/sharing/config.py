@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -94,7 +94,9 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
 class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """A device and the models that share it. Raises ConfigError for what cannot be, or does not fit.
 
-    `models`: by name, in the order of their turns. `static_split`: nothing is lent. `health`: changes of it, as
+    `models`: by name, in the order of their turns. `static_split`: nothing is lent. `turns`: what a weight is a share
+    of. `reclaim_after_s`: how long a model waits within its guarantee before requests of equal priority of others give
+    way. `baselines`: replay each model's static split and slice too. `health`: changes of it, as
     `code=dead@60` or as values. `each`: what a replay of one model is built from, here for each of them; its token
     budget is that of a round, of all models together, and pages and costs are worked out.
     """
@@ -103,6 +105,26 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
     static_split: Annotated[
         bool,
         setting("Nothing is lent, neither memory nor tokens. For comparison."),
+    ] = False
+    turns: Annotated[
+        Literal["tokens", "time"],
+        setting("What a weight is a share of: the tokens of a round, or the time of the device."),
+    ] = "tokens"
+    reclaim_after_s: Annotated[
+        float,
+        setting(
+            "A model that has waited so long for memory within its guarantee takes it back from requests of the same "
+            "priority; inf: it waits until these end.",
+            flag="--reclaim-after",
+            metavar="SECONDS",
+        ),
+    ] = 0.0
+    baselines: Annotated[
+        bool,
+        setting(
+            "Compare the TTFT of each model with that in its static split, and alone on its share with every step "
+            "1/share as long: replays of these as well."
+        ),
     ] = False
     health: Annotated[
         tuple[str | HealthChange, ...],
@@ -117,6 +139,19 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         super().__post_init__()
         if not self.models:
             raise SettingError("names no model", "models", hint="Give --model NAME=MODEL for each.")
+        if not self.reclaim_after_s >= 0:
+            raise SettingError(f"must be at least 0, got {self.reclaim_after_s}", "reclaim_after_s")
+        if self.turns not in ("tokens", "time"):
+            raise SettingError(f"must be 'tokens' or 'time', got {self.turns!r}", "turns")
+        if self.turns == "time":
+            for name, share in self.models.items():
+                for field in ("floor", "ceiling"):
+                    if getattr(share, field) not in (0, None):
+                        raise SettingError(
+                            "is of the tokens of a round, and turns by time have neither",
+                            f"models.{name}.{field}",
+                            hint="Say it with a weight, or give {turns} tokens.",
+                        )
         check_combination(self.each)
         if self.each.profile == "mocker":
             for name, share in self.models.items():

@@ -2,16 +2,16 @@
 
 There is one scale of priorities for requests of all models: larger is more important.
 
-Any model that has requests to run may take free memory, empty or cached. If that is not enough, pages come from running
-requests of strictly lower priority, of models that use more than their guarantee. A model that stays within its own
-guarantee takes them for requests that run or are to be admitted; beyond its guarantee, only for those that run already.
-No model loses running requests to another while it is within its guarantee, and requests of equal priority are never
-preempted for another model: the recompute would cost more than it gains.
+What a model is guaranteed is kept for it on demand: a request of another is admitted beyond that one's own
+guarantee only into what the others do not want, as far as their guarantees go, and only after requests of other models
+that have waited longer for memory. What runs may grow into all memory that is free.
 
-A model with a request that waits for memory *claims* it: no later claimant is admitted beyond its guarantee into memory
-that is claimed. So between equal priorities a loan comes back as the requests of the borrower end, and borrowers cannot
-keep each other out for ever. Nor can guarantees alone: a request that has no room beside the guarantees of the others
-is refused.
+If free memory is not enough, pages come from running requests of strictly lower priority, of models that use more than
+their guarantee. A model that stays within its own guarantee takes them for requests that run or are to be admitted;
+beyond its guarantee, only for those that run already. Within its guarantee it also takes them from requests of the same
+priority: at once for what runs, which would otherwise be preempted itself, and to admit at once or after it has waited
+for some time. No model loses running requests to another while it is within its guarantee. A request that has no room
+beside the guarantees of the others is refused: it could wait for ever.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvarts.events import Blocked
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.budget import TokenBudgets
 from kvarts.sharing.donors import cheapest, victims_of
@@ -59,18 +60,49 @@ class _Member(msgspec.Struct):
     """The index of the request for which pages are claimed, or -1."""
     num_reclaimed: int = 0
     """The number of its requests that were preempted for other models."""
+    since_ns: int = NEVER_NS
+    """Since when it has waited without a pause for memory within its guarantee; NEVER_NS if it does not."""
+    num_in_hand_bytes: int = 0
+    """What it used, and what was kept for it, after its last turn."""
+
+    def kept_bytes(self) -> int:
+        """Return the free bytes to which it has a right now: what it wants, as far as its guarantee goes.
+
+        The rest of a prompt that was admitted is among them, within the guarantee or beyond it.
+        """
+        scheduler = self.scheduler
+        if scheduler is None:
+            return 0
+        part = self.part
+        num_admitted = scheduler.num_pages_of_chunked()
+        lent = part.guaranteed_bytes - part.num_used_bytes
+        if lent <= num_admitted * part.page_bytes:
+            return num_admitted * part.page_bytes
+        wanted = (num_admitted + scheduler.num_pages_to_admit()) * part.page_bytes
+        return min(lent, wanted)
 
 
 class SharedDevice:
     """Owner of the memory and the budgets of a device; decides which requests are preempted for other models.
 
     `num_bytes`: KV memory of the device. `max_num_batched_tokens`: tokens a round. `is_static`: lend nothing, for
-    comparison: every model has its guarantee and no more, and its part of the tokens by weight. Raises ConfigError for
+    comparison: every model has its guarantee and no more, and its part of the tokens by weight. `reclaim_after_ns`: how
+    long a model waits within its guarantee before requests of equal priority of others give way. Raises ConfigError for
     a value out of range, and for a model that is not registered.
     """
 
-    def __init__(self, num_bytes: int, *, max_num_batched_tokens: int, is_static: bool = False) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        *,
+        max_num_batched_tokens: int,
+        is_static: bool = False,
+        reclaim_after_ns: int = 0,
+    ) -> None:
         self.memory = DeviceMemory(num_bytes)
+        self.now_ns = 0
+        """The time of the present turn, written by what moves the device."""
+        self._reclaim_after_ns = reclaim_after_ns
         self.is_static = is_static
         self.budgets = TokenBudgets(max_num_batched_tokens)
         self._members: dict[str, _Member] = {}
@@ -153,8 +185,11 @@ class SharedDevice:
 
         `has_released`: pages went out of use for which other models may have waited.
         """
-        self._claim(self._members[model])
-        if has_released:
+        member = self._members[model]
+        self._claim(member)
+        num_before = member.num_in_hand_bytes
+        member.num_in_hand_bytes = member.part.num_used_bytes + member.kept_bytes()
+        if has_released or member.num_in_hand_bytes < num_before:
             self.retry_blocked(but=model)
 
     def _claim(self, member: _Member) -> None:
@@ -165,8 +200,42 @@ class SharedDevice:
             assert scheduler.blocked_head is not None
             num_pages, head = scheduler.num_pages_wanted, scheduler.blocked_head.index
         is_new, member.claimant = head != member.claimant, head
+        if not num_pages or not member.part.is_within(num_pages):
+            member.since_ns = NEVER_NS
+        elif member.since_ns == NEVER_NS:
+            member.since_ns = self.now_ns
         if member.part.make_claim(num_pages, is_new=is_new):
             self.retry_blocked(but=member.part.name)
+
+    def reclaims_at_ns(self) -> int:
+        """Return the next time at which a model may begin to take memory back; NEVER_NS if there is none."""
+        if self._reclaim_after_ns in (0, NEVER_NS):
+            return NEVER_NS
+        times_ns = [member.since_ns + self._reclaim_after_ns for member in self._members.values()]
+        return min((time_ns for time_ns in times_ns if self.now_ns < time_ns < NEVER_NS), default=NEVER_NS)
+
+    def _below_to_admit(self, member: _Member, priority: int) -> int:
+        """Return below which priority others give way to a request of `member` that waits within its guarantee."""
+        after_ns = self._reclaim_after_ns
+        return priority + (not after_ns or self.now_ns - member.since_ns >= after_ns)
+
+    def _below_to_run(self, priority: int) -> int:
+        """Return below which priority others give way to a request that runs within the guarantee of its model."""
+        return priority + (self._reclaim_after_ns < NEVER_NS)
+
+    def kept_for_others(self, model: str) -> int:
+        """Return the free bytes that a request of `model` beyond its guarantee must leave to the others."""
+        if self.is_static:
+            return 0
+        asker = self._members[model].part
+        num_bytes = 0
+        for member in self._members.values():
+            part = member.part
+            if part is not asker:
+                # Claims hold in the order in which they were made: two models cannot wait for each other.
+                is_earlier = part.claimed_bytes and (not asker.claimed_bytes or part.claim < asker.claim)
+                num_bytes += max(member.kept_bytes(), part.claimed_bytes if is_earlier else 0)
+        return num_bytes
 
     def retry_blocked(self, but: str = "") -> None:
         """Let the models that wait for pages try again, since pages went out of use."""
@@ -182,9 +251,9 @@ class SharedDevice:
 
         Free memory comes first, without preemption. What is short comes from running requests of strictly lower
         priority of other models that use more than their guarantee. Of all ways that are enough, take one that loses
-        the fewest computed tokens, over as many models as needed. Pages of preempted requests that are not short stay
-        cached with their model. `asker`: the index of the request that needs the pages. Raise ConfigError for a number
-        of pages below 1.
+        the least of the most important work: the fewest computed tokens of the highest priority, then of the next,
+        over as many models as needed. Pages of preempted requests that are not short stay cached with their model.
+        `asker`: the index of the request that needs the pages. Raise ConfigError for a number of pages below 1.
         """
         if num_pages < 1:
             raise ConfigError(f"must be at least 1, got {num_pages}", field="num_pages")
@@ -231,10 +300,17 @@ class SharedDevice:
     def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Ask other models for pages until `num_pages` can be taken for `request` of `model`; return success."""
         member = self._members[model]
-        is_within = member.part.is_within(num_pages)
-        if (to_admit and not is_within) or not self._has_donors(member, request.priority):
+        below_priority = request.priority
+        if member.part.is_within(num_pages):
+            if to_admit:
+                below_priority = self._below_to_admit(member, request.priority)
+            else:
+                below_priority = self._below_to_run(request.priority)
+        elif to_admit:
             return False
-        return self.request_pages(model, num_pages, request.priority, asker=request.index).is_granted
+        if not self._has_donors(member, below_priority):
+            return False
+        return self.request_pages(model, num_pages, below_priority, asker=request.index).is_granted
 
     def may_make_way(self, model: str, now_ns: int) -> bool:
         """Return whether other models may give way to the head of `model` as soon as they use enough pages.
@@ -246,7 +322,8 @@ class SharedDevice:
             return False
         if not member.part.is_within(member.scheduler.num_pages_wanted):
             return False
-        return self._has_donors(member, member.scheduler.waiting.head(now_ns).priority)
+        priority = member.scheduler.waiting.head(now_ns).priority
+        return self._has_donors(member, self._below_to_admit(member, priority))
 
     def _has_donors(self, member: _Member, below_priority: int) -> bool:
         """Return whether another model uses more than its guarantee and runs a request `below_priority`."""

@@ -1,4 +1,8 @@
-"""Which running requests are preempted when another model needs pages: the fewest computed tokens that are enough."""
+"""Which running requests are preempted when another model needs pages.
+
+Priority goes before cost: of all ways that are enough, one that loses the least of the most important work, that is
+the fewest computed tokens of the highest priority, then of the next one, and so on.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,26 @@ import msgspec
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 
+Lost = tuple[tuple[int, int], ...]
+"""Tokens and victims, the highest priority first."""
+
 __all__ = ["Victims", "cheapest", "victims_of"]
 
 
 class Victims(msgspec.Struct, frozen=True):
-    """The memory that is freed by preempting the first `count` victims of a model, and the computed tokens lost."""
+    """The memory that is freed by preempting the first `count` victims of a model, and the computed tokens lost.
+
+    `lost`: these tokens, and the number of victims, by priority.
+    """
 
     count: int
     num_bytes: int
-    lost_tokens: int
+    lost: dict[int, tuple[int, int]]
+
+    @property
+    def lost_tokens(self) -> int:
+        """Computed tokens lost, whatever the priority."""
+        return sum(num_tokens for num_tokens, _ in self.lost.values())
 
 
 def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, enough_bytes: int) -> list[Victims]:
@@ -28,7 +43,8 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
     others stay in use until those are preempted as well, and pages that a transfer holds until it has ended.
     """
     found: list[Victims] = []
-    num_pages = lost = 0
+    num_pages = 0
+    lost: dict[int, tuple[int, int]] = {}
     held: Counter[int] = Counter()
     for count, request in enumerate(_in_order(scheduler, below_priority), 1):
         holding = request.holding
@@ -39,7 +55,9 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
             held[id(node)] += 1
             if held[id(node)] == node.refs and not node.holds:
                 num_pages += node.end - node.start
-        lost += scheduler.running.num_computed(request)
+        num_tokens, num_victims = lost.get(request.priority, (0, 0))
+        num_tokens += scheduler.running.num_computed(request)
+        lost = {**lost, request.priority: (num_tokens, num_victims + 1)}
         found.append(Victims(count, num_pages * page_bytes, lost))
         if found[-1].num_bytes >= enough_bytes:
             break
@@ -55,31 +73,32 @@ def _in_order(scheduler: Scheduler, below_priority: int) -> list[Request]:
 def cheapest(choices: Sequence[Sequence[Victims]], limits: Sequence[int], num_bytes: int) -> list[int] | None:
     """Return how many victims each model gives up; together they free `num_bytes`, each counted up to its limit.
 
-    Of all ways that are enough, return one that loses the fewest tokens, and of these the fewest victims; None if
-    there is none. Time and memory grow with the number of undominated combinations: few, as each model gives up its
-    victims in one order.
+    Of all ways that are enough, return one that loses the fewest tokens of the highest priority, and of these the
+    fewest victims of it, then the same of the next priority, and so on; None if there is none. Time and memory grow
+    with the number of undominated combinations: few, as each model gives up its victims in one order.
     """
-    # (lost tokens, victims, bytes freed, counts by model): no entry is worse than another in all of the first three.
-    ways: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]
+    priorities = sorted({priority for choice in choices if choice for priority in choice[-1].lost}, reverse=True)
+    # (what is lost, bytes freed, counts by model): no entry is worse than another in both of the first two.
+    ways: list[tuple[Lost, int, tuple[int, ...]]] = [(((0, 0),) * len(priorities), 0, ())]
     for choice, limit in zip(choices, limits, strict=True):
-        longer = []
-        for lost, count, freed, counts in ways:
-            longer.append((lost, count, freed, (*counts, 0)))
+        longer = [(lost, freed, (*counts, 0)) for lost, freed, counts in ways]
+        for victims in choice:
+            more = [victims.lost.get(priority, (0, 0)) for priority in priorities]
+            num_bytes_more = min(victims.num_bytes, limit)
             longer += [
                 (
-                    lost + victims.lost_tokens,
-                    count + victims.count,
-                    min(num_bytes, freed + min(victims.num_bytes, limit)),
+                    tuple([(of[0] + add[0], of[1] + add[1]) for of, add in zip(lost, more, strict=True)]),
+                    min(num_bytes, freed + num_bytes_more),
                     (*counts, victims.count),
                 )
-                for victims in choice
+                for lost, freed, counts in ways
             ]
-        longer.sort(key=lambda way: (way[0], way[1], -way[2]))
+        longer.sort(key=lambda way: (way[0], -way[1]))
         ways = []
         most = -1
         for way in longer:
-            if way[2] > most:
+            if way[1] > most:
                 ways.append(way)
-                most = way[2]
-    lost, count, freed, counts = ways[-1]
+                most = way[1]
+    _, freed, counts = ways[-1]
     return list(counts) if freed >= num_bytes else None

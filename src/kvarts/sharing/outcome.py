@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.sharing.config import SharingConfig
+from kvarts.sharing.contest import Contested
 from kvarts.sharing.steps import TurnLog
 
 __all__ = ["LoanPeriod", "OfDevice", "ratio"]
@@ -35,22 +36,24 @@ class LoanPeriod(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OfDevice:
-    """The outcome on one device. `logs` and `contested` are by model.
+    """The outcome on one device. `logs`, `settled` and `contested` are by model.
 
-    `contested`: the tokens that a model computed in rounds in which several models could have computed more than their
-    budget, and the part of these that its weight entitled it to. `number`: of the device, if there are several.
+    `settled`: when pages went out of use between steps, as Tenant has it. `number`: of the device, if there are
+    several.
     """
 
     def __init__(
         self,
         config: SharingConfig,
         logs: Mapping[str, TurnLog],
-        contested: Mapping[str, tuple[int, float]],
+        settled: Mapping[str, Sequence[int]],
+        contested: Mapping[str, Contested],
         number: int | None = None,
     ) -> None:
         self.config = config
         self.logs = logs
         self.contested = contested
+        self._settled = settled
         self._number = number
 
     @cached_property
@@ -97,10 +100,15 @@ class OfDevice:
         names = list(self.logs)
         moments, marks = [], []
         for place, log in enumerate(self.logs.values()):
-            rests, order = log.rests, log.row_order
-            moments.append(np.concatenate((log.starts_ns, rests["time_ns"]))[order])
+            rests = log.rests
+            settled: npt.NDArray[np.int64] = np.array(self._settled[names[place]], np.int64).reshape((-1, 3))
+            # What is said of a time between two steps comes after the first of them.
+            after = np.concatenate((settled[:, 0], rests["step"])) * 2 + 1
+            order = np.argsort(np.concatenate((np.arange(len(log)) * 2, after)), kind="stable")
+            moments.append(np.concatenate((log.starts_ns, settled[:, 1], rests["time_ns"]))[order])
             mark = np.full((len(names), len(order)), -1, np.int64)
-            mark[place] = np.concatenate((log.used(), rests["used"]))[order] * config.page_bytes[names[place]]
+            pages: npt.NDArray[np.int64] = np.concatenate((log.used(), settled[:, 2], rests["used"]))
+            mark[place] = pages[order] * config.page_bytes[names[place]]
             marks.append(mark)
         times_ns = np.concatenate(moments)
         order = np.argsort(times_ns, kind="stable")
@@ -112,8 +120,8 @@ class OfDevice:
         last = np.maximum.accumulate(np.where(used_bytes >= 0, np.arange(len(times_ns)), -1), axis=1)
         used_bytes = np.where(last >= 0, np.take_along_axis(used_bytes, np.maximum(last, 0), axis=1), 0)
         # Of several entries at one time the last one holds.
-        settled = np.append(np.diff(times_ns) > 0, True)
-        return times_ns[settled], used_bytes[:, settled]
+        holds = np.append(np.diff(times_ns) > 0, True)
+        return times_ns[holds], used_bytes[:, holds]
 
     def debts(self) -> tuple[npt.NDArray[np.int64], dict[tuple[str, str], npt.NDArray[np.float64]]]:
         """Return times, and the bytes owed from each on, by lender and borrower, as `debts` computes them."""
@@ -134,6 +142,17 @@ class OfDevice:
                 if (owed * part).any():
                     found[names[lender], names[borrower]] = owed * part
         return times_ns, found
+
+    def lent(self, duration_ms: float) -> dict[str, Any]:
+        """Return the totals of all loans together. At any time they add up to what models use beyond guarantees."""
+        times_ns, owed = self.debts()
+        total = sum(owed.values(), np.zeros(len(times_ns)))
+        lasts_ns = np.diff(times_ns, append=times_ns[-1:])
+        return {
+            "peak_bytes": int(total.max()),
+            "mean_bytes": ratio(float(total @ lasts_ns) / NS_PER_MS, duration_ms),
+            "share_of_time": ratio(float(lasts_ns[total > 0].sum()) / NS_PER_MS, duration_ms),
+        }
 
     def loan_totals(self, duration_ms: float) -> list[dict[str, Any]]:
         """Return the totals of loans by lender and borrower."""

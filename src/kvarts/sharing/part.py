@@ -19,8 +19,11 @@ from kvarts.sharing.pool import SharedPool
 __all__ = ["DevicePart", "open_part"]
 
 
-class MakesWay(Protocol):
-    """The device, as far as a part of it asks others for pages."""
+class Others(Protocol):
+    """The device, as a part of it sees the other models: what is kept for them, and what they give up."""
+
+    def kept_for_others(self, model: str) -> int:
+        """Return the free bytes that a request of `model` beyond its guarantee must leave to the others."""
 
     def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Ask other models for pages until `num_pages` can be taken for `request` of `model`; whether they can."""
@@ -55,7 +58,7 @@ class DevicePart:
         self,
         name: str,
         memory: DeviceMemory,
-        device: MakesWay,
+        device: Others,
         pool: SharedPool,
         order: AgedOrder,
         cache: PageCache,
@@ -88,6 +91,18 @@ class DevicePart:
         return self.cache.num_used * self.page_bytes
 
     @property
+    def num_own_bytes(self) -> int:
+        """What it can use of the memory and borrow none: what the guarantees of all others leave."""
+        return self.memory.num_bytes - sum(
+            part.guaranteed_bytes for part in self.memory.parts.values() if part is not self
+        )
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether it leaves some of its guarantee unused."""
+        return self.num_used_bytes < self.guaranteed_bytes
+
+    @property
     def num_beyond_bytes(self) -> int:
         """Of used and cached pages, how much is more than the guarantee; below 0 for less."""
         return self.pool.num_taken * self.page_bytes - self.guaranteed_bytes
@@ -116,8 +131,7 @@ class DevicePart:
     @property
     def num_most(self) -> int:
         """Pages that one request can be sure to get, in time: what is left if all others use their guarantees."""
-        others = sum(part.guaranteed_bytes for part in self.memory.parts.values() if part is not self)
-        return (self.memory.num_bytes - others) // self.page_bytes
+        return self.num_own_bytes // self.page_bytes
 
     @property
     def num_withheld(self) -> int:
@@ -127,16 +141,13 @@ class DevicePart:
     def num_free_to_admit(self, num_pages: int) -> int:
         """Return how many pages a request that is admitted with `num_pages` of them can take now.
 
-        What others claimed before is kept for them, unless all stays within its own guarantee.
+        Within its own guarantee all that is free; beyond it, what the others have a right to stays free.
         """
-        num_free = self.cache.num_free
-        claimed = 0
-        for other in self.memory.parts.values():
-            if other is not self and (not self.claimed_bytes or other.claim < self.claim):
-                claimed += other.claimed_bytes
-        if not claimed or self.is_within(num_pages):
-            return num_free
-        return num_free - -(-claimed // self.page_bytes)
+        if self.is_within(num_pages):
+            return self.cache.num_free
+        # In bytes: what is left of a page may be enough for the others.
+        kept = self._device.kept_for_others(self.name)
+        return (self.memory.num_free_bytes - kept) // self.page_bytes if kept else self.cache.num_free
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Ask other models for pages until `num_pages` can be taken for `request`; whether they can."""
@@ -161,7 +172,7 @@ class DevicePart:
 def open_part(
     name: str,
     memory: DeviceMemory,
-    device: MakesWay,
+    device: Others,
     *,
     page_bytes: int,
     guaranteed_bytes: int = 0,

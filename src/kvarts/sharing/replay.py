@@ -14,11 +14,16 @@ from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.sched.policy import NEVER_NS
+from kvarts.sharing.baselines import slices, split_config
 from kvarts.sharing.config import ObserversOf, SharingConfig
+from kvarts.sharing.contest import Contest
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.driver import SharedDriver
+from kvarts.sharing.fairqueue import FairQueue
 from kvarts.sharing.outcome import OfDevice
 from kvarts.sharing.report import SharedReport
+from kvarts.sharing.rounds import Rounds
 from kvarts.sharing.steps import TurnLog
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turns import TurnLoop
@@ -30,6 +35,8 @@ from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
 
 __all__ = ["replay_several", "replay_shared"]
+
+NS_PER_S = 1e9
 
 
 class TurnExecutor(SimExecutor):
@@ -85,40 +92,49 @@ def replay_several(
         engines = [device.tenants[name] for device in opened]
         router = make_router(of_model.router)
         arrivals.append(Arrivals(traces[name], source, router, engines, log, priority=share.priority))
-    loops = [
-        TurnLoop(
+    loops = []
+    for each in opened:
+        tenants = list(each.tenants.values())
+        is_timed = config.turns == "time"
+        loop = TurnLoop(
             each.device,
-            list(each.tenants.values()),
+            tenants,
+            FairQueue(each.device, tenants) if is_timed else Rounds(each.device, tenants),
+            Contest(tenants, of_time=is_timed),
             # To be observed, all go step by step.
             step_by_step=config.each.step_by_step or any(device.is_observed for device in opened),
             audit=config.each.audit,
             changes=config.changes,
         )
-        for each in opened
-    ]
+        loops.append(loop)
     SharedDriver(arrivals, loops, on_progress=on_progress).run()
     reports = {}
     for (name, of_model), of_traffic in zip(config.configs.items(), arrivals, strict=True):
-        tenants = [device.tenants[name] for device in opened]
+        of_name = [device.tenants[name] for device in opened]
         reports[name] = Report(
             traces[name],
             of_model,
             of_traffic.log,
             [device.logs[name] for device in opened],
-            num_evicted_pages=sum(tenant.cache.num_evicted for tenant in tenants),
-            transfers=[tenant.tiers.totals() for tenant in tenants if tenant.tiers is not None],
+            num_evicted_pages=sum(tenant.cache.num_evicted for tenant in of_name),
+            transfers=[tenant.tiers.totals() for tenant in of_name if tenant.tiers is not None],
         )
     outcomes = [
         OfDevice(
             config,
             each.logs,
-            {name: (tenant.contested_tokens, tenant.contested_share) for name, tenant in each.tenants.items()},
+            {name: tenant.settled for name, tenant in each.tenants.items()},
+            loop.contest.outcome(),
             number if len(opened) > 1 else None,
         )
-        for number, each in enumerate(opened)
+        for number, (each, loop) in enumerate(zip(opened, loops, strict=True))
     ]
     num_reclaimed = {name: sum(each.device.num_reclaimed(name) for each in opened) for name in config.models}
-    return SharedReport(config, reports, outcomes, num_reclaimed=num_reclaimed)
+    baselines = None
+    if config.baselines:
+        split = replay_several(traces, split_config(config))
+        baselines = {"split": split.reports, "slice": slices(traces, config)}
+    return SharedReport(config, reports, outcomes, num_reclaimed=num_reclaimed, baselines=baselines)
 
 
 class OpenedDevice(msgspec.Struct, frozen=True):
@@ -133,7 +149,10 @@ class OpenedDevice(msgspec.Struct, frozen=True):
 def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | None) -> OpenedDevice:
     """Build device `number` of those that `config` describes."""
     device = SharedDevice(
-        config.kv_bytes, max_num_batched_tokens=config.each.max_num_batched_tokens, is_static=config.static_split
+        config.kv_bytes,
+        max_num_batched_tokens=config.each.max_num_batched_tokens,
+        is_static=config.static_split,
+        reclaim_after_ns=round(min(config.reclaim_after_s * NS_PER_S, NEVER_NS)),
     )
     tenants: dict[str, Tenant] = {}
     logs: dict[str, TurnLog] = {}

@@ -11,12 +11,17 @@ import msgspec
 import numpy as np
 
 from kvarts.report.report import REPORT_VERSION, Report
+from kvarts.sharing.baselines import compared, worst
 from kvarts.sharing.config import SharingConfig
+from kvarts.sharing.contest import Contested
 from kvarts.sharing.outcome import LoanPeriod, OfDevice, ratio
 
 __all__ = ["LoanPeriod", "SharedReport", "jain_index"]
 
 COUNTS = ("num_requests", "num_completed", "num_rejected", "num_failed")
+
+
+NS_PER_MS = 1e6
 
 
 def jain_index(shares: list[float]) -> float | None:
@@ -33,7 +38,7 @@ class SharedReport:
     """The outcome of a replay of several models. `reports` is by model; `summary` is what `--json` prints.
 
     `devices`: what happened on each. `num_reclaimed`: by model, how many of its requests were preempted for other
-    models.
+    models. `baselines`: reports of each model by the name of what it is compared with, `split` and `slice`.
     """
 
     def __init__(
@@ -43,11 +48,13 @@ class SharedReport:
         devices: Sequence[OfDevice],
         *,
         num_reclaimed: Mapping[str, int],
+        baselines: Mapping[str, Mapping[str, Report]] | None = None,
     ) -> None:
         self.config = config
         self.reports = reports
         self.devices = devices
         self._num_reclaimed = num_reclaimed
+        self._baselines = baselines or {}
 
     @cached_property
     def loans(self) -> list[LoanPeriod]:
@@ -55,6 +62,14 @@ class SharedReport:
         periods = [period for device in self.devices for period in device.loans]
         # Periods of one device come by lender and borrower, and devices by number.
         return sorted(periods, key=lambda period: period.since_ms)
+
+    @cached_property
+    def beside(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return, by the name of a baseline and the model, its TTFT there and the ratios to it."""
+        return {
+            name: {model: compared(self.reports[model], report) for model, report in reports.items()}
+            for name, reports in self._baselines.items()
+        }
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -67,8 +82,7 @@ class SharedReport:
         models = self._of_models(of_models)
         of_devices: dict[str, Any]
         if len(self.devices) == 1:
-            loans = self.devices[0].loan_totals(duration_ms)
-            of_devices = {"device": {**self._of_all(of_models, duration_ms), "loans": loans}}
+            of_devices = {"device": {**self._of_all(of_models, duration_ms), **_loans(self.devices[0], duration_ms)}}
         else:
             of_devices = {
                 "total": self._of_all(of_models, duration_ms),
@@ -85,6 +99,7 @@ class SharedReport:
         config, devices = self.config, self.devices
         tokens = {name: sum(device.num_tokens[name] for device in devices) for name in of_models}
         busy_ms = {name: sum(device.busy_ms[name] for device in devices) for name in of_models}
+        contested = _contested(config, devices)
         total_weight = sum(share.weight for share in config.models.values())
         models = {}
         for name, summary in of_models.items():
@@ -96,8 +111,10 @@ class SharedReport:
                 "share_owned": share.weight / total_weight,
                 "share_of_tokens": ratio(tokens[name], sum(tokens.values())),
                 "share_of_time": ratio(busy_ms[name], sum(busy_ms.values())),
-                "contested_tokens": sum(device.contested[name][0] for device in devices),
-                "contested_tokens_owned": sum(device.contested[name][1] for device in devices),
+                "contested_tokens": contested[name].tokens,
+                "contested_tokens_owned": contested[name].tokens_owned,
+                "contested_ms": contested[name].ns / NS_PER_MS,
+                "contested_ms_owned": contested[name].ns_owned / NS_PER_MS,
                 "page_bytes": config.page_bytes[name],
                 "guaranteed_bytes": config.guaranteed_bytes[name],
                 "peak_used_bytes": peak,
@@ -105,28 +122,31 @@ class SharedReport:
                 "num_tokens": tokens[name],
                 "num_preemptions_inside": summary["num_preemptions"] - self._num_reclaimed[name],
                 "num_preemptions_for_others": self._num_reclaimed[name],
+                "beside": {baseline: found[name] for baseline, found in self.beside.items()} or None,
             }
         return models
 
     def _totals(self, devices: Sequence[OfDevice], counts: Mapping[str, int], duration_ms: float) -> dict[str, Any]:
         """Return what is said of one device, or of all together, with the counts of its requests."""
         config = self.config
-        contested = []
-        for name in config.models:
-            owned = sum(device.contested[name][1] for device in devices)
-            if owned:
-                contested.append(sum(device.contested[name][0] for device in devices) / owned)
+        contested = _contested(config, devices).values()
+        if config.turns == "time":
+            had = [of_model.ns / of_model.ns_owned for of_model in contested if of_model.ns_owned]
+        else:
+            had = [of_model.tokens / of_model.tokens_owned for of_model in contested if of_model.tokens_owned]
         busy_ms = sum(sum(device.busy_ms.values()) for device in devices)
         return {
             "kv_bytes": config.kv_bytes * len(devices),
             "max_batched_tokens": config.each.max_num_batched_tokens,
             "static_split": config.static_split,
+            "turns": config.turns,
             "duration_ms": duration_ms,
             "busy_pct": ratio(busy_ms, duration_ms * len(devices)),
             **{name: counts[name] for name in COUNTS},
             "num_tokens": sum(sum(device.num_tokens.values()) for device in devices),
             "output_throughput_tokens_per_s": ratio(counts["num_output_tokens"], duration_ms / 1e3),
-            "jain_index": jain_index(contested),
+            "worst_ratio": {name: worst(found) for name, found in self.beside.items()} or None,
+            "jain_index": jain_index(had),
         }
 
     def _of_all(self, of_models: Mapping[str, dict[str, Any]], duration_ms: float) -> dict[str, Any]:
@@ -147,7 +167,7 @@ class SharedReport:
             completed = [row for row in mine.tolist() if columns["status"][row] == "completed"]
             counts["num_output_tokens"] += int(np.asarray(columns["output_tokens"])[completed].sum())
         device = self.devices[number]
-        return {**self._totals([device], counts, duration_ms), "loans": device.loan_totals(duration_ms)}
+        return {**self._totals([device], counts, duration_ms), **_loans(device, duration_ms)}
 
     def to_json(self) -> bytes:
         """Return the summary as indented JSON, with a line end."""
@@ -157,3 +177,12 @@ class SharedReport:
         """Return the loan periods as JSON lines."""
         encoded: bytes = msgspec.json.Encoder().encode_lines(self.loans)
         return encoded
+
+
+def _contested(config: SharingConfig, devices: Sequence[OfDevice]) -> dict[str, Contested]:
+    """Return what each model had of contested turns on all of `devices`."""
+    return {name: sum((device.contested[name] for device in devices), Contested()) for name in config.models}
+
+
+def _loans(device: OfDevice, duration_ms: float) -> dict[str, Any]:
+    return {"lent": device.lent(duration_ms), "loans": device.loan_totals(duration_ms)}

@@ -5,20 +5,27 @@ model has prompt tokens to compute, at most once a round, among the models that 
 counts with the tokens of its decodes, a model with prompts with all that it may have. If all models only decode, each
 has what it needs. A budget that is too small for all decodes of its model is saved until it is not: a step decodes all
 or none.
+
+A model that runs on borrowed memory has more requests at once, and longer steps, than on its own. While a model that
+lends memory has prompt tokens to compute, the borrower leaves it three of four turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.tenant import Tenant
 
 __all__ = ["Rounds"]
 
+TURNS_OF_BORROWER = 4
+"""A model on borrowed memory has one of so many turns while a lender has prompts."""
+
 
 class Rounds:
-    """Owner of the place in the round, and of the tokens that are given and spent in it."""
+    """A TurnOrder. Owner of the place in the round, and of the tokens that are given and spent in it."""
 
     def __init__(self, device: SharedDevice, tenants: Sequence[Tenant]) -> None:
         self._device = device
@@ -29,21 +36,17 @@ class Rounds:
         """The budgets of this round; None if they were not divided."""
         self._num_working = 0
         """How many models had work when budgets were divided in this round."""
+        self._num_left: dict[Tenant, int] = {}
+        """How many turns each model on borrowed memory has left to others since its last one."""
         self._num_spent = 0
         """Tokens computed in this round since budgets were divided."""
-        self._contestants: list[Tenant] = []
-        """The models that could have computed more than their budgets in this round, if there are several."""
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether budgets were divided in this round."""
-        return self._granted is not None
+        self._round_ns = 10_000_000
+        """How long a round took when many turns were last done at once; before that, a guess."""
 
     def begin(self) -> None:
         """Begin a round."""
         self._place = 0
         self._granted = None
-        self._contestants = []
 
     def next(self, now_ns: int) -> Tenant | None:
         """Go on to the model that has the next turn, of those that can step, and return it; None if none can.
@@ -64,11 +67,6 @@ class Rounds:
         """Go on to the model after `tenant`."""
         self._place = self._tenants.index(tenant) + 1
 
-    def in_turn(self) -> list[Tenant]:
-        """Return all models that are not stalled, the one with the next turn first."""
-        tenants, place = self._tenants, self._place
-        return [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.is_stalled]
-
     def _can_step(self, tenant: Tenant, now_ns: int) -> bool:
         return not tenant.is_stalled or self._device.may_make_way(tenant.name, now_ns)
 
@@ -79,6 +77,8 @@ class Rounds:
         budget = self._budget(tenant, now_ns)
         if budget < max(1, tenant.scheduler.wheel.num_decoding):
             tenant.saved = budget
+            return None
+        if not self._has_turn(tenant):
             return None
         tenant.saved = 0
         return min(budget, tenant.config.max_num_batched_tokens)
@@ -101,6 +101,16 @@ class Rounds:
             granted = max(0, min(granted, budgets.ceiling_for(tenant.name, self._num_working)))
         return granted + tenant.saved
 
+    def _has_turn(self, tenant: Tenant) -> bool:
+        """Return whether `tenant` has this turn, or leaves it to models that lend memory."""
+        if tenant.part.num_used_bytes <= tenant.part.num_own_bytes:
+            return True
+        if not any(other.wants_tokens and other.part.is_lending for other in self._tenants):
+            return True
+        num_left = self._num_left.get(tenant, 0)
+        self._num_left[tenant] = (num_left + 1) % TURNS_OF_BORROWER
+        return num_left == TURNS_OF_BORROWER - 1
+
     def only_decode(self, working: Sequence[Tenant]) -> bool:
         """Return whether each model needs a token for each decode only, and all of them together fit in the round."""
         budgets = self._device.budgets
@@ -121,23 +131,44 @@ class Rounds:
     def _divide(self, working: Sequence[Tenant]) -> dict[str, int]:
         budgets = self._device.budgets
         demands: dict[str, int | None] = {}
-        contestants = []
         for tenant in working:
             demands[tenant.name] = tenant.scheduler.wheel.num_decoding
             if tenant.wants_tokens:
                 demands[tenant.name] = None
-                contestants.append(tenant)
-        self._contestants = contestants if len(contestants) > 1 else []
         if self._device.is_static:
             return budgets.next_round()
         granted = budgets.next_round(demands)
         return {name: granted[name] for name in demands}
 
-    def spend(self, tenant: Tenant, num_tokens: int) -> None:
-        """Count tokens that `tenant` computed; in a contested round also as shares of all models that contended."""
+    def spend(self, tenant: Tenant, num_tokens: int, duration_ns: int) -> None:
+        """Count tokens that `tenant` computed."""
         self._num_spent += num_tokens
-        if tenant in self._contestants:
-            tenant.contested_tokens += num_tokens
-            total = sum(other.weight for other in self._contestants)
-            for other in self._contestants:
-                other.contested_share += num_tokens * other.weight / total
+
+    # Many turns at once -----------------------------------------------------------------------------------
+
+    def may_leap(self) -> bool:
+        """Return whether budgets were not divided in this round."""
+        return self._granted is None
+
+    def in_turn(self) -> list[Tenant] | None:
+        """Return all models that are not stalled, the one with the next turn first; None if they have to divide."""
+        tenants, place = self._tenants, self._place
+        active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.is_stalled]
+        return active if self.only_decode(active) else None
+
+    def steps_until(self, active: Sequence[Tenant], horizons: Sequence[int], span_ns: int) -> list[int]:
+        """Return how many steps of each fit into `span_ns`, or until the first is at its horizon."""
+        num_rounds = min(span_ns // self._round_ns + 1, *horizons)
+        return [num_rounds + 1] * len(active)
+
+    def places(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]]) -> Iterator[int]:
+        """Iterate over all places in order, again and again."""
+        return cycle(range(len(active)))
+
+    def leap(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]]) -> None:
+        """Go on to the model after the last one."""
+        for tenant in active:
+            tenant.saved = 0
+        num_turns = sum(map(len, durations_ns))
+        self._round_ns = max(1, sum(map(sum, durations_ns)) * len(active) // num_turns)
+        self.pass_turn(active[-1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from kvarts.engine import Engine
 from kvarts.events import Blocked, LeapDone, Turns
 from kvarts.executor.base import VirtualExecutor
@@ -42,10 +44,10 @@ class Tenant:
         self.weight = weight
         self.saved = 0
         """Tokens saved from budgets that were too small for a step."""
-        self.contested_tokens = 0
-        """Tokens computed in rounds in which at least two models could have computed more than their budget."""
-        self.contested_share = 0.0
-        """The part of all tokens computed by contending models in these rounds that its weight entitled it to."""
+        self.settled = array("q")
+        """When pages went out of use other than within a step: the step before, the time, and the pages still used."""
+        self.step_ns = 10_000_000
+        """How long its last step took; before that, a guess."""
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
@@ -55,6 +57,10 @@ class Tenant:
         if reason is None:
             self.is_fresh = True
         return reason
+
+    def settle(self, now_ns: int) -> None:
+        """Take note that pages went out of use at `now_ns`, between two steps."""
+        self.settled.extend((self.scheduler.wheel.step - 1, now_ns, self.cache.num_used))
 
     @property
     def is_stalled(self) -> bool:

@@ -1,4 +1,4 @@
-"""The turns of several models on one device: one at a time, in order, each one step within the budget of its model.
+"""The turns of several models on one device: one at a time, each one step within the budget of its model.
 
 A device starts, at any time after requests arrived and health changed, in this order: transfers that are due are ended,
 what the step before completed is stored below its model, since others may evict it before the model's next turn, and
@@ -16,11 +16,12 @@ from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.loads import LowerTiers
 from kvarts.sched.policy import NEVER_NS
+from kvarts.sharing.contest import Contest
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.health import HealthChange
-from kvarts.sharing.rounds import Rounds
 from kvarts.sharing.strides import Stride, Strides, plan_strides
 from kvarts.sharing.tenant import Tenant
+from kvarts.sharing.turn_order import TurnOrder
 
 __all__ = ["HealthChange", "TurnLoop"]
 
@@ -38,6 +39,8 @@ class TurnLoop:
         self,
         device: SharedDevice,
         tenants: Sequence[Tenant],
+        order: TurnOrder,
+        contest: Contest,
         *,
         step_by_step: bool = False,
         audit: bool = False,
@@ -52,7 +55,10 @@ class TurnLoop:
         self._changes = sorted(changes, key=lambda change: change.time_ns)
         for change in self._changes:
             device.health(change.model)  # raises now for an unknown model, not in the middle of the replay
-        self._rounds = Rounds(device, self._tenants)
+        self._order = order
+        self.contest = contest
+        self._wanting = 0, 0
+        """Which models wanted something when the step under way began."""
         self.now_ns = 0
         """The end of what is under way; without that, the time that the device has reached."""
         self.is_pausing = False
@@ -61,6 +67,8 @@ class TurnLoop:
         self._is_under_way = False
         self._stepping: Tenant | None = None
         """The model that has a step under way; None for many turns at once."""
+        self._since_ns = 0
+        """When that step began."""
         self._to_store: Tenant | None = None
         """The model, with tiers, that did the last step, if what it completed is not stored yet."""
         self._last: Stride | None = None
@@ -70,7 +78,6 @@ class TurnLoop:
         self._planned: Strides | None = None
         """What `quiet_until` found for the call of `start` that follows it."""
         self._failed: list[tuple[Request, str]] = []
-        self._last_round_ns = 10_000_000  # a first guess; decides how many durations to ask for
         self._change()
 
     # What moves a device ----------------------------------------------------------------------------------
@@ -92,7 +99,7 @@ class TurnLoop:
             self.now_ns = now_ns
         elif not self._is_under_way and now_ns > self.now_ns:
             self.now_ns = now_ns
-            self._rounds.begin()  # as after a pause: no model could step until now
+            self._order.begin()  # as after a pause: no model could step until now
 
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
         """Start a turn at `now_ns`, and all that are certain to be alike and start before `until_ns`.
@@ -100,13 +107,13 @@ class TurnLoop:
         Return when the last one ends, or the pause; NEVER_NS, with nothing under way, if there is nothing to wait for.
         """
         assert not self._is_under_way
-        self.now_ns = now_ns
+        self.now_ns = self._device.now_ns = now_ns
         self._store_completed()
         may_leap = self._leaps
         while True:
             for below in self._with_tiers:
                 self._look_below(*below)
-            tenant = self._rounds.next(now_ns)
+            tenant = self._order.next(now_ns)
             if tenant is None:
                 return self._pause()
             if (may_leap and self._leap(until_ns)) or self._begin(tenant):
@@ -118,14 +125,19 @@ class TurnLoop:
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished. `take_failed` returns those that failed."""
         self._is_under_way = False
+        self._device.now_ns = self.now_ns
         finished: list[Request] = []
         if self.is_pausing:
             self.is_pausing = False
         elif self._stepping is not None:
             tenant, self._stepping = self._stepping, None
             finished = tenant.engine.end()
+            if tenant.cache.num_used != tenant.scheduler.mark.used:
+                tenant.settle(self.now_ns)
             self._end_turn(tenant)
-            self._rounds.spend(tenant, tenant.engine.plan.batch.num_tokens)
+            num_tokens, duration_ns = tenant.engine.plan.batch.num_tokens, self.now_ns - self._since_ns
+            self._order.spend(tenant, num_tokens, duration_ns)
+            self.contest.count(tenant, self._wanting, num_tokens, duration_ns)
             if tenant.tiers is not None:
                 tenant.is_fresh = True
                 self._to_store = tenant
@@ -154,7 +166,8 @@ class TurnLoop:
 
         What it plans is for a call of `start` at `now_ns`, unless a request arrives before that.
         """
-        if not self._leaps or self._rounds.next(now_ns) is None:
+        self._device.now_ns = now_ns
+        if not self._leaps or self._order.next(now_ns) is None:
             return None
         strides = self._planned = self._plan(now_ns, NEVER_NS)
         if strides is None:
@@ -195,6 +208,7 @@ class TurnLoop:
             tenant = next(tenant for tenant in self._tenants if tenant.name == change.model)
             ended = self._device.set_health(change.model, change.health)
             tenant.is_fresh = True
+            tenant.settle(self.now_ns)
             reason = f"its model died at {change.time_ns / NS_PER_S:g} s"
             self._failed += [(request, reason) for request in ended]
 
@@ -202,7 +216,7 @@ class TurnLoop:
 
     def _pause(self) -> int:
         """Wait for the next change or the next end of a transfer; a round begins with it."""
-        self._rounds.begin()
+        self._order.begin()
         next_ns = self._next_change_ns()
         for _, tiers in self._with_tiers:
             if tiers.next_ns < next_ns:
@@ -219,17 +233,23 @@ class TurnLoop:
 
     def _begin(self, tenant: Tenant) -> bool:
         """Begin the turn of `tenant`; return whether a step is under way, or else the turn is over."""
-        self._rounds.pass_turn(tenant)
-        budget = self._rounds.take_budget(tenant, self.now_ns)
+        self._order.pass_turn(tenant)
+        budget = self._order.take_budget(tenant, self.now_ns)
         if budget is None:
             return False
         tenant.scheduler.pages.token_budget = budget
         tenant.part.refresh()
         self._num_released = tenant.cache.num_released
         engine = tenant.engine
-        engine.now_ns = self.now_ns
-        if engine.begin(self.now_ns):
+        start_ns = engine.now_ns = self.now_ns
+        self._wanting = self.contest.wanting()
+        has_begun = engine.begin(self.now_ns)
+        for other in self._tenants:
+            if other.scheduler.preemptor.gave_way:
+                other.settle(start_ns)
+        if has_begun:
             self._stepping = tenant
+            self._since_ns = self.now_ns
             self.now_ns = engine.now_ns
             return True
         engine.emit()
@@ -278,13 +298,14 @@ class TurnLoop:
         tenant.is_fresh = True
         tenant.scheduler.blocked = Blocked.NOT
         if tenant.cache.num_released != num_released:
+            tenant.settle(self.now_ns)
             self._device.retry_blocked(but=tenant.name)
 
     # Many turns at once -----------------------------------------------------------------------------------
 
     def _plan(self, now_ns: int, until_ns: int) -> Strides | None:
-        until_ns = min(until_ns, self._next_change_ns())
-        return plan_strides(self._device, self._tenants, self._rounds, now_ns, until_ns, self._last_round_ns)
+        until_ns = min(until_ns, self._next_change_ns(), self._device.reclaims_at_ns())
+        return plan_strides(self._device, self._tenants, self._order, now_ns, until_ns)
 
     def _leap(self, until_ns: int) -> bool:
         """Start as many turns as are certain to be alike; return False if there are none."""
@@ -295,14 +316,19 @@ class TurnLoop:
             strides = self._plan(self.now_ns, until_ns)
         if strides is None:
             return False
-        num_turns, end_ns = strides.take(self.now_ns)
-        if not num_turns:
+        ordered, end_ns = strides.take(self.now_ns)
+        if not ordered:
             return False
-        ordered = strides.in_order_of_end(num_turns)
-        self._last_round_ns = max(1, (end_ns - self.now_ns) * len(ordered) // num_turns)
         if end_ns > LATEST_NS:
             raise TooLateError
         self.now_ns = end_ns
+        tenants = [stride.tenant for stride in ordered]
+        durations_ns = [stride.durations_ns[: len(stride.starts_ns)] for stride in ordered]
+        wanting = self.contest.wanting()
+        for tenant, of_steps in zip(tenants, durations_ns, strict=True):
+            num_tokens = tenant.scheduler.wheel.num_decoding * len(of_steps)
+            self.contest.count(tenant, wanting, num_tokens, sum(of_steps))
+        self._order.leap(tenants, durations_ns)
         # The last turn may finish requests, which the other models must not see before it ends.
         for stride in ordered[:-1]:
             self._num_released = stride.cache.num_released
@@ -312,10 +338,12 @@ class TurnLoop:
         self._last = ordered[-1]
         self._num_released = self._last.cache.num_released
         self._last.begin()
-        self._rounds.pass_turn(self._last.tenant)
         return True
 
     def _end_stride(self, stride: Stride) -> list[Request]:
+        num_used = stride.cache.num_used
         finished = stride.end()
+        if stride.cache.num_used != num_used:
+            stride.tenant.settle(self.now_ns)
         self._end_turn(stride.tenant)
         return finished
