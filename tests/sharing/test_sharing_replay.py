@@ -34,7 +34,7 @@ def test_the_command_writes_everything_and_says_the_same_twice(
     assert capsysbinary.readouterr().out == printed
     assert run_command(*command, "--run-dir", again) == 0
     for path in sorted(first.rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.name != "run.json":
             assert path.read_bytes() == (again / path.relative_to(first)).read_bytes(), path
     assert (first / "report.json").read_bytes() == printed
     assert (first / "loans.jsonl").read_bytes() == (tmp_path / "loans.jsonl").read_bytes()
@@ -159,7 +159,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
         (["--model", "a=llama-3.1-8b:weight=two"], "--model a: weight: 'two' is no number"),
         (
             ["--model", "a=llama-3.1-8b:weight=0", *DEVICE],
-            "--model a: weight: must be a finite number above 0, got 0.0",
+            "--model a: weight: must be at least 1e-12, got 0.0",
         ),
         (
             ["--model", "a=llama-3.1-8b:guarantee=5GiB", *DEVICE],
@@ -235,11 +235,11 @@ def test_an_azure_trace_is_read() -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.x,1,1\n", ":2: TIMESTAMP: "),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1,1\n2023-11-16 18:17:03,0,1\n",
-            ":3: ContextTokens: must be a whole number of at least 1, got '0'",
+            ":3: ContextTokens: must be a whole number from 1 to 2,147,483,647, got '0'",
         ),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1,x\n",
-            ":2: GeneratedTokens: must be a whole number of at least 1, got 'x'",
+            ":2: GeneratedTokens: must be a whole number from 1 to 2,147,483,647, got 'x'",
         ),
     ],
 )
