@@ -217,14 +217,14 @@ def unescaped(text: bytes) -> bytes:
 
 def _check_string(body: bytes, broken: Broken, *, is_whole: bool = False) -> bytes:
     """Check a part of a string, up to where it can be cut, and return the rest: a part of an escape, or nothing."""
-    reason = None
+    reason = ""  # its words: an error kept here would keep this frame, and `body`, until garbage is collected
     for length in range(len(body), max(-1, len(body) - LONGEST_ESCAPE - 1), -1):
         try:
             _raw.decode(b'"' + body[:length] + b'"')
         except msgspec.DecodeError as error:
-            reason = reason or error
+            reason = reason or str(error)
             if is_whole:
                 break
         else:
             return body[length:]
-    raise broken(f"is no JSON: a string of it is not valid: {reason}") from reason
+    raise broken(f"is no JSON: a string of it is not valid: {reason}")
