@@ -42,6 +42,7 @@ TIMEOUT_S = 900
 ALL = "all"
 
 ROOMS = {
+    "plan": ("plan",),
     "sharing": ("sharing",),
     "offload": ("offload",),
     "record": ("record",),
@@ -55,7 +56,7 @@ ROOMS = {
 NEEDED_BY = {"llm": ("session",)}
 """Rooms that stand on another, and go with it."""
 
-COMMANDS = {"session": ("serve", "sessions", "chat", "soak")}
+COMMANDS = {"plan": ("sweep",), "session": ("serve", "sessions", "chat", "soak")}
 """Commands of a room under other names."""
 
 WHOLE_SUITE = ("sharing", ALL)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -57,6 +58,17 @@ def run_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         return main()
 
     return run
+
+
+@pytest.fixture
+def asked(run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Any]:
+    """Runs a command that prints JSON."""
+
+    def ask(*arguments: object) -> Any:
+        assert run_command(*arguments) == 0
+        return json.loads(capsysbinary.readouterr().out)
+
+    return ask
 
 
 @pytest.fixture

@@ -12,10 +12,24 @@ from pathlib import Path
 from kvarts.errors import OutputError
 from kvarts.files import shown, writing
 
-__all__ = ["UNFINISHED", "new_directory"]
+__all__ = ["UNFINISHED", "new_directory", "own_directory"]
 
 UNFINISHED = ".kvarts-unfinished"
 """In a directory that is being written: what will be in it. A process that is killed leaves it behind."""
+
+
+@contextmanager
+def own_directory(path: Path) -> Iterator[None]:
+    """Have a directory, made if it is not there, for this process alone. Raise OutputError if another one has it."""
+    with writing(path):
+        path.mkdir(exist_ok=True)
+        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with writing(path):
+            _lock(number, path)
+        yield
+    finally:
+        os.close(number)
 
 
 @contextmanager

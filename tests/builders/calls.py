@@ -47,6 +47,7 @@ CALLS: dict[str, Call] = {
     "model list": Call(()),
     "model show": Call(("config.json",)),
     "model tiny": Call(("new",), needs=HAS_TORCH, is_slow=True, prints=False),
+    "plan": Call(("trace.jsonl",)),
     "profile": Call(
         ("--model", "tiny", "--prompts", "prompts.jsonl", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True
     ),
@@ -55,6 +56,13 @@ CALLS: dict[str, Call] = {
     "serve sessions": Call(("--mock", "--bind", "nowhere"), code=2, needs=HAS_GRPC, prints=False),
     "soak": Call(("--judge", "soak.json"), code=6),
     "story": Call(("run", "--hits")),
+    "sweep": Call(("sweep.toml", "-o", "swept", "--workers", "1")),
+    "trace anonymize": Call(("trace.jsonl",)),
+    "trace convert": Call(("trace.jsonl",)),
+    "trace info": Call(("trace.jsonl",)),
+    "trace merge": Call(("trace.jsonl",)),
+    "trace scale": Call(("trace.jsonl",)),
+    "trace slice": Call(("trace.jsonl",)),
     "verify": Call(("timeline.json",)),
 }
 """A command without a line here fails test_edge_tables."""
@@ -120,6 +128,7 @@ def make_files(folder: Path, run: Callable[[Sequence[object]], int]) -> None:
     (folder / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     (folder / "config.toml").write_text("pages = 100\n")
+    (folder / "sweep.toml").write_text('trace = "trace.jsonl"\n[grid]\npages = [50, 100]\n')
     (folder / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
     (folder / "token").write_text("secret\n")
     values = {

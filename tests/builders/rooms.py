@@ -58,6 +58,7 @@ SPELLINGS = {
     "explain": ("kvarts story",),
     "llm": ("kvarts generate", "kvarts profile", "kvarts model tiny", "kvarts.executor.torch"),
     "offload": ("--host-memory", "--host-pages", "[offload]"),
+    "plan": ("kvarts.plan", "kvarts plan", "kvarts sweep"),
     "record": ("--events", "--run-dir", "--timeline"),
     "session": (
         "kvarts.session",

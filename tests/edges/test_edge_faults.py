@@ -23,9 +23,21 @@ WRITES: dict[str, tuple[str, ...]] = {
     "soak": (*CALLS["soak"].arguments, "--json", "x.json", "--page", "x.html"),
     "model show": CALLS["model show"].arguments,
     "story": CALLS["story"].arguments,
+    "plan": (*CALLS["plan"].arguments, "--html", "x.html"),
+    "trace info": CALLS["trace info"].arguments,
+    **{
+        name: (*CALLS[name].arguments, "--output", "x.jsonl")
+        for name in ("trace anonymize", "trace convert", "trace merge", "trace scale", "trace slice")
+    },
 }  # fmt: skip
 """Calls that read and write as much as they can."""
-NOT_HERE = {"profile": "real models", "chat": "needs a server", "generate": "real models", "serve sessions": "no files"}
+NOT_HERE = {
+    "profile": "real models",
+    "chat": "needs a server",
+    "generate": "real models",
+    "serve sessions": "no files",
+    "sweep": "its journal grows while it runs: see tests/plan",
+}
 FAST = ("replay", "replay --run-dir", "report")
 
 

@@ -30,6 +30,11 @@ WRITING: dict[str, tuple[str, ...]] = {
     "report": (*CALLS["report"].arguments, "--html", "x.html"),
     "soak": ("--virtual", "--duration", "10m", "--json", "x.json", "--page", "x.html", "--checkpoint-turns", "2"),
     "model tiny": ("new",),
+    "plan": (*CALLS["plan"].arguments, "--html", "x.html"),
+    **{
+        name: (*CALLS[name].arguments, "--output", "x.jsonl")
+        for name in ("trace anonymize", "trace convert", "trace merge", "trace scale", "trace slice")
+    },
 }  # fmt: skip
 """Each command that writes, and a call that writes all it can."""
 LIVE = {"live.jsonl"}

@@ -7,6 +7,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from builders.calls import CALLS, PathParam, commands, path_params, snapshot, wi
 Run = Callable[..., tuple[int, bytes, str]]
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6, 7}
-OUTPUTS = path_params("output", "derived")
+NOT_INSTALLED = set() if find_spec("matplotlib") else {"plan --plot"}
+OUTPUTS = [each for each in path_params("output", "derived") if str(each) not in NOT_INSTALLED]
 INPUTS = path_params("input")
 PATH_WORDS = {"FILE", "DIR", "OUT", "PATH", "FILE..."}
 NOT_OF_A_PATH = {"generate --model", "profile --model", "serve sessions --model", "chat --model"}

@@ -30,12 +30,15 @@ COMMANDS = {
     "compare": "calibrate",
     "generate": "llm_generate",
     "model": "model",
+    "plan": "plan",
     "profile": "llm_profile",
     "replay": "replay",
     "report": "report",
     "serve": "serve",
     "soak": "soak",
     "story": "explain",
+    "sweep": "plan_sweep",
+    "trace": "trace",
     "verify": "verify",
 }
 """Each command, and the module of `kvarts.cli` that has it."""

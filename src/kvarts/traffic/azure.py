@@ -1,4 +1,8 @@
-"""Reader for the Azure LLM inference traces of 2023: CSV with `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`.
+"""Readers for CSV files of the Azure LLM inference traces of 2023, and of BurstGPT.
+
+Azure: `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`. BurstGPT: `Timestamp` (seconds), `Model`, `Request tokens`,
+`Response tokens`, `Total tokens`, `Log Type`, and in later releases `Session ID` and `Elapsed time`, which are left
+alone.
 
 They say how long prompts and answers were, and nothing of what was in them: every prompt is unlike any other.
 """
@@ -6,6 +10,7 @@ They say how long prompts and answers were, and nothing of what was in them: eve
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +21,10 @@ from kvarts.files import read_text
 from kvarts.limits import LATEST_NS, MOST_COUNT, brief
 from kvarts.traffic.trace import Trace, TraceRequest
 
-__all__ = ["load_azure"]
+__all__ = ["load_azure", "unlike_any_other"]
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURST_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 UNIT_TOKENS = 512
 
 
@@ -38,12 +44,17 @@ def load_azure(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
 
 def _trace(path: Path, lines: Any, *, skip_bad_lines: bool) -> Trace:
     header = tuple(name.strip() for name in next(lines, []))
-    if header != COLUMNS:
+    read: Callable[[list[str]], tuple[int, int, int] | None]
+    if header == COLUMNS:
+        read = _row
+    elif set(BURST_COLUMNS) <= set(header):
+        read = _BurstRows(header).read
+    else:
         raise InputError(
             f"begins with {brief(','.join(header))}",
             path=path,
             line=1,
-            hint=f"The first line must be {','.join(COLUMNS)}.",
+            hint=f"The first line must be {','.join(COLUMNS)}, or have the columns {', '.join(BURST_COLUMNS)}.",
         )
     rows: list[tuple[int, int, int]] = []
     num_skipped = 0
@@ -51,23 +62,26 @@ def _trace(path: Path, lines: Any, *, skip_bad_lines: bool) -> Trace:
         if not row:
             continue
         try:
-            rows.append(_row(row))
+            read_row = read(row)
         except InputError as error:
             if not skip_bad_lines:
                 hint = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
                 raise InputError(error.what, path=path, line=lines.line_num, field=error.field, hint=hint) from error
             num_skipped += 1
+        else:
+            if read_row is not None:
+                rows.append(read_row)
     if not rows:
         raise InputError("has no requests", path=path, hint="A line has a time and two numbers of tokens.")
     first_ns = min(time_ns for time_ns, _, _ in rows)
     if max(time_ns for time_ns, _, _ in rows) - first_ns > LATEST_NS:
         raise InputError("has times more than 73 years apart", path=path, field="TIMESTAMP")
     requests = [
-        TraceRequest(index, time_ns - first_ns, _unlike_any_other(index, num_prompt), num_prompt, num_output)
+        TraceRequest(index, time_ns - first_ns, unlike_any_other(index, num_prompt), num_prompt, num_output)
         for index, (time_ns, num_prompt, num_output) in enumerate(rows)
     ]
     requests.sort(key=lambda request: request.arrival_ns)
-    return Trace(requests, unit_tokens=UNIT_TOKENS, name=path.name, num_skipped_lines=num_skipped)
+    return Trace(requests, unit_tokens=UNIT_TOKENS, knows_prefixes=False, name=path.name, num_skipped_lines=num_skipped)
 
 
 def _row(row: list[str]) -> tuple[int, int, int]:
@@ -92,6 +106,35 @@ def _row(row: list[str]) -> tuple[int, int, int]:
     return time_ns, tokens[0], tokens[1]
 
 
-def _unlike_any_other(index: int, num_tokens: int) -> bytes:
+class _BurstRows:
+    """Reads rows of BurstGPT."""
+
+    def __init__(self, header: tuple[str, ...]) -> None:
+        self._width = len(header)
+        self._places = [header.index(name) for name in BURST_COLUMNS]
+
+    def read(self, row: list[str]) -> tuple[int, int, int] | None:
+        """Return nanoseconds, prompt tokens and output tokens; None for a request that failed, with no answer."""
+        if len(row) != self._width:
+            raise InputError(f"has {len(row)} columns instead of {self._width}")
+        time, *counts = (row[place].strip() for place in self._places)
+        try:
+            seconds = float(time)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < 1e10:
+            raise InputError(f"must be a number of seconds of at least 0, got {time!r}", field=BURST_COLUMNS[0])
+        tokens = []
+        for name, text in zip(BURST_COLUMNS[1:], counts, strict=True):
+            if not text.isascii() or not text.removesuffix(".0").isdecimal():
+                raise InputError(f"must be a whole number, got {text!r}", field=name)
+            tokens.append(int(text.removesuffix(".0")))
+        if not tokens[0]:
+            raise InputError("must be at least 1, got 0", field=BURST_COLUMNS[1])
+        return (round(seconds * 1e9), tokens[0], tokens[1]) if tokens[1] else None
+
+
+def unlike_any_other(index: int, num_tokens: int) -> bytes:
+    """Return units of `UNIT_TOKENS` tokens that no other row has."""
     first = index << 32
     return pack_units(list(range(first, first + -(-num_tokens // UNIT_TOKENS))))

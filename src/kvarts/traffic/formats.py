@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from pathlib import Path
+
+import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.files import reading
@@ -12,28 +16,56 @@ from kvarts.traffic.trace import Trace
 __all__ = ["load_trace"]
 
 HEAD_BYTES = 1 << 16
+MOST_LINE_BYTES = 1 << 24
 
 
 def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_bad_lines: bool = False) -> Trace:
     """Read a trace of any form that is known, by its name.
 
-    .csv: Azure's traces of 2023. .json, .json.gz, or a directory of these: sessions of kv-cache-tester. All else:
-    Mooncake's JSON lines, also in a .json that has them. Raise MissingFileError, or InputError with file and place.
+    .csv: Azure's traces of 2023, or BurstGPT. .json, .json.gz, or a directory of these: sessions of kv-cache-tester.
+    A .json may be a result of `vllm bench` or GuideLLM as well. All else: JSON lines of Mooncake, also in a .json that
+    has them, or, by the fields of the first line, Dynamo's request traces (also .jsonl.gz), AIPerf's exports,
+    Qwen-Bailian's, or a log of OpenAI-style responses. Raise MissingFileError, or InputError with file and place.
 
-    `trace_block_size`: tokens a hash id stands for, 512 unless given; Mooncake's form only.
+    `trace_block_size`: tokens a hash id stands for: 512 in Mooncake's form unless given, 16 in Qwen-Bailian's.
     `skip_bad_lines`: leave out and count lines that cannot be read; not for kv-cache-tester's form, which has none.
     """
     path = Path(path)
     if path.suffix == ".csv":
         from kvarts.traffic.azure import load_azure
 
-        if trace_block_size is not None:
-            raise ConfigError("is given, and the trace has no hash ids", path=path, field="trace_block_size")
+        _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
         return load_azure(path, skip_bad_lines=skip_bad_lines)
     if not _is_kv_cache_tester(path):
+        from kvarts.traffic.logs import load_bailian, load_usage_log
+
+        fields = _first_fields(path)
+        if "event_type" in fields:
+            from kvarts.traffic.records import load_dynamo
+
+            _refuse_block_size(path, trace_block_size, "the trace says it itself")
+            return load_dynamo(path, skip_bad_lines=skip_bad_lines)
+        if {"metadata", "metrics"} <= fields:
+            from kvarts.traffic.records import load_aiperf
+
+            _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
+            return load_aiperf(path, skip_bad_lines=skip_bad_lines)
+        if {"chat_id", "hash_ids"} <= fields:
+            return load_bailian(path, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
+        if {"created", "usage"} <= fields:
+            _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
+            return load_usage_log(path, skip_bad_lines=skip_bad_lines)
         return load_mooncake(path, trace_block_size=trace_block_size or 512, skip_bad_lines=skip_bad_lines)
     from kvarts.traffic.kv_cache_tester import load_kv_cache_tester
+    from kvarts.traffic.results import load_results, top_fields
 
+    if path.suffix == ".json" and {"input_lens", "benchmarks"} & top_fields(path):
+        _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
+        if skip_bad_lines:
+            raise ConfigError(
+                "a file of results is one object", path=path, field="skip_bad_lines", hint="Leave it out."
+            )
+        return load_results(path)
     if trace_block_size is not None:
         raise ConfigError(
             "is given, and the trace says it itself", path=path, field="trace_block_size", hint="Leave it out."
@@ -46,6 +78,23 @@ def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_ba
             hint="Leave it out, and mend or remove the file.",
         )
     return load_kv_cache_tester(path)
+
+
+def _refuse_block_size(path: Path, trace_block_size: int | None, why: str) -> None:
+    if trace_block_size is not None:
+        raise ConfigError(f"is given, and {why}", path=path, field="trace_block_size", hint="Leave it out.")
+
+
+def _first_fields(path: Path) -> set[str]:
+    """Return the names of the first line's fields; none where it is no JSON object, or no file. Raise InputError."""
+    if not path.is_file():
+        return set()  # what is a pipe can be read once only
+    try:
+        with reading(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            line = file.readline(MOST_LINE_BYTES)
+        return set(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
+    except (EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return set()  # and the reader says what is wrong
 
 
 def _is_kv_cache_tester(path: Path) -> bool:

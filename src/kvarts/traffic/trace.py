@@ -46,6 +46,7 @@ class Trace:
     `requests` may be any iterable; what is no list is read as it is needed, so it must come in arrival order.
     `has_output_tokens`: some request has `output_units`, so prompts have to be compared token by token.
     `has_sessions`: some request has a `session_id`; found out by itself for a list.
+    `knows_prefixes`: the recording says what prompts have in common; if not, every prompt is unlike any other.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Trace:
         unit_tokens: int = 1,
         has_output_tokens: bool = False,
         has_sessions: bool = False,
+        knows_prefixes: bool = True,
         name: str = "trace",
         num_skipped_lines: int = 0,
     ) -> None:
@@ -64,6 +66,7 @@ class Trace:
         if isinstance(requests, list):
             has_sessions = any(request.session_id is not None for request in requests)
         self.has_sessions = has_sessions
+        self.knows_prefixes = knows_prefixes
         self.name = name
         self.num_skipped_lines = num_skipped_lines
 

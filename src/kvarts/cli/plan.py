@@ -1,0 +1,269 @@
+"""`kvarts plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
+from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.cli.plan_asked import TIER_NAMES, Asked
+from kvarts.cli.plan_pictures import Pictures
+from kvarts.cli.plan_shares import Share, ShareType, divided
+from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.replay import all_sections, paths_in, read_settings
+from kvarts.cli.sample import load_traffic, over_sample_settings
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
+from kvarts.files import check_outputs
+from kvarts.limits import MOST_PAGES, brief
+from kvarts.sim.config import resolve_replay
+
+if TYPE_CHECKING:
+    from kvarts.settings import Given
+
+__all__ = ["plan_command"]
+
+MOST_USERS = 100_000
+POLICY_NAMES = (
+    "fifo, lfu, s3-fifo, arc, w-tinylfu, cost-aware, tail-first, adaptive, session-aware"  # and a test compares them
+)
+
+curves = grouped("Cache curves")
+latencies = grouped("Latencies")
+more = grouped("Beside the curve")
+results = grouped("Results")
+
+
+def _options() -> list[click.Parameter]:
+    by_flag: dict[str, click.Option] = {}
+    for option in options_of(all_sections()):
+        by_flag.setdefault(option.opts[0], option)
+    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
+
+
+def _is_count(text: str, most: int) -> bool:
+    """Return whether `text` is a whole number from 1 to `most`."""
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most
+
+
+class _Sizes(click.ParamType[Any]):
+    """Sizes in pages, with commas between them."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the sizes, as they were given."""
+        if not isinstance(value, str):
+            return value
+        sizes = [part.strip().replace("_", "") for part in value.split(",")]
+        if not all(_is_count(size, MOST_PAGES) for size in sizes):
+            self.fail(
+                f"{brief(value)} is not a list of whole numbers from 1 to {MOST_PAGES:,}, such as 4000,16000",
+                param,
+                ctx,
+            )
+        return [int(size) for size in sizes]
+
+
+class _Prices(click.ParamType[Any]):
+    """Prices of tiers by their names."""
+
+    name = "prices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the prices by name."""
+        if not isinstance(value, str):
+            return value
+        prices: dict[str, float] = {}
+        for part in value.split(","):
+            name, _, text = part.strip().partition("=")
+            try:
+                price = float(text)
+            except ValueError:
+                price = -1.0
+            if name not in TIER_NAMES or not 1e-12 <= price <= 1e12:
+                self.fail(
+                    f"{brief(part)} is not TIER=X, a tier of {', '.join(TIER_NAMES)} and a number above 0", param, ctx
+                )
+            prices[name] = price
+        return prices
+
+
+class _Range(click.ParamType[Any]):
+    """Two whole numbers, as 1..200, or one."""
+
+    name = "range"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return both ends."""
+        if not isinstance(value, str):
+            return value
+        low, dots, high = value.partition("..")
+        ends = [low, high if dots else low]
+        if not all(_is_count(end, MOST_USERS) for end in ends):
+            self.fail(f"{brief(value)} is not a range such as 1..200, up to {MOST_USERS:,}", param, ctx)
+        if int(ends[0]) > int(ends[1]):
+            self.fail(f"{brief(value)} ends before it begins", param, ctx)
+        return int(ends[0]), int(ends[1])
+
+
+@click.command("plan", cls=GroupedCommand, params=_options(), no_args_is_help=False)
+@click.option("--config", "config_file", metavar="FILE", type=INPUT,
+              help="TOML file with these settings by their long names, and trace or a [workload] table. Options given "
+              "here win.")  # fmt: skip
+@results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
+@results("--html", "html_file", metavar="FILE", type=OUTPUT,
+         help="Write a page with charts to FILE, which needs nothing else.")  # fmt: skip
+@results("--plot", "plot_files", metavar="FILE", type=OUTPUT, multiple=True,
+         help="Write the charts to FILE: a PNG if it ends in .png, else an SVG. Needs kvarts[plan].")  # fmt: skip
+@curves("--at", "sizes", metavar="PAGES", type=_Sizes(),
+        help="Sizes to look at, such as 4000,16000. [the knees, and sizes for 50 to 100 % of the hits]")  # fmt: skip
+@curves("--outputs", "count_outputs", is_flag=True,
+        help="Let generated tokens that are not known take pages as well, as an engine's do.")  # fmt: skip
+@curves("--sample", "rate", metavar="RATE", type=click.FloatRange(0, 1, min_open=True),
+        help="Estimate the curve from this share of the pages, and say how far off it may be; the trace is read as a "
+        "stream.")  # fmt: skip
+@more(
+    "--policy",
+    "policies",
+    metavar="NAME",
+    multiple=True,
+    help="An eviction policy to compare with LRU: " + POLICY_NAMES + ", or module:Class. May be given again.",
+)
+@more("--league", is_flag=True, help="Compare all of these.")
+@more(
+    "--price",
+    "prices",
+    metavar="TIER=X,..",
+    type=_Prices(),
+    help="What a GiB of device, host and disk costs: what the next GiB of each saves is said for its price as well.",
+)
+@more(
+    "--share",
+    "shares",
+    metavar="NAME=TRACE,..",
+    type=ShareType(),
+    multiple=True,
+    help="A model and its trace, with model=NAME or bytes=N a token, and weight=X: divides --kv-memory by what the "
+    "next byte gains. Once for each of several models.",
+)
+@latencies(
+    "--users",
+    metavar="LOW..HIGH",
+    type=_Range(),
+    help="How many users fit: sessions of the trace as a closed loop, so many at a time.",
+)
+@latencies("--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
+           help="An SLO is kept where this share of the requests keeps it. [0.99]")  # fmt: skip
+@latencies("--curves-only", is_flag=True, help="Replay nothing, also where model and device are given.")
+def plan_command(
+    trace: Path | None,
+    config_file: Path | None,
+    as_json: bool,
+    sizes: list[int] | None,
+    count_outputs: bool,
+    rate: float | None,
+    slo_share: float,
+    curves_only: bool,
+    policies: tuple[str, ...],
+    league: bool,
+    prices: dict[str, float] | None,
+    shares: tuple[Share, ...],
+    users: tuple[int, int] | None,
+    html_file: Path | None,
+    plot_files: tuple[Path, ...],
+    **params: Any,
+) -> None:
+    """Say what each size of KV memory buys on a TRACE: hits of all sizes at once, beside the best there could be.
+
+    TRACE is what `kvarts replay` takes; without it, the bundled sample is planned for. With a model and a device, or a
+    cost, it is replayed at some sizes as well, and with an SLO the least that keeps it is found, and the largest rate.
+    The plan goes to standard output, everything else to standard error.
+    """
+    from kvarts.cli import plan_table
+
+    sections = all_sections()
+    given = given_by_flags(params, sections).over(read_settings(config_file, sections))
+    pictures = Pictures(html_file, plot_files)
+    named = [given.path_of("trace")] if "trace" in given else []
+    check_outputs(pictures.paths, [*named, *paths_in(given), *(share.trace for share in shares)])
+    if shares:
+        if pictures.paths:
+            raise ConfigError("has nothing to draw here", field="share", hint="Leave out --html and --plot.")
+        _print(divided(shares, given, _page_size(given)), as_json, plan_table.render_shares)
+        return
+    if rate is not None:
+        if pictures.paths:
+            raise ConfigError("has nothing to draw", field="sample", hint="Leave out --html and --plot.")
+        _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, plan_table.render_sample)
+        return
+    from kvarts.plan.cache import CachePlan
+
+    if trace is None and config_file is None:
+        given = over_sample_settings(given, sections)
+    config = None
+    if not curves_only and any(key in given for key in ("model", "device", "cost")):
+        config = resolve_replay(given, sections)
+    traffic = load_traffic(given, trace)
+    if not traffic.knows_prefixes:
+        click.echo("kvarts: the trace does not tell what prompts have in common: no curve rises above 0", err=True)
+    asked = Asked(given, trace, config_file, traffic, config, slo_share)
+    if users is not None:
+        values = asked.users(*users)
+        pictures.write(values)
+        if not pictures.are_printed:
+            _print(values, as_json, plan_table.render_users)
+        return
+    plan = CachePlan(traffic, _page_size(given), count_outputs=count_outputs)
+    looked_at = sizes
+    if sizes is None and config is not None:
+        sizes = sorted({*plan.default_sizes(), config.num_pages})
+    values = plan.to_builtins(sizes)
+    values["command"] = asked.plan_command()
+    for point in values["at"]:
+        point["command"] = asked.plan_command("--at", str(point["pages"]))
+    if policies or league:
+        values["league"] = asked.league(plan, policies, league, looked_at)
+    if config is not None:
+        values["tiers"] = asked.tiers(plan, prices)
+        values["latency"] = asked.latency(plan)
+    elif prices is not None:
+        raise ConfigError("needs a model and a device, or a cost", field="--price", hint="Give --model and --device.")
+    pictures.write(values)
+    if not pictures.are_printed:
+        _print(values, as_json, plan_table.render)
+
+
+def _sampled(
+    given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
+) -> dict[str, Any]:
+    """Return an estimate. Mooncake's form is read as a stream; other forms as a whole."""
+    from kvarts.cli.sample import reading_of
+    from kvarts.plan.sampled import SampledCurve
+    from kvarts.traffic.mooncake import MooncakeReader
+    from kvarts.traffic.trace import Trace
+
+    if count_outputs:
+        raise ConfigError("cannot be counted in a sample", field="--outputs", hint="Leave out --outputs or --sample.")
+    page_size = _page_size(given)
+    reading = reading_of(given)
+    if trace is not None and trace.suffix == ".jsonl" and "workload" not in given:
+        unit_tokens = reading.pop("trace_block_size", None) or 512
+        reader = MooncakeReader(trace, trace_block_size=unit_tokens, **reading)
+        return SampledCurve(Trace(reader, unit_tokens=unit_tokens, name=trace.name), page_size, rate).to_builtins(sizes)
+    return SampledCurve(load_traffic(given, trace), page_size, rate).to_builtins(sizes)
+
+
+def _page_size(given: Given) -> int:
+    return given.build(EngineConfig).page_size if "page_size" in given else EngineConfig().page_size
+
+
+def _print(plan: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:
+    if as_json:
+        print_json(plan)
+    else:
+        print_bytes(render(plan).encode())

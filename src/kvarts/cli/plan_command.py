@@ -1,0 +1,60 @@
+"""The command line that replays one option of a plan."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvarts.settings import Given, Section
+
+__all__ = ["command_line"]
+
+DROPPED_BY = {"pages": ("kv_memory",), "speedup": ("concurrency",)}
+
+
+def command_line(
+    given: Given,
+    sections: Sequence[Section],
+    trace: Path | None,
+    config_file: Path | None,
+    changes: Mapping[str, Any],
+) -> str:
+    """Return `kvarts replay` with what was given on the command line, `changes` by their keys in its place."""
+    words = ["kvarts", "replay"]
+    if trace is not None:
+        words.append(str(trace))
+    if config_file is not None:
+        words += ["--config", str(config_file)]
+    dropped = {key for changed in changes for key in DROPPED_BY.get(changed, ())}
+    for section in sections:
+        if section.is_named:
+            continue
+        for setting in section.settings:
+            if setting.flag is None or setting.key in dropped:
+                continue
+            if setting.flag in words:
+                continue
+            if setting.key in changes:
+                value = changes[setting.key]
+            elif setting.key in given and _is_from_command_line(given, setting.key):
+                value = given[setting.key]
+            else:
+                continue
+            if value is True:
+                words.append(setting.flag)
+            elif value is not False:
+                words += [setting.flag, _text(value)]
+    return shlex.join(words)
+
+
+def _is_from_command_line(given: Given, key: str) -> bool:
+    """Return whether the value was given on the command line; what a file gave comes with the file."""
+    return given.source_of(key).path is None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)

@@ -1,0 +1,41 @@
+"""Where the charts of a plan go: a page of HTML, pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvarts.files import check_writable, is_standard_output, write_whole
+
+__all__ = ["Pictures"]
+
+
+class Pictures:
+    """Files that charts are written to, checked before anything is computed. Raises ConfigError and OutputError."""
+
+    def __init__(self, html_file: Path | None, plot_files: tuple[Path, ...]) -> None:
+        self._html_file = html_file
+        self._plot_files = plot_files
+        self.paths = [*plot_files, *([html_file] if html_file is not None else [])]
+        if plot_files:
+            from kvarts.plan.pictures import check_installed
+
+            check_installed()
+        for path in self.paths:
+            check_writable(path)
+
+    @property
+    def are_printed(self) -> bool:
+        """Whether one of them goes to standard output, where nothing else does then."""
+        return any(map(is_standard_output, self.paths))
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Write all of them."""
+        if self._html_file is not None:
+            from kvarts.plan.page import render_page
+
+            write_whole(self._html_file, render_page(values))
+        for path in self._plot_files:
+            from kvarts.plan.pictures import draw
+
+            write_whole(path, draw(values, "png" if path.suffix == ".png" else "svg"))

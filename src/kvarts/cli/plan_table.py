@@ -1,0 +1,240 @@
+"""A plan as tables for people, at most 80 columns wide."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+from typing import Any
+
+from kvarts.cli.table import as_number, as_percent
+
+__all__ = ["render", "render_sample", "render_shares", "render_users"]
+
+GIB = 1 << 30
+LATENCY_HEADING = (
+    f"{'replicas':>8}{'pages':>12}{'rate':>8}{'hits':>9}{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>11}{'SLO kept':>10}"
+)
+ORIGINS = {
+    "own_history": "own session",
+    "shared_prefix": "own session and others",
+    "other_requests": "other requests",
+}
+
+
+def render(plan: dict[str, Any]) -> str:
+    """Return the tables, with a line end."""
+    most = as_percent(plan["most_hit_ratio"])
+    lines = [
+        *_heading(plan),
+        f"prefix LRU, one request at a time; hits are at most {most} of prompt tokens,",
+        f"with {plan['most_pages']:,} pages",
+        "",
+        f"{'pages':>14}{'tokens':>16}{'hits':>10}{'optimum':>10}{'evicted':>12}",
+    ]
+    knees = {point["pages"] for point in plan["knees"]}
+    num_tokens = plan["num_prompt_tokens"]
+    for point in plan["at"]:
+        evicted = point["computed_tokens"]["evicted"] / num_tokens
+        note = "knee" if point["pages"] in knees else ""
+        lines.append(
+            f"{point['pages']:>14,}{point['tokens']:>16,}{as_percent(point['hit_ratio']):>10}"
+            f"{as_percent(point['optimum_hit_ratio']):>10}{as_percent(evicted):>12}   {note}".rstrip()
+        )
+    if plan["at"]:
+        lines += _details(plan, _looked_at(plan))
+    lines += [*_league(plan), *_tiers(plan), *_latencies(plan)]
+    return "\n".join(lines) + "\n"
+
+
+def render_users(plan: dict[str, Any]) -> str:
+    """Return the table of how many users fit, with a line end."""
+    users = plan["users"]
+    lines = [
+        f"{plan['trace']}: {users['num_sessions']:,} sessions, a user in one at a time",
+        plan["setting"],
+        "",
+        f"{'users':>8}{'hits':>9}{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>11}{'requests/s':>12}{'SLO kept':>10}",
+    ]
+    lines += [
+        f"{point['users']:>8}{as_percent(point['hit_ratio']):>9}{as_number(point['ttft_ms']['p50']):>11}"
+        f"{as_number(point['ttft_ms']['p99']):>11}{as_number(point['tpot_ms']['p99']):>11}"
+        f"{as_number(point['request_throughput_per_s']):>12}{as_percent(point['slo_ratio']):>10}"
+        for point in users["points"]
+    ]
+    fits, fails = users["fits"], users["fails_at"]
+    if users["slo_share"] is not None:
+        share = f"{users['slo_share']:.0%} of the requests"
+        if fits is None:
+            lines += ["", f"{fails:,} users are too many: the SLO is not kept for {share}"]
+        else:
+            until = "and no limit was found" if fails is None else f"with {fails:,} it is not"
+            lines += ["", f"{fits:,} users fit: the SLO is kept for {share}, {until}"]
+            lines += [f"  {point['command']}" for point in users["points"] if point["users"] == fits]
+    return "\n".join(lines) + "\n"
+
+
+def render_shares(plan: dict[str, Any]) -> str:
+    """Return the table of shares, with a line end."""
+    lines = [
+        f"{plan['bytes'] / GIB:,.2f} GiB, pages of {plan['page_size']} tokens, one request at a time",
+        "",
+        f"{'shares':<12}{'model':<20}{'GiB':>10}{'pages':>12}{'hits':>10}",
+    ]
+    for way, share in plan["shares"].items():
+        for name, model in share["models"].items():
+            note = "" if model["fits_every_request"] else "   too small for its largest request"
+            lines.append(
+                f"{way:<12}{name[:19]:<20}{model['bytes'] / GIB:>10,.2f}{model['pages']:>12,}"
+                f"{as_percent(model['hit_ratio']):>10}{note}"
+            )
+        lines.append(f"{'':<12}{'all':<42}{as_percent(share['hit_ratio']):>10}")
+    return "\n".join(lines) + "\n"
+
+
+def render_sample(plan: dict[str, Any]) -> str:
+    """Return the table of an estimate, with a line end."""
+    sample = plan["sample"]
+    lines = [
+        *_heading(plan),
+        f"estimated from {sample['num_pages']:,} pages, {as_percent(sample['rate'])} of all",
+        "",
+        f"{'pages':>14}{'tokens':>16}{'hits':>10}{'+-':>10}",
+    ]
+    lines += [
+        f"{point['pages']:>14,}{point['pages'] * plan['page_size']:>16,}{as_percent(point['hit_ratio']):>10}"
+        f"{as_percent(point['error']):>10}"
+        for point in plan["at"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _heading(plan: dict[str, Any]) -> list[str]:
+    return [
+        f"{plan['trace']}: {plan['num_requests']:,} requests, {plan['num_prompt_tokens']:,} prompt tokens",
+        f"pages of {plan['page_size']} tokens",
+    ]
+
+
+def _looked_at(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the point that details are given of: the middle knee among those looked at, or the middle point."""
+    knees = [point["pages"] for point in plan["knees"]]
+    among = [point for point in plan["at"] if point["pages"] in knees] or plan["at"]
+    point: dict[str, Any] = among[len(among) // 2]
+    return point
+
+
+def _details(plan: dict[str, Any], point: dict[str, Any]) -> list[str]:
+    computed = point["computed_tokens"]
+    tokens = plan["num_prompt_tokens"]
+    lines = [
+        "",
+        f"with {point['pages']:,} pages, of prompt tokens",
+        _row("found", point["hit_tokens"], tokens),
+        _row("evicted", computed["evicted"], tokens),
+        _row("not in full pages", computed["unaligned"], tokens),
+        _row("never seen before", computed["never_seen"], tokens),
+        "",
+        f"{'':<26}{'found':>18}{'evicted':>18}",
+    ]
+    for title, key, names in (
+        ("from ", "by_origin", ORIGINS),
+        ("after ", "by_age", None),
+        ("turn ", "by_turn", None),
+        ("tenant ", "by_tenant", None),
+    ):
+        for name, count in point.get(key, {}).items():
+            if count["hit_tokens"] or count["evicted_tokens"]:
+                text = f"{title}{name if names is None else names[name]}"
+                lines.append(f"  {text[:24]:<24}{count['hit_tokens']:>18,}{count['evicted_tokens']:>18,}")
+    return lines
+
+
+def _row(name: str, tokens: int, of_all: int) -> str:
+    return f"  {name:<24}{tokens:>18,}{as_percent(tokens / of_all):>10}"
+
+
+def _league(plan: dict[str, Any]) -> list[str]:
+    """Return the policies side by side; nothing where none was asked for."""
+    rows = plan.get("league", [])
+    if not rows:
+        return []
+    lines = ["", "policies, one request at a time; gap: how much of that from LRU to the optimum is closed", ""]
+    lines.append(f"{'pages':>14}  {'policy':<32}{'hits':>10}{'gap':>10}")
+    lines += [
+        f"{row['pages']:>14,}  {row['policy'][-31:]:<32}{as_percent(row['hit_ratio']):>10}"
+        f"{as_percent(row['gap_closed']):>10}"
+        for row in rows
+        if "replayed" not in row
+    ]
+    replayed = [row for row in rows if "replayed" in row]
+    if replayed:
+        lines += ["", f"the same, replayed with {replayed[0]['pages']:,} pages", ""]
+        lines.append(f"  {'policy':<28}{'hits':>9}{'TTFT mean':>12}{'p99':>11}{'goodput/s':>11}")
+        lines += [
+            f"  {row['policy'][-27:]:<28}{as_percent(row['hit_ratio']):>9}{as_number(row['ttft_ms']['mean']):>12}"
+            f"{as_number(row['ttft_ms']['p99']):>11}{as_number(row['goodput_per_s']):>11}"
+            for row in replayed
+        ]
+    return lines
+
+
+def _tiers(plan: dict[str, Any]) -> list[str]:
+    """Return what memory below the device buys; nothing without a model."""
+    tiers = plan.get("tiers")
+    if tiers is None:
+        return []
+    lines = [
+        "",
+        "device and host memory together, as one LRU list",
+        "",
+        f"{'device GiB':>12}{'host GiB':>12}{'device':>10}{'host':>10}{'prefill saved':>18}",
+    ]
+    lines += [
+        f"{point['gib']['device']:>12,.1f}{point['gib']['host']:>12,.1f}{as_percent(point['hit_ratio']['device']):>10}"
+        f"{as_percent(point['hit_ratio']['host']):>10}{as_number(point['saved_s_per_hour']):>13} s/h"
+        for point in tiers["curve"]
+    ]
+    lines += ["", "the next GiB saves"]
+    for each in tiers["next_gib"]:
+        text = f"  {each['tier']:<8}{as_number(each['saved_s_per_hour']):>10} s/h"
+        text += f"{as_number(each['saved_ms_per_request']):>10} ms a request"
+        if each["price"] is not None:
+            text += f"{as_number(each['saved_s_per_price']):>12} s for a unit of price"
+        lines.append(text)
+    if tiers["best_buy"] is not None:
+        lines.append(f"  {tiers['best_buy']} memory saves most for its price")
+    return lines
+
+
+def _latencies(plan: dict[str, Any]) -> list[str]:
+    """Return the part on replays; nothing where there were none."""
+    latency = plan.get("latency")
+    if latency is None:
+        return []
+    lines = [
+        "",
+        f"replayed: {latency['setting']}",
+        "",
+        LATENCY_HEADING,
+    ]
+    lines += [
+        f"{point['replicas']:>8}{point['pages']:>12,}{point['rate']:>8.3g}{as_percent(point['hit_ratio']):>9}"
+        f"{as_number(point['ttft_ms']['p50']):>11}{as_number(point['ttft_ms']['p99']):>11}"
+        f"{as_number(point['tpot_ms']['p99']):>11}{as_percent(point['slo_ratio']):>10}"
+        for point in latency["points"]
+    ]
+    largest = latency["largest_rate"]
+    if largest is not None:
+        lines += ["", _largest(largest)]
+    for option in latency["options"]:
+        lines += ["", f"{option['name']}: {option['what']}", f"  {option['command']}"]
+        for text in option["notes"]:
+            lines += wrap(text, width=80, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return lines
+
+
+def _largest(largest: dict[str, Any]) -> str:
+    rate, fails_at = largest["rate"], largest["fails_at"]
+    if rate is None:
+        return f"no rate down to {fails_at:.3g} times that of the trace keeps the SLO"
+    until = "no limit was found" if fails_at is None else f"{fails_at:.3g} times does not"
+    return f"{rate:.3g} times the rate of the trace keeps the SLO, {until}"

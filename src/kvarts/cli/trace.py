@@ -1,0 +1,200 @@
+"""`kvarts trace`: what a trace says, and traces made from traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.options import Command
+from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.table import as_number
+from kvarts.errors import ConfigError
+from kvarts.units import parse_duration_s
+
+if TYPE_CHECKING:
+    from kvarts.traffic.trace import Trace
+
+__all__ = ["trace_command"]
+
+INFO_PAGE_SIZE = 16
+
+
+class _Duration(click.ParamType[int]):
+    """A duration such as 10m, in nanoseconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return nanoseconds."""
+        try:
+            return value if isinstance(value, int) else round(parse_duration_s(value) * 1e9)
+        except ConfigError as error:
+            self.fail(f"{error.what}. {error.hint}", param, ctx)
+
+
+def _reading(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of how traces are read."""
+    command = click.option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read.")(command)
+    return click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
+                        help="Tokens that a hash id stands for.")(command)  # fmt: skip
+
+
+def _writing(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the option of where a trace goes, and those of how one is read."""
+    command = click.option("-o", "--output", metavar="FILE", type=OUTPUT,
+                           help="Write to FILE instead of standard output.")(command)  # fmt: skip
+    return _reading(command)
+
+
+@click.group("trace")
+def trace_command() -> None:
+    """Look at traces, and make traces from traces.
+
+    A TRACE is what `kvarts replay` takes. What is made is Mooncake's JSON lines, on standard output.
+    """
+
+
+@trace_command.command("info", cls=Command)
+@click.argument("trace", type=INPUT)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_reading
+def info_command(trace: Path, as_json: bool, **reading: Any) -> None:
+    """Say what is in a TRACE, and whether it tells what prompts have in common."""
+    values = _info(_load(trace, reading))
+    if as_json:
+        print_json(values)
+        return
+    print_bytes("".join(f"{name:<24}{_text(value)}\n" for name, value in values.items()).encode())
+
+
+@trace_command.command("convert", cls=Command)
+@click.argument("trace", type=INPUT)
+@_writing
+def convert_command(trace: Path, output: Path | None, **reading: Any) -> None:
+    """Write a TRACE of any form as Mooncake's JSON lines."""
+    _write(_load(trace, reading), output)
+
+
+@trace_command.command("slice", cls=Command)
+@click.argument("trace", type=INPUT)
+@click.option("--from", "begin_ns", metavar="TIME", type=_Duration(), default="0s", help="Requests from TIME on.")
+@click.option("--to", "end_ns", metavar="TIME", type=_Duration(), help="Requests before TIME, such as 10m.")
+@click.option("--first", metavar="N", type=click.IntRange(min=0), default=0, help="Leave out N requests of these.")
+@click.option("--count", metavar="N", type=click.IntRange(min=1), help="Keep N requests of what is left.")
+@_writing
+def slice_command(
+    trace: Path, output: Path | None, begin_ns: int, end_ns: int | None, first: int, count: int | None, **reading: Any
+) -> None:
+    """Cut a part out of a TRACE; the first request of the part arrives at 0."""
+    from kvarts.traffic.editing import sliced
+
+    part = sliced(_load(trace, reading), begin_ns=begin_ns, end_ns=end_ns, first=first, count=count)
+    _write(part, output)
+
+
+@trace_command.command("merge", cls=Command)
+@click.argument("traces", type=INPUT, nargs=-1, required=True)
+@click.option("--same-ids", is_flag=True, help="Equal hash ids of two traces stand for equal tokens.")
+@_writing
+def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool, **reading: Any) -> None:
+    """Write all requests of several TRACES, each at its time; they share nothing unless --same-ids says so."""
+    from kvarts.traffic.editing import merged
+
+    _write(merged([_load(trace, reading) for trace in traces], same_ids=same_ids), output)
+
+
+@trace_command.command("scale", cls=Command)
+@click.argument("trace", type=INPUT)
+@click.option("--rate", metavar="X", type=float, default=1.0, help="Divide times and delays by X.")
+@click.option("--copies", metavar="N", type=click.IntRange(min=1), default=1,
+              help="Write each request N times: users that share nothing.")  # fmt: skip
+@click.option("--spread", "spread_ns", metavar="TIME", type=_Duration(),
+              help="Let sessions begin evenly over TIME.")  # fmt: skip
+@_writing
+def scale_command(
+    trace: Path, output: Path | None, rate: float, copies: int, spread_ns: int | None, **reading: Any
+) -> None:
+    """Write a TRACE at another rate, for more users, or with sessions that begin one after the other."""
+    from kvarts.traffic.editing import repeated, scaled, spread
+
+    changed = _load(trace, reading)
+    if copies > 1:
+        changed = repeated(changed, copies)
+    if spread_ns is not None:
+        changed = spread(changed, spread_ns)
+    _write(scaled(changed, rate), output)
+
+
+@trace_command.command("anonymize", cls=Command)
+@click.argument("trace", type=INPUT)
+@_writing
+def anonymize_command(trace: Path, output: Path | None, **reading: Any) -> None:
+    """Number ids, sessions and tenants of a TRACE anew, so that only lengths, times and what is shared stay."""
+    from kvarts.traffic.editing import anonymized
+
+    _write(anonymized(_load(trace, reading)), output)
+
+
+def _load(path: Path, reading: dict[str, Any]) -> Trace:
+    from kvarts.traffic.formats import load_trace
+
+    return load_trace(path, **reading)
+
+
+def _write(trace: Trace, output: Path | None) -> None:
+    from kvarts.files import check_writable, whole_file
+    from kvarts.traffic.writing import mooncake_lines
+
+    if output is None:
+        print_bytes(b"".join(mooncake_lines(trace)))
+    else:
+        check_writable(output)
+        with whole_file(output) as file:
+            file.writelines(mooncake_lines(trace))
+    if not trace.knows_prefixes:
+        click.echo("kvarts: the trace does not tell what prompts have in common: no two of them share a page", err=True)
+    if trace.unit_tokens != 512:
+        click.echo(f"kvarts: a hash id stands for {trace.unit_tokens} tokens: read it with "
+                   f"--trace-block-size {trace.unit_tokens}", err=True)  # fmt: skip
+
+
+def _info(trace: Trace) -> dict[str, Any]:
+    import numpy as np
+
+    from kvarts.traffic.working_set import working_set_pages
+
+    requests = trace.requests or []
+    prompts = np.array([request.num_prompt_tokens for request in requests])
+    outputs = np.array([request.num_output_tokens for request in requests])
+    duration_s = max(request.arrival_ns for request in requests) / 1e9
+    return {
+        "trace": trace.name,
+        "num_requests": len(requests),
+        "duration_s": duration_s,
+        "requests_per_s": len(requests) / duration_s if duration_s else None,
+        "num_prompt_tokens": int(prompts.sum()),
+        "mean_prompt_tokens": float(prompts.mean()),
+        "max_prompt_tokens": int(prompts.max()),
+        "num_output_tokens": int(outputs.sum()),
+        "mean_output_tokens": float(outputs.mean()),
+        "max_output_tokens": int(outputs.max()),
+        "num_sessions": len({request.session_id for request in requests} - {None}),
+        "num_tenants": len({request.tenant for request in requests} - {None}),
+        "tokens_per_id": trace.unit_tokens,
+        "knows_prefixes": trace.knows_prefixes,
+        "knows_outputs": trace.has_output_tokens,
+        "working_set_tokens": (working_set_pages(trace, INFO_PAGE_SIZE) or 0) * INFO_PAGE_SIZE,
+        "num_skipped_lines": trace.num_skipped_lines,
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if isinstance(value, str) else as_number(value)

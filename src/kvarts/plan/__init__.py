@@ -1,0 +1,1 @@
+"""How much memory, which policy, how many replicas: cache curves of all sizes, and replays at chosen points."""

@@ -1,0 +1,130 @@
+"""Hits of prefix LRU for every pool size at once: stack distances, in pages, of spans.
+
+What is computed is exactly this simulation, run for every number of pages C (`docs/guide-plan.md` has it in words):
+
+    cached = []                                   # the page used longest ago first
+    for each request, in the order of the trace:
+        hits = number of its pages, from the first on and before its last token, that are all in cached
+        cached = [pages that it does not have] + [its pages, the deepest first]
+        cached = the last C of these
+
+With outputs counted, a request also has pages that no other one has, deeper than those known.
+
+A page is found by all C above its stack distance: the pages used after it, and those before it in its own sequence.
+Distances grow by one from page to page of a span, so a span is one line that rises by a page a page.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from kvarts.columns import Column
+from kvarts.plan.reuse import Reuse
+
+__all__ = ["HitCurve", "lru_curve", "stack_distances"]
+
+
+class HitCurve:
+    """How many tokens are hits, by the number of pages. Linear between `sizes`, exact at every whole number."""
+
+    def __init__(self, distances: Column, num_pages: Column, *, page_size: int, num_prompt_tokens: int) -> None:
+        """Add up spans: `num_pages` of each can be found, the first by caches larger than its distance."""
+        counted = num_pages > 0
+        first, last = distances[counted], distances[counted] + num_pages[counted]
+        self.page_size = page_size
+        self.num_prompt_tokens = num_prompt_tokens
+        changes, where = np.unique(np.concatenate([first, last]), return_inverse=True)
+        slopes = np.bincount(where, np.repeat([1, -1], [len(first), len(last)]), len(changes)).astype(np.int64)
+        slopes = np.cumsum(slopes)
+        steps = np.diff(changes) * slopes[:-1]
+        bends = np.ones(len(changes), bool)
+        bends[1:] = np.diff(slopes) != 0
+        hits = np.concatenate([[0], np.cumsum(steps)]) if len(changes) else np.zeros(0, np.int64)
+        self.sizes: Column = np.concatenate([[0], changes[bends]]).astype(np.int64)
+        """Pages at which the curve bends; the last one is where it ends to rise."""
+        self.hits: Column = np.concatenate([[0], hits[bends]]).astype(np.int64)
+        """Pages found, at `sizes`, by all requests together."""
+
+    def hit_pages(self, num_pages: int) -> int:
+        """Return how many pages all requests find together in a pool of `num_pages`."""
+        place = int(np.searchsorted(self.sizes, num_pages, side="right")) - 1
+        low, hits = int(self.sizes[place]), int(self.hits[place])
+        if place + 1 == len(self.sizes):
+            return hits
+        rise = (int(self.hits[place + 1]) - hits) * (num_pages - low)
+        return hits + rise // (int(self.sizes[place + 1]) - low)
+
+    def hit_ratio(self, num_pages: int) -> float:
+        """Return the share of prompt tokens that are hits in a pool of `num_pages`."""
+        return self._ratio(self.hit_pages(num_pages))
+
+    @cached_property
+    def most_pages(self) -> int:
+        """The smallest pool that loses nothing."""
+        return int(self.sizes[-1])
+
+    @property
+    def most_hit_ratio(self) -> float:
+        """The share of prompt tokens that are hits where nothing is evicted."""
+        return self._ratio(int(self.hits[-1]))
+
+    def size_for(self, share: float) -> int:
+        """Return the fewest pages with at least `share` of the hits that there can be."""
+        least = int(np.ceil(share * int(self.hits[-1])))
+        place = int(np.searchsorted(self.hits, least))
+        if place == 0 or not least:
+            return 0
+        low, hits = int(self.sizes[place - 1]), int(self.hits[place - 1])
+        rise, width = int(self.hits[place]) - hits, int(self.sizes[place]) - low
+        return low + -(-(least - hits) * width // rise)
+
+    def _ratio(self, hit_pages: int) -> float:
+        return hit_pages * self.page_size / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+
+def lru_curve(reuse: Reuse, distances: Column | None = None) -> HitCurve:
+    """Return the curve of prefix LRU. `distances`: those of `stack_distances`, where they are known already."""
+    if distances is None:
+        distances = stack_distances(reuse)
+    return HitCurve(distances, reuse.hittable, page_size=reuse.page_size, num_prompt_tokens=reuse.num_prompt_tokens)
+
+
+def stack_distances(reuse: Reuse) -> Column:
+    """Return for each span the pages used since, and those before it in its sequence; -1 where it was never seen.
+
+    A Fenwick tree by request has the pages that were last in it.
+    """
+    num_requests = len(reuse.num_pages)
+    tree = [0] * (num_requests + 1)
+    found = [-1] * len(reuse.request)
+    num_pages = (reuse.num_pages + reuse.num_private).tolist()
+    total = 0
+    now = 0
+    spans = zip(reuse.request.tolist(), reuse.start.tolist(), reuse.end.tolist(), reuse.previous.tolist(), strict=True)
+    for place, (request, start, end, previous) in enumerate(spans):
+        while now < request:
+            # All pages of the request before are last in it.
+            size = num_pages[now]
+            total += size
+            now += 1
+            index = now
+            while size and index <= num_requests:
+                tree[index] += size
+                index += index & -index
+        if previous < 0:
+            continue
+        older = 0
+        index = previous + 1
+        while index:
+            older += tree[index]
+            index &= index - 1
+        found[place] = start + total - older
+        size = end - start
+        total -= size
+        index = previous + 1
+        while index <= num_requests:
+            tree[index] -= size
+            index += index & -index
+    return np.array(found, np.int64)

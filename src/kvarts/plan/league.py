@@ -1,0 +1,149 @@
+"""Eviction orders side by side on one trace: hits one request at a time, and latencies under load.
+
+Both are the engine's own tree and pool. With LRU, hits one request at a time are the curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.kv.cache import PageCache
+from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.pool import CountPool
+from kvarts.kv.tree import PrefixTree
+from kvarts.plan import adaptive, orders, queues
+from kvarts.plan.cache import CachePlan
+from kvarts.plan.sessions import finishing
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace
+
+__all__ = ["ALL_POLICIES", "POLICIES", "League", "find_policy", "serial_hits"]
+
+MakeOrder = Callable[[], EvictionOrder]
+
+POLICIES: dict[str, MakeOrder] = {
+    "lru": LruOrder,
+    "fifo": orders.FifoOrder,
+    "lfu": orders.LfuOrder,
+    "s3-fifo": queues.S3FifoOrder,
+    "arc": queues.ArcOrder,
+    "w-tinylfu": queues.TinyLfuOrder,
+    "cost-aware": orders.CostAwareOrder,
+    "tail-first": orders.TailFirstOrder,
+    "adaptive": adaptive.AdaptiveOrder,
+}
+"""Orders that need nothing but what an order is told, by the names that the command line knows."""
+
+SESSION_AWARE = "session-aware"
+ALL_POLICIES = (*POLICIES, SESSION_AWARE)
+
+
+class League:
+    """Policies side by side on the trace of `plan`: at sizes one request at a time, and in replays under `config`.
+
+    `command`: answers the command line that shows the hit ratio of a policy at a size.
+    """
+
+    def __init__(
+        self,
+        plan: CachePlan,
+        policies: Sequence[str],
+        *,
+        config: ReplayConfig | None = None,
+        command: Callable[[str, int], str],
+        on_replay: Callable[[], object] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._makers = {name: find_policy(name, plan.trace) for name in dict.fromkeys(("lru", *policies))}
+        self._config = config
+        self._command = command
+        self._on_replay = on_replay
+
+    def to_builtins(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
+        """Return a row for each size and policy, and with a `config` one for its pages with latencies, JSON-able."""
+        return [self._row(name, size) for size in sizes for name in self._makers] + [
+            self._replayed(name, self._config) for name in self._makers if self._config is not None
+        ]
+
+    def _row(self, name: str, num_pages: int) -> dict[str, Any]:
+        plan = self._plan
+        point = plan.point(num_pages)
+        hits = serial_hits(plan.trace, plan.page_size, num_pages, self._makers[name])
+        hit_ratio = hits * plan.page_size / plan.num_prompt_tokens if plan.num_prompt_tokens else 0.0
+        gap = point["optimum_hit_ratio"] - point["hit_ratio"]
+        assert hits <= plan.optimum.hit_pages(num_pages), f"{name} finds more than the optimum"
+        return {
+            "policy": name,
+            "pages": num_pages,
+            "hit_ratio": hit_ratio,
+            "lru_hit_ratio": point["hit_ratio"],
+            "optimum_hit_ratio": point["optimum_hit_ratio"],
+            "gap_closed": (hit_ratio - point["hit_ratio"]) / gap if gap > 0 else None,
+            "command": self._command(name, num_pages),
+        }
+
+    def _replayed(self, name: str, config: ReplayConfig) -> dict[str, Any]:
+        if self._on_replay is not None:
+            self._on_replay()
+        summary = replay(self._plan.trace, msgspec.structs.replace(config, eviction=self._makers[name])).summary
+        goodput = summary["goodput"]
+        return {
+            "policy": name,
+            "pages": config.num_pages,
+            "replayed": True,
+            "hit_ratio": summary["prefix_hit_ratio"],
+            "ttft_ms": summary["ttft_ms"],
+            "goodput_per_s": None if goodput is None else goodput["requests_per_s"],
+            "slo_ratio": None if goodput is None else goodput["ratio"],
+            "command": self._command(name, config.num_pages),
+        }
+
+
+def find_policy(name: str, trace: Trace) -> MakeOrder:
+    """Return what makes an order: a name of POLICIES, or `module:Class`. Raise ConfigError for anything else.
+
+    An order that is told when sessions end learns it from `trace`, at the end of each.
+    """
+    if name == SESSION_AWARE:
+        return finishing(trace)
+    if name in POLICIES:
+        return POLICIES[name]
+    module, _, attribute = name.partition(":")
+    known = ", ".join(ALL_POLICIES)
+    hint = f"Give one of {known}, or module:Class of an EvictionOrder that Python can import."
+    if not module or not attribute:
+        raise ConfigError(f"{name!r} is no policy", field="policy", hint=hint)
+    try:
+        made: Any = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name!r} cannot be imported: {error}", field="policy", hint=hint) from error
+    if not callable(made):
+        raise ConfigError(f"{name!r} is not callable", field="policy", hint=hint)
+    make: MakeOrder = made
+    try:
+        make().released  # noqa: B018  (found before anything is replayed)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{name!r} makes no EvictionOrder: {error}", field="policy", hint=hint) from error
+    return make
+
+
+def serial_hits(trace: Trace, page_size: int, num_pages: int, make_order: MakeOrder) -> int:
+    """Return how many pages all requests find together; with LruOrder, that is the curve at `num_pages`."""
+    cache = PageCache(CountPool(num_pages), PrefixTree(make_order()))
+    hits = 0
+    for owner, request in enumerate(trace):
+        content = trace.content(request, page_size=page_size, owner=owner)
+        computed = (request.num_prompt_tokens + request.num_output_tokens - 1) // page_size
+        known = min(content.num_known_pages, computed, num_pages)
+        match = cache.match(content, known)
+        hits += min(match.num_pages, (request.num_prompt_tokens - 1) // page_size)
+        holding = cache.open(match)
+        cache.grow(holding, known)
+        cache.close(holding, content, known, known)
+    return hits

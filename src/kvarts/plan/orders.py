@@ -1,0 +1,203 @@
+"""Eviction orders that a league compares with LRU. Each is an `EvictionOrder` as the engine asks for one.
+
+They see what an order sees: runs, which of them are hit, released and evicted. Time is counted in releases. Caches of
+single objects know what was evicted by its key; a run is known by its tenant, its place in the prompt and its first
+page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from kvarts.content import PageKey
+from kvarts.kv.eviction import BaseOrder
+from kvarts.kv.node import Node
+
+__all__ = [
+    "CostAwareOrder",
+    "FifoOrder",
+    "LfuOrder",
+    "RankedOrder",
+    "RankedRuns",
+    "RunKey",
+    "TailFirstOrder",
+    "run_key",
+]
+
+Rank = tuple[float, ...]
+Entry = tuple[Rank, int, int, int, Node]
+RunKey = tuple[str | None, int, PageKey]
+
+LEAST_TO_CLEAN = 64
+
+
+def run_key(node: Node) -> RunKey:
+    """Return what a run is remembered by when it is gone."""
+    return node.content.salt, node.start, node.key
+
+
+class RankedRuns:
+    """Runs by rank, the lowest first; of equal ranks what was listed first, and of one path the deepest first."""
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        """Pages of all runs, as many as they had when they were listed."""
+        self._entries: dict[Node, Entry] = {}
+        self._sizes: dict[Node, int] = {}
+        self._heap: list[Entry] = []
+        self._num_pushed = 0
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._entries
+
+    def __iter__(self) -> Iterator[Node]:
+        return (entry[-1] for entry in sorted(self._entries.values(), key=lambda entry: entry[:-1]))
+
+    def add(self, node: Node, rank: Rank, now: int) -> None:
+        """List `node`, or list it anew."""
+        size = node.end - node.start
+        self.num_pages += size - self._sizes.get(node, 0)
+        self._sizes[node] = size
+        self._num_pushed += 1
+        entry = self._entries[node] = (rank, now, -node.start, self._num_pushed, node)
+        heappush(self._heap, entry)
+        if len(self._heap) > LEAST_TO_CLEAN + 4 * len(self._entries):
+            self._rebuild()
+
+    def remove(self, node: Node) -> None:
+        """Unlist `node`."""
+        del self._entries[node]
+        self.num_pages -= self._sizes.pop(node)
+
+    def split(self, head: Node, tail: Node) -> None:
+        """List `head` next to `tail`, which goes before it."""
+        rank, now, _, _, _ = self._entries[tail]
+        self.add(head, rank, now)
+        self.add(tail, rank, now)
+
+    def first(self) -> Node | None:
+        """Return the run of the lowest rank; None if there is none."""
+        if not self._entries:
+            return None
+        heap = self._heap
+        while self._entries.get(heap[0][-1]) is not heap[0]:
+            heappop(heap)
+        return heap[0][-1]
+
+    def first_free(self) -> Node | None:
+        """Return the run of the lowest rank that no transfer holds; None if there is none."""
+        node = self.first()
+        if node is None or not node.holds:
+            return node
+        return next((node for node in self if not node.holds), None)
+
+    def rank_of(self, node: Node) -> Rank:
+        """Return the rank of a listed run."""
+        return self._entries[node][0]
+
+    def listed_at(self, node: Node) -> int:
+        """Return when a listed run was listed."""
+        return self._entries[node][1]
+
+    def _rebuild(self) -> None:
+        self._heap = list(self._entries.values())
+        heapify(self._heap)
+
+
+class RankedOrder(BaseOrder):
+    """Evicts the run of the lowest rank. A subclass says what the rank is.
+
+    `place` of a run is how often it was hit, and the time of its first release.
+    """
+
+    def __init__(self) -> None:
+        self.runs = RankedRuns()
+        self.now = 0
+
+    def rank(self, node: Node, hits: int, born: int) -> Rank:
+        """Return the rank of a run that is released now."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Node]:
+        """Return all listed runs, the lowest rank first."""
+        return iter(self.runs)
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """List `nodes` by their ranks."""
+        self.now += 1
+        for node in nodes:
+            hits, born = node.place or (0, self.now)
+            node.place = (hits, born)
+            self.runs.add(node, self.rank(node, hits, born), self.now)
+
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Unlist `nodes`, and count a hit of every run of `path`."""
+        for node in nodes:
+            self.runs.remove(node)
+        for node in path:
+            hits, born = node.place or (0, self.now)
+            node.place = (hits + 1, born)
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`."""
+        self.runs.remove(node)
+
+    def split(self, head: Node, tail: Node) -> None:
+        """List `head` with the rank of `tail`."""
+        self.runs.split(head, tail)
+
+    def next_run(self) -> Node:
+        """Return the run of the lowest rank that no transfer holds."""
+        node = self.runs.first_free()
+        assert node is not None, "nothing to evict is listed"
+        return node
+
+
+class FifoOrder(RankedOrder):
+    """What came first goes first, however often it was hit."""
+
+    def rank(self, node: Node, hits: int, born: int) -> Rank:
+        """Return when the run came."""
+        return (born,)
+
+
+class LfuOrder(RankedOrder):
+    """What was hit least often goes first, and of that what was released first."""
+
+    def rank(self, node: Node, hits: int, born: int) -> Rank:
+        """Return the hits."""
+        return (hits,)
+
+
+class TailFirstOrder(RankedOrder):
+    """What is deepest in its prompt goes first: beginnings are what prompts share."""
+
+    def rank(self, node: Node, hits: int, born: int) -> Rank:
+        """Return how near to the beginning the run is."""
+        return (-node.start,)
+
+
+class CostAwareOrder(RankedOrder):
+    """GreedyDual: what is cheap to compute goes first, and what was not used for long becomes cheap.
+
+    A page costs its linear layers and attention to all before it. The rank is that cost, in pages at the beginning of
+    a prompt, above the rank of what was evicted last.
+    """
+
+    EVEN_TOKENS = 30_000
+    """Where in a prompt attention costs as much as all else: about that of an 8B model with full attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inflation = 0.0
+
+    def rank(self, node: Node, hits: int, born: int) -> Rank:
+        """Return what computing a page of the run saves, above what is evicted now."""
+        middle = (node.start + node.end) / 2 * node.content.page_size
+        return (self._inflation + 1.0 + middle / self.EVEN_TOKENS,)
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`, and let all that comes stand above it."""
+        self._inflation = max(self._inflation, self.runs.rank_of(node)[0])
+        super().removed(node)

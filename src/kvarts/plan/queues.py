@@ -1,0 +1,268 @@
+"""Eviction orders of several queues: S3-FIFO, ARC and W-TinyLFU, for runs of pages as they are for objects.
+
+The papers have them for objects of one size that are admitted or not. Here sizes are pages, and what was computed is
+always cached: what would not be admitted is what goes next. How large the pool is no order is told; the most pages
+that were ever listed stand for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from kvarts.kv.eviction import BaseOrder
+from kvarts.kv.node import Node
+from kvarts.plan.orders import RankedRuns, RunKey, run_key
+
+__all__ = ["ArcOrder", "S3FifoOrder", "TinyLfuOrder"]
+
+
+class _Ghosts:
+    """Runs that were evicted, the last `most_pages` of them."""
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        self._sizes: OrderedDict[RunKey, int] = OrderedDict()
+
+    def add(self, node: Node, most_pages: int) -> None:
+        self.take(run_key(node))
+        size = node.end - node.start
+        self._sizes[run_key(node)] = size
+        self.num_pages += size
+        while self.num_pages > most_pages and self._sizes:
+            self.num_pages -= self._sizes.popitem(last=False)[1]
+
+    def take(self, key: RunKey) -> bool:
+        """Forget a run; return whether it was here."""
+        size = self._sizes.pop(key, None)
+        if size is None:
+            return False
+        self.num_pages -= size
+        return True
+
+
+class QueuesOrder(BaseOrder):
+    """Runs in queues. `place` of a run is its queue, how often it was hit since it came there, and a number for it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.queues = {name: RankedRuns() for name in names}
+        self.now = 0
+        self.most_pages = 0
+
+    def next_queue(self) -> str:
+        """Return the queue that the next run is taken from; one that is not empty, if there is one."""
+        raise NotImplementedError
+
+    def arrived(self, node: Node) -> tuple[str, int]:
+        """Return queue and rank of a run that is released for the first time."""
+        raise NotImplementedError
+
+    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
+        """Return queue and rank of a run that is released again, after `hits`."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Move what should not be first in its queue."""
+
+    def evicted(self, node: Node, queue: str) -> None:
+        """Note that a run has left the pool."""
+
+    def __iter__(self) -> Iterator[Node]:
+        """Return all listed runs: those of the next queue, then all others."""
+        first = self.next_queue()
+        yield from self.queues[first]
+        for name, queue in self.queues.items():
+            if name != first:
+                yield from queue
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """List `nodes`."""
+        self.now += 1
+        for node in nodes:
+            if node.place is None:
+                queue, rank = self.arrived(node)
+                hits = 0
+            else:
+                queue, hits, rank = node.place
+                if hits:
+                    queue, rank = self.came_back(node, queue, hits, rank)
+            self.put(node, queue, hits, rank)
+        self.most_pages = max(self.most_pages, sum(queue.num_pages for queue in self.queues.values()))
+        self.settle()
+
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Unlist `nodes`, and count a hit of every run of `path` that was listed before."""
+        for node in nodes:
+            self.queues[node.place[0]].remove(node)
+        for node in path:
+            if node.place is not None:
+                queue, hits, rank = node.place
+                node.place = (queue, hits + 1, rank)
+        self.settle()
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`."""
+        queue = node.place[0]
+        self.queues[queue].remove(node)
+        self.evicted(node, queue)
+        self.settle()
+
+    def split(self, head: Node, tail: Node) -> None:
+        """List `head` after `tail`."""
+        self.queues[tail.place[0]].split(head, tail)
+
+    def next_run(self) -> Node:
+        """Return the first run of the next queue that no transfer holds, or of another where all are held."""
+        first = self.next_queue()
+        for name in (first, *(name for name in self.queues if name != first)):
+            node = self.queues[name].first_free()
+            if node is not None:
+                return node
+        raise AssertionError("nothing to evict is listed")
+
+    def put(self, node: Node, queue: str, hits: int, rank: int) -> None:
+        """List `node` in a queue."""
+        node.place = (queue, hits, rank)
+        self.queues[queue].add(node, (rank,), self.now)
+
+    def move(self, node: Node, queue: str, hits: int, rank: int) -> None:
+        """List `node` in another queue, or elsewhere in its own."""
+        self.queues[node.place[0]].remove(node)
+        self.put(node, queue, hits, rank)
+
+
+class S3FifoOrder(QueuesOrder):
+    """S3-FIFO: a small queue for what is new, a main one for what was hit there, or comes back soon after it went."""
+
+    SMALL = 0.1
+    MOST_HITS = 3
+
+    def __init__(self) -> None:
+        super().__init__(("small", "main"))
+        self._ghosts = _Ghosts()
+        self._num_moved = 0
+
+    def next_queue(self) -> str:
+        """Return the small queue, if it has more than its share."""
+        small, main = self.queues["small"], self.queues["main"]
+        is_small = small.num_pages > self.SMALL * self.most_pages or not main.num_pages
+        return "small" if is_small and small.num_pages else "main"
+
+    def arrived(self, node: Node) -> tuple[str, int]:
+        """Return the small queue, unless the run went from it not long ago."""
+        self._num_moved += 1
+        return "main" if self._ghosts.take(run_key(node)) else "small", self._num_moved
+
+    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
+        """Return the place that it had: a hit moves nothing."""
+        return queue, rank
+
+    def settle(self) -> None:
+        """Move what was hit to the main queue, or to its end."""
+        while (node := self.queues[self.next_queue()].first()) is not None:
+            queue, hits, _ = node.place
+            if not hits:
+                return
+            self._num_moved += 1
+            self.move(node, "main", 0 if queue == "small" else min(hits, self.MOST_HITS) - 1, self._num_moved)
+
+    def evicted(self, node: Node, queue: str) -> None:
+        """Remember what went from the small queue."""
+        if queue == "small":
+            self._ghosts.add(node, self.most_pages)
+
+
+class ArcOrder(QueuesOrder):
+    """ARC: what was used once and what was used again, each by LRU; what was evicted says which deserves more room."""
+
+    def __init__(self) -> None:
+        super().__init__(("once", "again"))
+        self._ghosts = {"once": _Ghosts(), "again": _Ghosts()}
+        self._once_pages = 0.0
+
+    def next_queue(self) -> str:
+        """Return the queue that has more than its part."""
+        once, again = self.queues["once"], self.queues["again"]
+        return "once" if once.num_pages and (once.num_pages > self._once_pages or not again.num_pages) else "again"
+
+    def arrived(self, node: Node) -> tuple[str, int]:
+        """Return the queue; what was evicted before gives room to the queue that it went from."""
+        once, again = self._ghosts["once"], self._ghosts["again"]
+        size, key = node.end - node.start, run_key(node)
+        num_once, num_again = max(1, once.num_pages), max(1, again.num_pages)
+        if once.take(key):
+            self._once_pages = min(self.most_pages, self._once_pages + size * max(1.0, num_again / num_once))
+        elif again.take(key):
+            self._once_pages = max(0.0, self._once_pages - size * max(1.0, num_once / num_again))
+        else:
+            return "once", self.now
+        return "again", self.now
+
+    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
+        """Return the young end of what was used again."""
+        return "again", self.now
+
+    def evicted(self, node: Node, queue: str) -> None:
+        """Remember it."""
+        self._ghosts[queue].add(node, self.most_pages)
+
+
+class TinyLfuOrder(QueuesOrder):
+    """W-TinyLFU: a small window by LRU, and a main part into which only goes what is used more often than what leaves.
+
+    The main part is a probation and a protected queue. How often runs were used is counted also for what is gone;
+    counts are halved now and then.
+    """
+
+    WINDOW = 0.01
+    PROTECTED = 0.8
+    HALVED_AFTER = 50_000
+
+    def __init__(self) -> None:
+        super().__init__(("window", "probation", "protected"))
+        self._uses: dict[RunKey, int] = {}
+        self._num_counted = 0
+
+    def next_queue(self) -> str:
+        """Return the window while the main part has the room; else of their first runs that which is used less."""
+        window, probation, protected = self.queues.values()
+        main = "probation" if probation.num_pages else "protected"
+        if not window.num_pages or not (probation.num_pages or protected.num_pages):
+            return "window" if window.num_pages else main
+        if window.num_pages <= self.WINDOW * self.most_pages:
+            return main
+        candidate, victim = window.first(), self.queues[main].first()
+        assert candidate is not None and victim is not None
+        return main if self._uses.get(run_key(candidate), 0) > self._uses.get(run_key(victim), 0) else "window"
+
+    def arrived(self, node: Node) -> tuple[str, int]:
+        """Return the window."""
+        self._count(node)
+        return "window", self.now
+
+    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
+        """Return the protected queue for what was in the main part, else the window."""
+        self._count(node)
+        return "window" if queue == "window" else "protected", self.now
+
+    def settle(self) -> None:
+        """Move what is first in the window and used more often than what would go; keep the protected queue in size."""
+        window, probation, protected = self.queues.values()
+        while protected.num_pages > self.PROTECTED * self.most_pages:
+            node = protected.first()
+            assert node is not None
+            self.move(node, "probation", 0, self.now)
+        while window.num_pages > self.WINDOW * self.most_pages and (
+            self.next_queue() != "window" or not (probation.num_pages or protected.num_pages)
+        ):
+            node = window.first()
+            assert node is not None
+            self.move(node, "probation", 0, self.now)
+
+    def _count(self, node: Node) -> None:
+        key = run_key(node)
+        self._uses[key] = min(15, self._uses.get(key, 0) + 1)
+        self._num_counted += 1
+        if self._num_counted == self.HALVED_AFTER:
+            self._num_counted = 0
+            self._uses = {key: uses // 2 for key, uses in self._uses.items() if uses > 1}

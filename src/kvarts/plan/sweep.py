@@ -1,0 +1,177 @@
+"""A grid of points, run in processes, that can be killed and goes on: no point runs twice.
+
+What is done is a line each in a journal, in the order in which points were done; a line that was not written whole is
+done again. The table has a row a point in the order of the points, so it does not tell how many processes made it, or
+how often it was begun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvarts.errors import InputError, OutputError
+
+__all__ = ["Row", "Values", "pareto", "points_of", "run_sweep", "with_changes"]
+
+Values = dict[str, Any]
+"""Settings by their keys, tables as in a file."""
+Row = dict[str, Any]
+
+
+def points_of(values: Values, path: Path) -> list[Values]:
+    """Return what each point changes, by dotted keys: the product of `[grid]`, then every one of `[[points]]`.
+
+    Takes both out of `values`. Raise InputError, naming `path`, for what is neither.
+    """
+    grid, points = values.pop("grid", {}), values.pop("points", [])
+    if not isinstance(grid, dict) or not isinstance(points, list) or not all(isinstance(p, dict) for p in points):
+        raise InputError("[grid] is a table of lists, and each of [[points]] a table", path=path)
+    lists = _dotted(grid)
+    for key, choices in lists.items():
+        if not isinstance(choices, list) or not choices:
+            raise InputError("must be a list with at least one value", path=path, field=f"grid.{key}")
+    product = [dict(zip(lists, chosen, strict=True)) for chosen in itertools.product(*lists.values())] if lists else []
+    found = product + [_dotted(point) for point in points]
+    if not found:
+        raise InputError("has no points", path=path, hint="Give a table [grid] of lists, or tables [[points]].")
+    return found
+
+
+def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
+    """Return `values` with `changes`, by dotted keys, in their place."""
+    changed: Values = json.loads(json.dumps(values))
+    for key, value in changes.items():
+        *tables, name = key.split(".")
+        table = changed
+        for inner in tables:
+            table = table.setdefault(inner, {})
+        table[name] = value
+    return changed
+
+
+def run_sweep(
+    points: Sequence[Values],
+    run: Callable[[Values], Row],
+    journal: Path,
+    *,
+    workers: int,
+    ray_address: str | None = None,
+    on_done: Callable[[int, int], object] | None = None,
+) -> list[Row]:
+    """Run every point that `journal` does not have, and return a row for each, in their order.
+
+    `run` is a function that processes can import. `ray_address`: a Ray cluster that runs the points instead. `on_done`
+    is told how many points are done, and how many there are.
+    """
+    keys = [_key(point) for point in points]
+    done = _read(journal)
+    missing = {key: point for key, point in zip(keys, points, strict=True) if key not in done}
+    try:
+        with journal.open("ab") as file:
+            if file.tell() and not _ends_whole(journal):
+                file.write(b"\n")
+            for key, row in _results(missing, run, workers, ray_address):
+                done[key] = row
+                file.write(json.dumps({"key": key, "row": row}).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+                if on_done is not None:
+                    on_done(len(set(keys) & done.keys()), len(set(keys)))
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", path=journal) from error
+    return [done[key] for key in keys]
+
+
+def _results(
+    missing: Mapping[str, Values], run: Callable[[Values], Row], workers: int, ray_address: str | None
+) -> Iterator[tuple[str, Row]]:
+    if ray_address is not None and missing:
+        from kvarts.plan.cluster import results_on_ray
+
+        yield from results_on_ray(missing, run, ray_address)
+        return
+    if workers == 1 or len(missing) < 2:
+        for key, point in missing.items():
+            yield key, run(point)
+        return
+    with ProcessPoolExecutor(min(workers, len(missing)), mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(run, point): key for key, point in missing.items()}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def pareto(rows: Sequence[Row], smaller: Sequence[str], larger: Sequence[str] = ()) -> list[bool]:
+    """Return for each row whether no other is at least as good in all these columns and better in one.
+
+    A row without a value in one of them is on no front.
+    """
+    costs = [
+        None
+        if any(row[name] is None for name in (*smaller, *larger))
+        else (*(row[name] for name in smaller), *(-row[name] for name in larger))
+        for row in rows
+    ]
+    known = [cost for cost in costs if cost is not None]
+    return [
+        cost is not None
+        and not any(other != cost and all(a <= b for a, b in zip(other, cost, strict=True)) for other in known)
+        for cost in costs
+    ]
+
+
+def _dotted(table: Mapping[str, Any], prefix: str = "") -> Values:
+    found: Values = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found |= _dotted(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _key(point: Values) -> str:
+    text = json.dumps(point, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Line(msgspec.Struct):
+    key: str
+    row: Row
+
+
+def _read(journal: Path) -> dict[str, Row]:
+    """Return what is done; lines that were not written whole are not."""
+    try:
+        lines = journal.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", path=journal) from error
+    found = {}
+    for line in lines:
+        try:
+            read = msgspec.json.decode(line, type=_Line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        found[read.key] = read.row
+    return found
+
+
+def _ends_whole(journal: Path) -> bool:
+    with journal.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

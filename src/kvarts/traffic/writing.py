@@ -1,0 +1,54 @@
+"""Writes any trace as Mooncake's JSON lines, which `MooncakeReader` and many other tools read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvarts.errors import ConfigError
+from kvarts.traffic.trace import Trace, Units, spell
+
+__all__ = ["mooncake_lines"]
+
+NS_PER_MS = 1_000_000
+
+
+def mooncake_lines(trace: Trace) -> Iterator[bytes]:
+    """Return a line a request. Raise ConfigError for what the form cannot say: tenants.
+
+    A hash id stands for `trace.unit_tokens` tokens, which the form does not say either.
+    """
+    encoder = msgspec.json.Encoder()
+    for request in trace:
+        if request.tenant is not None:
+            raise ConfigError("cannot be written in Mooncake's form", path=trace.name, field="tenant")
+        row: dict[str, Any] = {
+            "timestamp": _ms(request.arrival_ns),
+            "input_length": request.num_prompt_tokens,
+            "output_length": request.num_output_tokens,
+            "hash_ids": _ids(request.units)[: -(-request.num_prompt_tokens // trace.unit_tokens)],
+        }
+        if request.session_id is not None:
+            row["session_id"] = request.session_id
+        if request.delay_ns is not None:
+            row["delay"] = _ms(request.delay_ns)
+        if request.priority:
+            row["priority"] = request.priority
+        if request.output_units is not None:
+            row["output_token_ids"] = _ids(request.output_units)
+        if request.request_id is not None:
+            row["request_id"] = request.request_id
+        yield encoder.encode(row) + b"\n"
+
+
+def _ms(time_ns: int) -> int | float:
+    whole, rest = divmod(time_ns, NS_PER_MS)
+    return time_ns / NS_PER_MS if rest else whole
+
+
+def _ids(units: Units) -> list[int]:
+    ids: list[int] = np.frombuffer(spell(units), np.uint64).tolist()
+    return ids

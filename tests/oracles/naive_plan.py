@@ -1,0 +1,94 @@
+"""A page list, one page at a time: what cache curves and the optimum are held against."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+
+from kvarts.traffic.trace import Trace, TraceRequest, spell
+
+Page = tuple[str | None, tuple[int, ...]]
+"""The tenant, and all tokens up to the end of the page."""
+
+
+class NaiveRequest:
+    """`pages`: what it leaves behind, from the first on. `num_findable`: how many of these it may find."""
+
+    def __init__(self, trace: Trace, request: TraceRequest, page_size: int, *, owner: int, count_outputs: bool) -> None:
+        units = np.frombuffer(spell(request.units), np.uint64).tolist()
+        tokens = [unit for unit in units for _ in range(trace.unit_tokens)][: request.num_prompt_tokens]
+        if request.output_units is not None:
+            tokens += np.frombuffer(spell(request.output_units), np.uint64).tolist()
+        elif count_outputs:
+            tokens += [-1 - owner] * request.num_output_tokens
+        num_computed = min(len(tokens), request.num_prompt_tokens + request.num_output_tokens - 1)
+        self.pages: list[Page] = [
+            (request.tenant, tuple(tokens[:end])) for end in range(page_size, num_computed + 1, page_size)
+        ]
+        self.num_findable = (request.num_prompt_tokens - 1) // page_size
+
+
+def naive_requests(trace: Trace, page_size: int, *, count_outputs: bool = False) -> list[NaiveRequest]:
+    return [
+        NaiveRequest(trace, request, page_size, owner=owner, count_outputs=count_outputs)
+        for owner, request in enumerate(trace)
+    ]
+
+
+def num_found(request: NaiveRequest, cached: list[Page] | frozenset[Page]) -> int:
+    """The pages from the first on that are cached."""
+    count = 0
+    while count < min(request.num_findable, len(request.pages)) and request.pages[count] in cached:
+        count += 1
+    return count
+
+
+def naive_lru(requests: list[NaiveRequest], num_pages: int) -> list[int]:
+    """Pages that each request finds in a pool of `num_pages`."""
+    cached: list[Page] = []
+    hits = []
+    for request in requests:
+        hits.append(num_found(request, cached))
+        cached = [page for page in cached if page not in request.pages] + request.pages[::-1]
+        cached = cached[len(cached) - num_pages :] if len(cached) > num_pages else cached
+    return hits
+
+
+def best_of_all(requests: list[NaiveRequest], num_pages: int) -> int:
+    """The most pages that all requests can find together, by trying every set of pages that could be kept.
+
+    While a request runs, all its pages are in the pool, beside what is kept of others.
+    """
+    best: dict[frozenset[Page], int] = {frozenset(): 0}
+    for request in requests:
+        own = frozenset(request.pages)
+        room = max(0, num_pages - len(own))
+        after: dict[frozenset[Page], int] = {}
+        for cached, hits in best.items():
+            found = hits + num_found(request, cached)
+            for kept in closed_subsets(cached | own, num_pages):
+                if len(kept - own) <= room and after.get(kept, -1) < found:
+                    after[kept] = found
+        best = after
+    return max(best.values())
+
+
+def closed_subsets(pages: frozenset[Page], num_pages: int) -> list[frozenset[Page]]:
+    """Sets of at most `num_pages` of these, each page with all that come before it."""
+    return [
+        frozenset(kept)
+        for size in range(min(num_pages, len(pages)) + 1)
+        for kept in combinations(sorted(pages, key=repr), size)
+        if is_closed(kept, pages)
+    ]
+
+
+def is_closed(kept: tuple[Page, ...], pages: frozenset[Page]) -> bool:
+    chosen = set(kept)
+    return all(
+        before in chosen
+        for tenant, tokens in kept
+        for before in pages
+        if before[0] == tenant and len(before[1]) < len(tokens) and tokens[: len(before[1])] == before[1]
+    )

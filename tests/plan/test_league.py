@@ -1,0 +1,149 @@
+"""Policies of the league: each keeps what every order promises, none is above the optimum, one of one's own runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvarts.cli.plan import POLICY_NAMES
+from kvarts.errors import ConfigError
+from kvarts.kv.tree import PrefixTree
+from kvarts.plan.adaptive import AdaptiveOrder, RememberingOrder
+from kvarts.plan.cache import CachePlan
+from kvarts.plan.league import ALL_POLICIES, find_policy, serial_hits
+from kvarts.traffic.formats import load_trace
+from kvarts.traffic.trace import Trace, TraceRequest
+
+from builders.eviction_contract import EvictionOrderContract
+from builders.plan_traces import small_traces
+
+SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
+COST = "linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0"
+OWN = '''
+from kvarts.plan.orders import RankedOrder
+
+
+class Newest(RankedOrder):
+    """Evict what came last."""
+
+    def rank(self, node, hits, born):
+        return (-self.now,)
+
+
+class NoOrder:
+    def __init__(self, size):
+        self.size = size
+'''
+
+
+def prompts(sequence: Iterable[int]) -> Trace:
+    """Prompts of eleven pages of one token, by number; two numbers share nothing."""
+    return Trace(
+        [TraceRequest(row, row, (range(which * 100, which * 100 + 11),), 11, 1) for row, which in enumerate(sequence)]
+    )
+
+
+class TestOrdersOfTheLeague(EvictionOrderContract):
+    @pytest.fixture(autouse=True, params=ALL_POLICIES)
+    def policy(self, request: pytest.FixtureRequest) -> None:
+        self.name: str = request.param
+
+    def make_tree(self) -> PrefixTree:
+        return PrefixTree(find_policy(self.name, Trace([]))())
+
+
+@pytest.mark.parametrize("name", ALL_POLICIES)
+@settings(max_examples=20)
+@given(trace=small_traces(), page_size=st.integers(1, 4), num_pages=st.integers(1, 20))
+def test_no_policy_is_above_the_optimum(name: str, trace: Trace, page_size: int, num_pages: int) -> None:
+    plan = CachePlan(trace, page_size)
+    hits = serial_hits(trace, page_size, num_pages, find_policy(name, trace))
+    assert hits <= plan.optimum.hit_pages(num_pages)
+    if name == "lru":
+        assert hits == plan.curve.hit_pages(num_pages)
+
+
+@given(small_traces(), st.integers(1, 4), st.integers(1, 20))
+def test_a_bonus_of_nothing_is_lru(trace: Trace, page_size: int, num_pages: int) -> None:
+    plan = CachePlan(trace, page_size)
+    hits = serial_hits(trace, page_size, num_pages, lambda: RememberingOrder(0, 0))
+    assert hits == plan.curve.hit_pages(num_pages)
+
+
+def test_what_adapts_keeps_what_comes_back_where_lru_loses_it() -> None:
+    """Ten prompts that come back, each time after thirty that do not, in a pool for fourteen."""
+    rounds = 60
+    trace = prompts(
+        which for turn in range(rounds) for which in (*range(10), *range(10 + 30 * turn, 10 + 30 * (turn + 1)))
+    )
+    plan = CachePlan(trace, 1)
+    assert plan.curve.hit_pages(154) == 0
+    hits = serial_hits(trace, 1, 154, AdaptiveOrder)
+    assert 0.8 * plan.optimum.hit_pages(154) < hits <= plan.optimum.hit_pages(154)
+    fits = prompts(which for _ in range(30) for which in range(14))
+    assert serial_hits(fits, 1, 154, AdaptiveOrder) == 14 * 29 * 10
+
+
+@pytest.mark.long
+def test_what_adapts_is_not_below_lru_on_the_recorded_traces(conversation_trace: Path) -> None:
+    for name in ("conversation", "synthetic"):
+        trace = load_trace(conversation_trace.with_name(f"{name}_trace.jsonl"))
+        plan = CachePlan(trace, 512)
+        for num_pages in (2000, 4000, 8000, 16000):
+            assert serial_hits(trace, 512, num_pages, AdaptiveOrder) >= plan.curve.hit_pages(num_pages)
+
+
+def test_a_session_that_is_over_goes_first() -> None:
+    """Two sessions in turn, in a pool for both; one that is over would push the first out."""
+    rows = [(0, "a", 11), (2, "over", 11), (1, "b", 11), (0, "a", 12), (1, "b", 12), (0, "a", 13)]
+    trace = Trace(
+        [
+            TraceRequest(row, row, (range(which * 100, which * 100 + length),), length, 1, session_id=session)
+            for row, (which, session, length) in enumerate(rows)
+        ]
+    )
+    # Pages of the third go before any of the first two, which find all but the last turn added.
+    assert serial_hits(trace, 1, 25, find_policy("session-aware", trace)) == 11 + 11 + 12
+    assert CachePlan(trace, 1).curve.hit_pages(25) < 11 + 11 + 12
+
+
+def test_the_help_names_every_policy() -> None:
+    assert set(POLICY_NAMES.split(", ")) == {name for name in ALL_POLICIES if name != "lru"}
+
+
+def test_a_policy_of_ones_own_takes_part(
+    asked: Callable[..., Any],
+    run_command: Callable[..., int],
+    capsysbinary: pytest.CaptureFixture[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "my_policies.py").write_text(OWN)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:200]))
+    monkeypatch.syspath_prepend(tmp_path)
+    setting = ("--page-size", 512, "--at", 2000, "--pages", 2000, "--cost", COST, "--slo-ttft-ms", 5000)
+    plan = asked("plan", trace, *setting, "--policy", "my_policies:Newest", "--policy", "arc", "--json")
+    rows = [row for row in plan["league"] if "replayed" not in row]
+    assert [row["policy"] for row in rows] == ["lru", "my_policies:Newest", "arc"]
+    assert rows[0]["hit_ratio"] == plan["at"][0]["hit_ratio"]
+    assert all(row["hit_ratio"] <= row["optimum_hit_ratio"] for row in rows)
+    replayed = [row for row in plan["league"] if "replayed" in row]
+    assert [row["policy"] for row in replayed] == ["lru", "my_policies:Newest", "arc"]
+    assert all(row["ttft_ms"]["mean"] > 0 and row["goodput_per_s"] is not None for row in replayed)
+    assert run_command("plan", trace, *setting, "--policy", "my_policies:NoOrder") == 2
+    assert b"makes no EvictionOrder" in capsysbinary.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nothing", "kvarts.plan.orders:Nothing", "no_such_module:X", "kvarts:__version__"])
+def test_what_is_no_policy_is_named(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_policy(name, Trace([]))
+    assert caught.value.field == "policy"
+    assert name in caught.value.what

@@ -1,0 +1,218 @@
+"""Tiers, users, shares and the page: what is said beside the curve."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvarts.plan.cache import CachePlan
+from kvarts.plan.knees import concave_hull
+from kvarts.plan.page import render_page
+from kvarts.plan.shares import ModelMemory, divide
+from kvarts.plan.tiers import Tier, TiersPlan, best_buy
+from kvarts.traffic.formats import load_trace
+from kvarts.traffic.trace import Trace
+
+from builders.plan_traces import small_traces
+
+DATA = Path(str(files("kvarts") / "data"))
+SAMPLE = DATA / "mooncake-conversation-1000.jsonl"
+COST = "linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0"
+
+
+@given(small_traces(most_requests=20), st.integers(1, 4), st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))
+def test_hits_of_all_tiers_are_those_of_one_pool_as_large(
+    trace: Trace, page_size: int, device: int, host: int, disk: int
+) -> None:
+    plan = CachePlan(trace, page_size)
+    tiers = [
+        Tier(name="device", pages=device),
+        Tier(name="host", pages=host, bytes_per_s=10**12),
+        Tier(name="disk", pages=disk, bytes_per_s=10**3),
+    ]
+    found = TiersPlan(plan, tiers, kv_bytes_per_token=1000, s_per_token=0.5).to_builtins()["now"]
+    assert sum(found["hit_ratio"].values()) == pytest.approx(plan.curve.hit_ratio(device + host + disk))
+    # Loading from disk is slower than computing, and a load from the host takes a nanosecond a token.
+    tokens = plan.curve.hit_pages(device + host) * page_size
+    assert found["saved_s"] == pytest.approx(0.5 * tokens, abs=1e-6)
+
+
+def test_the_next_gib_is_worth_what_it_adds_for_its_price() -> None:
+    plan = CachePlan(load_trace(SAMPLE), 512)
+    tiers = [
+        Tier(name="device", pages=2000, price=10.0),
+        Tier(name="host", pages=6000, bytes_per_s=50 * 10**9, price=1.0),
+        Tier(name="disk", pages=0, bytes_per_s=5 * 10**9),
+    ]
+    values = TiersPlan(plan, tiers, kv_bytes_per_token=131_072, s_per_token=1e-4).to_builtins()
+    device, host, disk = values["next_gib"]
+    assert host["saved_s_per_price"] == host["saved_s"] > 0
+    assert device["saved_s_per_price"] == pytest.approx(device["saved_s"] / 10)
+    assert disk["price"] is None
+    assert best_buy(values) == "host"
+    saved = [point["saved_s"] for point in values["curve"]]
+    assert saved == sorted(saved)
+    assert values["curve"][0]["gib"]["host"] == 0
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(small_traces(most_requests=12), min_size=2, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, 200),
+)
+def test_shares_by_gain_are_the_best_on_the_hulls(traces: list[Trace], page_size: int, num_bytes: int) -> None:
+    """Of all ways to stop on bends of the hulls, none that fits finds more, and shares never exceed the memory."""
+    models = [
+        ModelMemory(name=str(place), plan=CachePlan(trace, page_size), kv_bytes_per_token=place + 1)
+        for place, trace in enumerate(traces)
+    ]
+    found = divide(models, num_bytes)["shares"]
+    for share in found.values():
+        assert sum(model["bytes"] for model in share["models"].values()) <= num_bytes
+    sizes = [found["marginal"]["models"][model.name]["bytes"] for model in models]
+    needed = sum(model.plan.least_pages * model.page_bytes for model in models)
+    if needed > num_bytes:
+        return
+    hulls = [[column.tolist() for column in concave_hull(m.plan.curve, m.plan.least_pages)] for m in models]
+    values = [
+        _on_hull(hull, size / model.page_bytes) * page_size
+        for hull, size, model in zip(hulls, sizes, models, strict=True)
+    ]
+    for chosen in product(*(range(len(pages)) for pages, _ in hulls)):
+        size = sum(hull[0][at] * model.page_bytes for hull, at, model in zip(hulls, chosen, models, strict=True))
+        if size <= num_bytes:
+            hits = sum(hull[1][at] * page_size for hull, at in zip(hulls, chosen, strict=True))
+            assert hits <= sum(values) + 1e-6 * max(1, hits) + len(models) * page_size
+
+
+def _on_hull(hull: list[list[int]], pages: float) -> float:
+    sizes, hits = hull
+    for low, high, low_hits, high_hits in zip(sizes, sizes[1:], hits, hits[1:], strict=False):
+        if pages <= high:
+            return low_hits + (high_hits - low_hits) * max(0.0, pages - low) / (high - low)
+    return hits[-1]
+
+
+def test_shares_of_the_command(asked: Callable[..., Any], tmp_path: Path) -> None:
+    chat = f"chat={SAMPLE},bytes=131072"
+    agents = f"agents={DATA / 'coding-agents'},model=llama-3.1-8b,weight=3"
+    shares = asked("plan", "--share", chat, "--share", agents, "--kv-memory", "80GiB", "--json")["shares"]
+    assert shares["marginal"]["hit_ratio"] >= max(shares["equal"]["hit_ratio"], shares["weighted"]["hit_ratio"]) - 1e-9
+    assert shares["weighted"]["models"]["agents"]["bytes"] == 60 << 30
+
+
+def test_how_many_users_fit(asked: Callable[..., Any]) -> None:
+    """The last that keeps the SLO and the first that does not stand next to each other, and commands say the same."""
+    setting = ("--cost", COST, "--pages", 4_000, "--page-size", 64, "--slo-ttft-ms", 1500, "--slo-share", 0.9)
+    users = asked("plan", DATA / "coding-agents", "--users", "1..12", *setting, "--json")["users"]
+    assert users["num_sessions"] == 12
+    fits, fails = users["fits"], users["fails_at"]
+    assert fails == fits + 1
+    by_users = {point["users"]: point for point in users["points"]}
+    assert by_users[fits]["slo_ratio"] >= 0.9 > by_users[fails]["slo_ratio"]
+    words = shlex.split(by_users[fits]["command"])
+    assert words[:2] == ["kvarts", "replay"]
+    assert asked(*words[1:], "--json")["goodput"]["ratio"] == by_users[fits]["slo_ratio"]
+
+
+def test_more_users_than_sessions_are_copies(
+    asked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., int]
+) -> None:
+    trace = tmp_path / "one.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2], "session_id": "a"},
+        {"timestamp": 1, "input_length": 900, "output_length": 5, "hash_ids": [1, 3], "session_id": "a", "delay": 50},
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    setting = ("--cost", COST, "--pages", 5000)
+    users = asked("plan", trace, "--users", 4, *setting, "--json")["users"]
+    (point,) = users["points"]
+    assert users["fits"] is None
+    scale, _, replay = point["command"].partition(" && ")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(*shlex.split(scale)[1:]) == 0
+    assert asked(*shlex.split(replay)[1:], "--json")["ttft_ms"] == point["ttft_ms"]
+
+
+@pytest.fixture
+def planned(asked: Callable[..., Any], tmp_path: Path) -> Callable[[], tuple[Any, Path]]:
+    def plan() -> tuple[Any, Path]:
+        trace, page = tmp_path / "<script>alert(1).jsonl", tmp_path / "plan.html"
+        trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:150]))
+        setting = ("--page-size", 512, "--pages", 2000, "--cost", COST, "--slo-ttft-ms", 5000, "--slo-share", 0.9)
+        return asked("plan", trace, *setting, "--policy", "arc", "--html", page, "--json"), page
+
+    return plan
+
+
+def test_the_page_has_everything_and_needs_nothing(planned: Callable[[], tuple[Any, Path]]) -> None:
+    values, page = planned()
+    data = page.read_bytes()
+    assert data == render_page(values)
+    assert b"<script>alert" not in data
+    assert b"http://" not in data.replace(b"http://www.w3.org", b"")
+    assert b"<link" not in data
+    assert all(point["command"].encode().split(b" ")[0] == b"kvarts" for point in values["at"])
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_in_a_browser(
+    planned: Callable[[], tuple[Any, Path]], browser: Callable[[bool], Any], dark: bool
+) -> None:
+    _, page = planned()
+    driver = browser(dark)
+    driver.set_window_size(1280, 800)
+    driver.get(page.as_uri())
+    assert driver.get_log("browser") == []
+    ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+    text = driver.find_element("tag name", "body").text
+    for said in ("Hits by memory", "Policies, ", "The next GiB", "Latency by memory", "cheapest"):
+        assert said in text
+    assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    # A point and a name each show their command.
+    driver.find_element("css selector", ".bars button").click()
+    shown = [element.text for element in driver.find_elements("css selector", ".chosen pre") if element.is_displayed()]
+    assert shown and shown[0].startswith("kvarts plan")
+    driver.find_element("css selector", ".u-over").click()
+    shown = [element.text for element in driver.find_elements("css selector", ".chosen pre") if element.is_displayed()]
+    assert len(shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([SAMPLE, "--users", "2..1"], "--users"),
+        ([SAMPLE, "--users", "0..1"], "--users"),
+        ([SAMPLE, "--users", "2", "--cost", COST], "--users"),
+        ([SAMPLE, "--users", "2"], "--users"),
+        ([SAMPLE, "--price", "device=0"], "--price"),
+        ([SAMPLE, "--price", "host=1"], "--price"),
+        ([SAMPLE, "--policy", "no"], "--policy"),
+        (["--share", "a"], "--share"),
+        (["--share", f"a={SAMPLE}"], "--share"),
+        (["--share", f"a={SAMPLE},bytes=1"], "--kv-memory"),
+        (["--share", f"a={SAMPLE},bytes=1,colour=2"], "--share"),
+        (["--share", f"a={SAMPLE},bytes=1", "--share", f"a={SAMPLE},bytes=1", "--kv-memory", "1GiB"], "--share"),
+        (["--share", f"a={SAMPLE},bytes=1", "--kv-memory", "1GiB", "--html", "x.html"], "--share"),
+        ([SAMPLE, "--sample", "0.5", "--html", "x.html"], "--sample"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[object], said: str
+) -> None:
+    assert run_command("plan", *arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "Traceback" not in printed.err
+    assert not printed.out

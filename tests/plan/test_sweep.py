@@ -1,0 +1,147 @@
+"""A sweep gives the same table on any number of processes, however often it was killed, and runs no point twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts.directories import own_directory
+from kvarts.errors import InputError
+from kvarts.plan.sweep import pareto, points_of, run_sweep
+
+SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
+CONFIG = """
+trace = "trace.jsonl"
+page_size = 512
+cost = "linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0"
+
+[grid]
+pages = [400, 800, 1600]
+speedup = [1.0, 4.0]
+
+[[points]]
+pages = 3200
+slo.ttft_ms = 1000
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "trace.jsonl").write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:150]))
+    path = tmp_path / "sweep.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def tables(directory: Path) -> tuple[bytes, bytes]:
+    parquet = directory / "points.parquet"
+    return (directory / "points.json").read_bytes(), parquet.read_bytes() if parquet.exists() else b""
+
+
+def test_one_row_a_point_and_the_same_bytes_on_any_number_of_workers(
+    config: Path, tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("sweep", config, "-o", tmp_path / "one", "--workers", 1) == 0
+    assert "7 points" in capsys.readouterr().out
+    assert run_command("sweep", config, "-o", tmp_path / "two", "--workers", 2) == 0
+    assert tables(tmp_path / "one") == tables(tmp_path / "two")
+    rows = json.loads((tmp_path / "one" / "points.json").read_bytes())
+    assert [(row["pages"], row.get("speedup")) for row in rows] == [
+        (400, 1.0), (400, 4.0), (800, 1.0), (800, 4.0), (1600, 1.0), (1600, 4.0), (3200, None),
+    ]  # fmt: skip
+    assert rows[-1]["slo_ratio"] is not None
+    assert any(row["pareto"] for row in rows)
+
+
+def test_a_sweep_that_was_killed_goes_on(config: Path, tmp_path: Path, run_command: Callable[..., int]) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_command("sweep", config, "-o", whole, "--workers", 1) == 0
+    command = [sys.executable, "-m", "kvarts", "sweep", str(config), "-o", str(cut), "--workers", "1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        journal = cut / "journal.jsonl"
+        until = time.monotonic() + 60
+        while not (journal.exists() and journal.stat().st_size) and time.monotonic() < until:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    done = journal.read_bytes()
+    journal.write_bytes(done + b'{"key": "half of a li')
+    assert run_command("sweep", config, "-o", cut, "--workers", 1) == 0
+    assert tables(whole) == tables(cut)
+    lines = [line for line in journal.read_bytes().splitlines() if b"half of" not in line]
+    assert len(lines) == len({json.loads(line)["key"] for line in lines}) == 7
+
+
+def test_no_point_runs_twice(tmp_path: Path) -> None:
+    ran: list[int] = []
+
+    def run(point: dict[str, Any]) -> dict[str, Any]:
+        ran.append(point["x"])
+        return {"y": point["x"] ** 2}
+
+    points = [{"x": x} for x in (3, 1, 2, 3)]
+    journal = tmp_path / "journal.jsonl"
+    assert run_sweep(points[:2], run, journal, workers=1) == [{"y": 9}, {"y": 1}]
+    assert run_sweep(points, run, journal, workers=1) == [{"y": 9}, {"y": 1}, {"y": 4}, {"y": 9}]
+    assert ran == [3, 1, 2]
+
+
+def test_a_directory_is_of_one_sweep_at_a_time(
+    config: Path, tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with own_directory(tmp_path / "out"):
+        assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", "1") == 7
+    assert "is being written by another process" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_another_trace_of_the_same_name_is_another_point(
+    config: Path, tmp_path: Path, run_command: Callable[..., int]
+) -> None:
+    assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
+    before = tables(tmp_path / "out")
+    trace = config.parent / "trace.jsonl"
+    trace.write_text("".join(trace.read_text().splitlines(keepends=True)[:100]))
+    assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
+    assert tables(tmp_path / "out") != before
+
+
+def test_a_front_has_what_no_other_row_beats() -> None:
+    rows: list[dict[str, Any]] = [
+        {"a": 1, "b": 5},
+        {"a": 2, "b": 5},
+        {"a": 2, "b": 9},
+        {"a": 3, "b": 1},
+        {"a": None, "b": 99},
+        {"a": 1, "b": 5},
+    ]
+    assert pareto(rows, ["a"], ["b"]) == [True, False, True, False, False, True]
+    assert pareto(rows, ["a", "b"]) == [True, False, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "field"), [({}, None), ({"grid": {"pages": []}}, "grid.pages"), ({"grid": {"pages": 3}}, "grid.pages"),
+                          ({"grid": 3}, None), ({"points": [3]}, None)]
+)  # fmt: skip
+def test_what_is_no_grid_is_named(values: dict[str, Any], field: str | None) -> None:
+    with pytest.raises(InputError) as caught:
+        points_of(values, Path("sweep.toml"))
+    assert caught.value.field == field
+
+
+def test_a_point_that_cannot_run_is_named_before_any_runs(
+    config: Path, tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(CONFIG.replace("1600", "0"))
+    assert run_command("sweep", config, "-o", tmp_path / "out") == 2
+    assert "pages = 0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run_command("sweep", tmp_path / "nowhere.toml", "-o", tmp_path / "out") == 3
