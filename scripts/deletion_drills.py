@@ -48,15 +48,17 @@ ROOMS = {
     "record": ("record",),
     "audit": ("audit",),
     "explain": ("explain",),
+    "connect": ("connect",),
+    "kv_events": ("serve/kv_events",),
     "session": ("session", "serve", "client", "proto"),
     "llm": ("llm", "executor/torch"),
 }
 """Each room that can be deleted, and its folders, in the order in which the drill of all deletes them."""
 
-NEEDED_BY = {"llm": ("session",)}
+NEEDED_BY = {"llm": ("kv_events", "session"), "session": ("kv_events",)}
 """Rooms that stand on another, and go with it."""
 
-COMMANDS = {"plan": ("sweep",), "session": ("serve", "sessions", "chat", "soak")}
+COMMANDS = {"connect": ("watch",), "plan": ("sweep",), "session": ("serve", "sessions", "chat", "soak")}
 """Commands of a room under other names."""
 
 WHOLE_SUITE = ("sharing", ALL)
@@ -86,6 +88,7 @@ OPTIONAL = [
     "torch",
     "tqdm",
     "transformers",
+    "zmq",
 ]
 """What an installation may lack; modules that import it cannot be imported then."""
 
@@ -256,7 +259,9 @@ def tested_folders(copy: Path, rooms: Iterable[str]) -> list[str]:
     contracts = settings["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     ordered = [[room.strip() for room in layer.split("|")] for layer in layers]
-    lowest = max(index for index, layer in enumerate(ordered) if set(layer) & set(rooms))
+    known = {room for layer in ordered for room in layer}
+    names = {room if room in known else ROOMS[room][0].partition("/")[0] for room in rooms}
+    lowest = max(index for index, layer in enumerate(ordered) if set(layer) & names)
     above = [room for layer in ordered[:lowest] for room in layer]
     return [f"tests/{room}" for room in sorted({*above, *ALWAYS_TESTED}) if any((copy / "tests" / room).glob("test_*"))]
 

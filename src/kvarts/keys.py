@@ -17,7 +17,7 @@ from typing import Literal, NewType
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 
-__all__ = ["VLLM_DEFAULT_SEED", "BlockKey", "BlockKeys", "KeyAlgorithm", "root_key"]
+__all__ = ["VLLM_DEFAULT_SEED", "BlockKey", "BlockKeys", "KeyAlgorithm", "KeyMaker", "root_key"]
 
 VLLM_DEFAULT_SEED = "vllm-none-hash"
 """The seed that vLLM 0.32 hashes to its root key if PYTHONHASHSEED is not set."""
@@ -52,6 +52,33 @@ def _hash(algorithm: str) -> Callable[[object], bytes]:
         raise ConfigError(f"no block key algorithm {algorithm!r}", hint=f"Known: {known}.") from None
 
 
+class KeyMaker:
+    """Makes keys, one after the other. `root`: the key before the first page, as `root_key` returns it.
+
+    Raises ConfigError for an unknown algorithm.
+    """
+
+    __slots__ = ("_hash", "_root")
+
+    def __init__(self, algorithm: KeyAlgorithm, root: BlockKey | None = None) -> None:
+        self._hash = _hash(algorithm)
+        self._root = root_key(algorithm) if root is None else root
+
+    def extend(self, keys: list[BlockKey], content: Content, num_pages: int) -> None:
+        """Append keys of `content`, of which `keys` has the first ones, until it has `num_pages`; all must be known."""
+        size = content.page_size
+        start = len(keys)
+        if start >= num_pages:
+            return
+        tokens = content.tokens(start * size, num_pages * size).tolist()
+        parent = keys[-1] if keys else self._root
+        for page in range(start, num_pages):
+            extra = (content.salt,) if page == 0 and content.salt is not None else None
+            first = (page - start) * size
+            parent = BlockKey(self._hash((parent, tuple(tokens[first : first + size]), extra)))
+            keys.append(parent)
+
+
 class BlockKeys:
     """The keys of one content's full pages, computed on demand and then kept.
 
@@ -59,7 +86,7 @@ class BlockKeys:
     already. Raises ConfigError for an unknown algorithm.
     """
 
-    __slots__ = ("_content", "_hash", "_keys", "_root")
+    __slots__ = ("_content", "_keys", "_maker")
 
     def __init__(
         self,
@@ -70,8 +97,7 @@ class BlockKeys:
         known: Iterable[BlockKey] = (),
     ) -> None:
         self._content = content
-        self._hash = _hash(algorithm)
-        self._root = root_key(algorithm) if root is None else root
+        self._maker = KeyMaker(algorithm, root)
         self._keys = list(known)
 
     def __getitem__(self, page: int) -> BlockKey:
@@ -79,15 +105,8 @@ class BlockKeys:
         content = self._content
         if not 0 <= page < content.num_known_pages:
             raise IndexError(f"page {page} of {content.num_known_pages} known pages")
-        size = content.page_size
-        keys = self._keys
-        while len(keys) <= page:
-            index = len(keys)
-            parent = keys[-1] if keys else self._root
-            extra = (content.salt,) if index == 0 and content.salt is not None else None
-            token_ids = tuple(content.tokens(index * size, (index + 1) * size))
-            keys.append(BlockKey(self._hash((parent, token_ids, extra))))
-        return keys[page]
+        self._maker.extend(self._keys, content, page + 1)
+        return self._keys[page]
 
     def __len__(self) -> int:
         return self._content.num_known_pages

@@ -19,6 +19,7 @@ __all__ = ["CALLS", "Call", "PathParam", "commands", "make_files", "path_params"
 
 HAS_TORCH = find_spec("torch") is not None and find_spec("transformers") is not None
 HAS_GRPC = find_spec("grpc") is not None
+HAS_ZMQ = find_spec("zmq") is not None
 HAS_SCIPY = find_spec("scipy") is not None
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
@@ -64,6 +65,9 @@ CALLS: dict[str, Call] = {
     "trace scale": Call(("trace.jsonl",)),
     "trace slice": Call(("trace.jsonl",)),
     "verify": Call(("timeline.json",)),
+    "watch": Call(
+        ("tcp://127.0.0.1:1", "--duration", "0.2", "--metrics", "http://127.0.0.1:1/", "--quiet"), code=6, needs=HAS_ZMQ
+    ),
 }
 """A command without a line here fails test_edge_tables."""
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from pkgutil import iter_modules
 
 import kvarts
 from kvarts.report.report import Report
 
-ROOMS = frozenset(module.name for module in iter_modules(kvarts.__path__))
+ROOMS = frozenset(
+    [module.name for module in iter_modules(kvarts.__path__)]
+    + ["kv_events" for path in kvarts.__path__ if (Path(path) / "serve" / "kv_events").is_dir()]
+)
 HAS_AUDIT = "audit" in ROOMS
 HAS_OFFLOAD = "offload" in ROOMS
 HAS_RECORD = "record" in ROOMS
@@ -55,7 +59,9 @@ NAMES = {
 
 SPELLINGS = {
     "audit": ("--audit",),
+    "connect": ("kvarts watch", "kvarts.connect"),
     "explain": ("kvarts story",),
+    "kv_events": ("--kv-events", "kvarts.serve.kv_events"),
     "llm": ("kvarts generate", "kvarts profile", "kvarts model tiny", "kvarts.executor.torch"),
     "offload": ("--host-memory", "--host-pages", "[offload]"),
     "plan": ("kvarts.plan", "kvarts plan", "kvarts sweep"),

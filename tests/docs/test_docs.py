@@ -34,6 +34,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHECKER = doctest.OutputChecker()
 NEEDS = {
+    "guide-kv-events.md": pytest.mark.skipif(find_spec("zmq") is None, reason="KV events need kvarts[serve]"),
     "guide-models.md": pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]"),
     "guide-sessions.md": pytest.mark.skipif(find_spec("grpc") is None, reason="sessions need kvarts[grpc]"),
 }

@@ -37,6 +37,7 @@ NOT_HERE = {
     "generate": "real models",
     "serve sessions": "no files",
     "sweep": "its journal grows while it runs: see tests/plan",
+    "watch": "files that grow while it goes on",
 }
 FAST = ("replay", "replay --run-dir", "report")
 

@@ -56,7 +56,7 @@ def valued(name: str) -> list[click.Parameter]:
     ]
 
 
-NAMES = [name for name, call in CALLS.items() if not call.is_slow and name not in ("chat", "serve sessions")]
+NAMES = [name for name, call in CALLS.items() if not call.is_slow and name not in ("chat", "serve sessions", "watch")]
 
 
 def words(name: str, param: click.Parameter, value: str) -> list[str]:

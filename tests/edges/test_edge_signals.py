@@ -39,8 +39,8 @@ WRITING: dict[str, tuple[str, ...]] = {
 """Each command that writes, and a call that writes all it can."""
 LIVE = {"live.jsonl"}
 """What is there while it is written: it says so."""
-SERVERS = {"serve sessions"}
-"""They run until a signal ends them: see tests/serve."""
+SERVERS = {"serve sessions", "watch"}
+"""They run until a signal ends them: see tests/serve and tests/connect."""
 SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {143}, signal.SIGKILL: {-signal.SIGKILL}}
 
 

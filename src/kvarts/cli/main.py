@@ -40,6 +40,7 @@ COMMANDS = {
     "sweep": "plan_sweep",
     "trace": "trace",
     "verify": "verify",
+    "watch": "watch",
 }
 """Each command, and the module of `kvarts.cli` that has it."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Outputs", "Part", "Results", "Run", "load_parts"]
 
 PARTS: tuple[str, ...] = (
+    "kv_events",
     "offload",
     "record",
     "session_replay",

@@ -1,0 +1,120 @@
+"""What `kvarts replay` publishes while it runs: KV events, for routers and indexers that are to be tried."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.options import GroupedOption
+from kvarts.cli.parts import Part
+from kvarts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
+    from kvarts.report.report import Report
+    from kvarts.serve.kv_events.opening import KvEvents
+    from kvarts.sim.config import ReplayConfig
+
+__all__ = ["PART", "Publishing"]
+
+TITLE = "KV events"
+
+
+class KvEventsPart(Part):
+    """KV events over ZMQ."""
+
+    def options(self) -> Sequence[click.Option]:
+        """Return `--kv-events` and what goes with it."""
+        return (
+            GroupedOption(
+                ["--kv-events"], group=TITLE, metavar="ENDPOINT",
+                help="Publish KV events in vLLM's form at ENDPOINT while it runs: tcp://127.0.0.1:5557. With replicas, "
+                "each at the next port.",
+            ),
+            GroupedOption(
+                ["--kv-events-replay"], group=TITLE, metavar="ENDPOINT",
+                help="Answer requests for past events, and for full state, at ENDPOINT.",
+            ),
+            GroupedOption(
+                ["--kv-events-format"], group=TITLE, type=click.Choice(["map", "array"]), default="map",
+                help="Events as maps, as vLLM writes them, or as arrays, as it did before. [map]",
+            ),
+            GroupedOption(["--kv-events-topic"], group=TITLE, metavar="TEXT", default="", help="Their topic. [empty]"),
+            GroupedOption(
+                ["--kv-events-wait"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
+                help="Begin when something has subscribed, or after so long. [0]",
+            ),
+            GroupedOption(
+                ["--kv-events-stay"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
+                help="Go on answering for so long when the replay has ended. [0]",
+            ),
+        )  # fmt: skip
+
+    def results(
+        self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
+    ) -> Publishing | None:
+        """Return what publishes, where that is asked for."""
+        if places["kv_events"] is None:
+            for name in ("replay", "topic", "wait", "stay"):
+                if places[f"kv_events_{name}"]:
+                    raise ConfigError("needs --kv-events", field=f"kv_events_{name}")
+            return None
+        if model is not None:
+            raise ConfigError("is for one model", field="kv_events", hint="Replay each model for itself.")
+        return Publishing(config.replicas, places)
+
+
+class Publishing:
+    """Publishes what the replicas of one replay tell. Raises ConfigError for endpoints that cannot be."""
+
+    def __init__(self, num_replicas: int, places: Mapping[str, Any]) -> None:
+        try:
+            import zmq  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
+        from kvarts.serve.kv_events.config import KvEventsConfig
+
+        config = KvEventsConfig(
+            endpoint=places["kv_events"],
+            replay_endpoint=places["kv_events_replay"],
+            form=places["kv_events_format"],
+            topic=places["kv_events_topic"],
+        )
+        self._configs = [config.for_rank(rank) for rank in range(num_replicas)]
+        self.paths: Sequence[Path] = ()
+        for name in ("kv_events_wait", "kv_events_stay"):
+            if not isfinite(places[name]):
+                raise ConfigError(f"must be a finite number, got {places[name]}", field=name)
+        self._wait_s = places["kv_events_wait"]
+        self._stay_s = places["kv_events_stay"]
+
+    @contextmanager
+    def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
+        """Answer what publishes the events of each replica."""
+        from kvarts.serve.kv_events.opening import open_kv_events
+
+        with ExitStack() as stack:
+            opened: list[KvEvents] = []
+            for config in self._configs:
+                events = open_kv_events(config)
+                stack.callback(events.close)
+                opened.append(events)
+            deadline = time.monotonic() + self._wait_s
+            for events in opened:
+                events.publisher.wait_for_subscriber(max(0.0, deadline - time.monotonic()))
+            yield lambda replica: [opened[replica].reader]
+            if self._stay_s:
+                click.echo(f"kvarts: the replay has ended; KV events stay for {self._stay_s:g} s", err=True)
+                time.sleep(self._stay_s)
+
+    def write(self, report: Report) -> None:
+        """Write nothing: everything was published."""
+
+
+PART = KvEventsPart()

@@ -1,0 +1,247 @@
+"""`kvarts watch`."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from kvarts.cli.options import GroupedCommand, grouped
+from kvarts.cli.paths import OUTPUT
+from kvarts.cli.printing import print_bytes, print_json
+from kvarts.errors import ConfigError
+from kvarts.files import (
+    check_writable,
+    is_replaceable,
+    is_standard_output,
+    open_stream,
+    write_all,
+    write_whole,
+    writing,
+)
+
+if TYPE_CHECKING:
+    from kvarts.connect.watch import Watch
+
+__all__ = ["watch_command"]
+
+of_engine = grouped("The engine")
+of_end = grouped("The end")
+of_results = grouped("Results")
+
+FILES = ("events_file", "timeline_file", "verdict_file")
+MOST_WAITING = 1 << 16
+
+
+@click.command("watch", cls=GroupedCommand)
+@click.argument("endpoint")
+@of_engine("--replay", metavar="ENDPOINT", help="Ask here for full state, and for batches that were lost.")
+@of_engine("--topic", default="", help="Of the events; they begin with it. [all]")
+@of_engine("--bind", "binds", is_flag=True, help="Wait at ENDPOINT for engines that connect to their consumer.")
+@of_engine("--metrics", metavar="URL", help="Look at the engine's metrics: http://HOST:PORT/metrics.")
+@of_engine("--total-blocks", metavar="N", type=click.IntRange(min=1),
+           help="Blocks of the device. [what metrics say]")  # fmt: skip
+@of_engine("--allow-copies", is_flag=True,
+           help="A block may be stored twice, for engines that tell of each copy.")  # fmt: skip
+@of_end("--duration", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
+        help="End after so long. [with SIGINT or SIGTERM]")  # fmt: skip
+@of_results(
+    "--events", "events_file", metavar="FILE", type=OUTPUT, help="Write a journal, for `kvarts story`; .gz packs it."
+)
+@of_results("--timeline", "timeline_file", metavar="FILE", type=OUTPUT,
+            help="Write a row for each look at the metrics, JSON lines, for `kvarts verify`.")  # fmt: skip
+@of_results("--every", metavar="SECONDS", type=click.FloatRange(min=0.1),
+            help="Between two lines of what goes on. [10; in a terminal 1]")  # fmt: skip
+@of_results("--quiet", is_flag=True, help="Say nothing while it goes on.")
+@of_results("--verdict", "verdict_file", metavar="FILE", type=OUTPUT, help="Write the verdict as JSON.")
+@of_results("--json", "as_json", is_flag=True, help="Print the verdict as JSON instead of text.")
+def watch_command(endpoint: str, **values: Any) -> int:
+    """Follow the KV events of an engine, kvarts' or vLLM's, and judge what they claim.
+
+    ENDPOINT is where they are published: tcp://HOST:PORT. The verdict is ok, violated, or inconclusive: nothing came,
+    or what there was at the beginning is not known and matters. The exit code is 0, 5 or 6.
+    """
+    try:
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"watch needs ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
+    from kvarts.connect.watched import Watched
+
+    if values["timeline_file"] is not None and values["metrics"] is None:
+        raise ConfigError("needs metrics, which say what is in use", field="timeline", hint="Give --metrics URL.")
+    for name in ("duration", "every"):
+        if values[name] is not None and not isfinite(values[name]):
+            raise ConfigError(f"must be a finite number, got {values[name]}", field=name)
+    for name in FILES:
+        if values[name] is not None:
+            check_writable(values[name])
+    # The script of kvarts never collects garbage, for commands that end soon. This one goes on.
+    gc.freeze()
+    gc.enable()
+    notes: list[str] = []
+    with ExitStack() as stack:
+        journal = None
+        if values["events_file"] is not None:
+            from kvarts.connect.journal import StreamJournal
+
+            file = _LiveFile(values["events_file"])
+            stack.callback(file.close)
+            journal = StreamJournal(file, total_blocks=values["total_blocks"] or 0)
+            stack.callback(journal.close)
+        watched = Watched(total_blocks=values["total_blocks"], allows_copies=values["allow_copies"], journal=journal)
+        watch = _watch(stack, endpoint, values, watched, notes)
+        verdict = watched.verdict(watch.follower.counts, notes)
+    answer = msgspec.to_builtins(verdict)
+    if values["verdict_file"] is not None:
+        write_whole(values["verdict_file"], msgspec.json.encode(answer) + b"\n")
+    if not any(is_standard_output(values[name]) for name in FILES):
+        if values["as_json"]:
+            print_json(answer)
+        else:
+            print_bytes(verdict.to_text().encode())
+    return verdict.exit_code
+
+
+def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any, notes: list[str]) -> Watch:
+    """Watch until the end, and note what else is worth knowing."""
+    from kvarts.connect.metrics import Scraper
+    from kvarts.connect.sockets import Stream
+    from kvarts.connect.timeline import WatchedTimeline
+    from kvarts.connect.watch import Watch
+
+    stop = stack.enter_context(_signals())
+    stream = Stream(endpoint, values["replay"], topic=values["topic"], binds=values["binds"])
+    stack.callback(stream.close)
+    scraper = None if values["metrics"] is None else Scraper(values["metrics"])
+    if scraper is not None:
+        stack.callback(scraper.close)
+
+    def open_timeline(total_blocks: int, block_size: int) -> WatchedTimeline:
+        file = _LiveFile(values["timeline_file"])
+        stack.callback(file.close)
+        timeline = WatchedTimeline(file, total_blocks=total_blocks, block_size=block_size)
+        stack.callback(timeline.close)
+        return timeline
+
+    is_terminal = sys.stderr.isatty()
+    watch = Watch(
+        stream,
+        watched,
+        looks=scraper,
+        open_timeline=None if values["timeline_file"] is None else open_timeline,
+        on_status=None if values["quiet"] else _View(is_terminal),
+        every_s=values["every"] or (1.0 if is_terminal else 10.0),
+    )
+    if not values["quiet"]:
+        click.echo(f"kvarts: watching {endpoint}; SIGINT ends it with a verdict", err=True)
+    watch.run(stop, duration_s=values["duration"])
+    if not stream.wait_for_connection(0):
+        notes.append(f"nothing was at {endpoint}")
+    if stream.num_strange:
+        notes.append(f"{stream.num_strange:,} messages are no batches")
+    if stream.num_unanswered:
+        notes.append(f"{stream.num_unanswered:,} requests for past batches were not answered")
+    if scraper is not None and not scraper.num_seen:
+        notes.append(f"metrics could not be read at {values['metrics']}")
+    if values["timeline_file"] is not None and watch.timeline is None:
+        open_timeline(watched.claims.total_blocks or 0, watched.claims.block_size or 0)
+        notes.append("the timeline is empty: metrics did not say how many blocks there are, or no block was stored")
+    return watch
+
+
+class _View:
+    """Shows what goes on: in a terminal a few lines that are written over, otherwise a line each time."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
+        self._num_lines = 0
+        self._before = (time.monotonic(), 0)
+
+    def __call__(self, watch: Watch) -> None:
+        lines = list(self._lines(watch))
+        if self._is_terminal:
+            up = f"\x1b[{self._num_lines}F" if self._num_lines else ""
+            click.echo(up + "\n".join(f"{line}\x1b[K" for line in lines), err=True)
+            self._num_lines = len(lines)
+        else:
+            click.echo("kvarts: " + "; ".join(lines), err=True)
+
+    def _lines(self, watch: Watch) -> Iterator[str]:
+        watched, followed = watch.watched, watch.follower.counts
+        counts, claims = watched.counts, watched.claims
+        now, num = time.monotonic(), counts.num_events
+        (before, num_before), self._before = self._before, (now, num)
+        rate = (num - num_before) / max(now - before, 1e-9)
+        yield f"batch {watched.seq if watched.seq is not None else '-'}, {num:,} events, {rate:,.0f} a second"
+        blocks = ", ".join(f"{medium} {count:,}" for medium, count in watched.blocks().items()) or "none"
+        of = "" if claims.total_blocks is None else f" of {claims.total_blocks:,}"
+        known = "" if claims.is_complete else ", and what was there before"
+        yield f"blocks: {blocks}{known}; at most {claims.most_blocks:,}{of} on the device"
+        yield (
+            f"gaps {followed.num_gaps:,}, lost {followed.num_lost:,}, begun anew {followed.num_restarts:,}; "
+            f"violations {sum(claims.num_violations.values()):,}"
+        )
+        sample = None if watch.looks is None else watch.looks.last
+        if sample is not None:
+            usage = "-" if sample.usage is None else f"{sample.usage:.1%}"
+            hits = "-" if sample.hit_share is None else f"{sample.hit_share:.1%}"
+            yield f"running {sample.num_running}, waiting {sample.num_waiting}, KV in use {usage}, prompts found {hits}"
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """Answer whether SIGINT or SIGTERM has come."""
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+class _LiveFile:
+    """A file that is written while a watch goes on: what is a second old is there, whatever becomes of this process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._packer = zlib.compressobj(6, zlib.DEFLATED, 31) if path.suffix == ".gz" else None
+        self._waiting = bytearray()
+        self._written_s = time.monotonic()
+        with writing(path):
+            self._file: IO[bytes] = path.open("wb", buffering=0) if is_replaceable(path) else open_stream(path)
+
+    def write(self, data: bytes) -> None:
+        """Write `data`, soon. Raise OutputError."""
+        self._waiting += data
+        now = time.monotonic()
+        if len(self._waiting) >= MOST_WAITING or now - self._written_s >= 1.0:
+            self._written_s = now
+            self._flush(zlib.Z_SYNC_FLUSH)
+
+    def close(self) -> None:
+        """Write what waits. Raise OutputError."""
+        try:
+            self._flush(zlib.Z_FINISH)
+        finally:
+            with writing(self._path):
+                self._file.close()
+
+    def _flush(self, mode: int) -> None:
+        text = bytes(self._waiting)
+        self._waiting.clear()
+        if self._packer is not None:
+            text = self._packer.compress(text) + self._packer.flush(mode)
+        with writing(self._path):
+            write_all(self._file, text)

@@ -1,0 +1,201 @@
+"""Judges what KV events claim, against nothing but what they claimed before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+from kvarts.connect.decoding import BlockHash, Removed, Stored
+
+__all__ = ["RULES", "Block", "Claims", "RuleResult", "Violation"]
+
+RULES = MappingProxyType(
+    {
+        "schema": "every batch is one of KV events",
+        "sequence": "no batch is missing",
+        "stored_twice": "what is stored is not stored in that medium already",
+        "never_stored": "what is removed is stored in that medium",
+        "parent_unknown": "what blocks follow is stored somewhere",
+        "tokens": "blocks have the tokens that they should, and always the same number",
+        "content": "a hash has one parent and one set of tokens",
+        "pool": "no more blocks than the pool has",
+    }
+)
+
+MAX_LISTED = 1000
+"""Violations of one rule that are listed; all are counted."""
+
+Key = tuple[str, int]
+"""A medium, and a group of layers."""
+
+
+class Block(msgspec.Struct, frozen=True, gc=False):
+    """What is claimed of a block. `token_ids` may be too few, where that is what was said."""
+
+    parent: BlockHash | None
+    token_ids: tuple[int, ...]
+
+
+class Violation(msgspec.Struct, frozen=True, gc=False):
+    """One violation, in batch `seq`."""
+
+    rule: str
+    seq: int
+    what: str
+
+
+class RuleResult(msgspec.Struct, frozen=True, gc=False):
+    """What became of a rule. `why`: the reason, where it is neither ok nor violated."""
+
+    rule: str
+    status: Literal["ok", "violated", "inconclusive", "not_run"]
+    num_violations: int = 0
+    why: str | None = None
+
+
+class Claims:
+    """Owner of what is stored, by medium, as events claim it, and of what is wrong with that.
+
+    `total_blocks`: of the device, if that is known. `allows_copies`: a block may be stored again while it is there, as
+    engines do that tell of every copy; it is gone when it has been removed as often. Where what was there at the
+    beginning is not known, what may be explained by that is counted as unjudged, and is no violation.
+    """
+
+    def __init__(self, *, total_blocks: int | None = None, allows_copies: bool = False) -> None:
+        self.total_blocks = total_blocks
+        self._allows_copies = allows_copies
+        self.media: dict[Key, dict[BlockHash, Block]] = {}
+        self._copies: dict[tuple[Key, BlockHash], int] = {}
+        self.block_size: int | None = None
+        self.violations: dict[str, list[Violation]] = {rule: [] for rule in RULES}
+        self.num_violations = dict.fromkeys(RULES, 0)
+        self.num_unjudged = dict.fromkeys(RULES, 0)
+        self.is_complete = True
+        """Whether everything that is stored is known."""
+        self.most_blocks = 0
+        """The most blocks on the device so far."""
+
+    def begin(self, *, is_complete: bool) -> None:
+        """Forget what is stored: it is nothing, or, if that is not `is_complete`, not known."""
+        self.media.clear()
+        self._copies.clear()
+        self.block_size = None
+        self.is_complete = is_complete
+
+    def clear(self) -> None:
+        """Take the claim that nothing is stored any more."""
+        self.media.clear()
+        self._copies.clear()
+        self.is_complete = True
+
+    def store(self, seq: int, event: Stored) -> list[BlockHash]:
+        """Take the claim that blocks are stored; return those that were not."""
+        key = event.medium, event.group
+        there = self.media.setdefault(key, {})
+        self._check_tokens(seq, event)
+        parent = event.parent
+        if parent is not None and not self._is_anywhere(parent, event.group):
+            self._judge("parent_unknown", seq, f"{brief(event.hashes[:1])} follows {brief([parent])}")
+        size = event.block_size
+        new = []
+        for place, name in enumerate(event.hashes):
+            block = Block(parent, tuple(event.token_ids[place * size : (place + 1) * size]))
+            parent = name
+            known = there.get(name)
+            if known is None:
+                self._compare(seq, name, block, event.group)
+                there[name] = block
+                new.append(name)
+                continue
+            if known != block:
+                self.add("content", seq, f"{brief([name])} has another parent or other tokens than before")
+            if self._allows_copies:
+                self._copies[key, name] = self._copies.get((key, name), 1) + 1
+            else:
+                self.add("stored_twice", seq, f"{brief([name])} is stored in {event.medium} already")
+        self._count(seq)
+        return new
+
+    def remove(self, seq: int, event: Removed) -> list[BlockHash]:
+        """Take the claim that blocks are not stored any more; return those that were."""
+        key = event.medium, event.group
+        there = self.media.get(key, {})
+        gone = []
+        for name in event.hashes:
+            copies = self._copies.get((key, name), 1)
+            if copies > 2:
+                self._copies[key, name] = copies - 1
+            elif copies == 2:
+                del self._copies[key, name]
+            elif there.pop(name, None) is not None:
+                gone.append(name)
+            else:
+                self._judge("never_stored", seq, f"{brief([name])} is not stored in {event.medium}")
+        return gone
+
+    def add(self, rule: str, seq: int, what: str) -> None:
+        """Add a violation."""
+        self.num_violations[rule] += 1
+        if len(self.violations[rule]) < MAX_LISTED:
+            self.violations[rule].append(Violation(rule, seq, what))
+
+    def num_blocks(self, medium: str | None = None) -> int:
+        """Return how many blocks are stored, in one medium or in all; of several groups, the most of one."""
+        if medium is None:
+            return sum(self.num_blocks(name) for name in {name for name, _ in self.media})
+        return max((len(there) for (name, _), there in self.media.items() if name == medium), default=0)
+
+    def results(self) -> list[RuleResult]:
+        """Return what became of each rule."""
+        return [self._result(rule) for rule in RULES]
+
+    def _result(self, rule: str) -> RuleResult:
+        if self.num_violations[rule]:
+            return RuleResult(rule, "violated", self.num_violations[rule])
+        if self.num_unjudged[rule]:
+            why = f"{self.num_unjudged[rule]:,} claims are about what was there before, which is not known"
+            return RuleResult(rule, "inconclusive", why=why)
+        if rule == "pool" and self.total_blocks is None:
+            return RuleResult(rule, "not_run", why="the number of blocks is not known")
+        return RuleResult(rule, "ok")
+
+    def _judge(self, rule: str, seq: int, what: str) -> None:
+        if self.is_complete:
+            self.add(rule, seq, what)
+        else:
+            self.num_unjudged[rule] += 1
+
+    def _check_tokens(self, seq: int, event: Stored) -> None:
+        size = event.block_size
+        if size < 1 or len(event.token_ids) != size * len(event.hashes):
+            what = f"{len(event.hashes)} blocks of {size} tokens have {len(event.token_ids)}"
+            self.add("tokens", seq, what)
+        elif self.block_size not in (None, size):
+            self.add("tokens", seq, f"a block has {size} tokens, and had {self.block_size} before")
+        else:
+            self.block_size = size
+
+    def _compare(self, seq: int, name: BlockHash, block: Block, group: int) -> None:
+        """Compare a block with the same block in another medium."""
+        for (_, other), there in self.media.items():
+            known = there.get(name) if other == group else None
+            if known is not None and known != block:
+                self.add("content", seq, f"{brief([name])} has another parent or other tokens than in another medium")
+
+    def _is_anywhere(self, name: BlockHash, group: int) -> bool:
+        return any(name in there for (_, other), there in self.media.items() if other == group)
+
+    def _count(self, seq: int) -> None:
+        num_blocks = self.num_blocks("GPU")
+        if num_blocks > self.most_blocks:
+            self.most_blocks = num_blocks
+            if self.total_blocks is not None and num_blocks > self.total_blocks:
+                self.add("pool", seq, f"{num_blocks:,} blocks are stored in a pool of {self.total_blocks:,}")
+
+
+def brief(names: Sequence[BlockHash]) -> str:
+    """Return hashes for a message."""
+    return ", ".join(f"block {name.hex() if isinstance(name, bytes) else name}" for name in names) or "nothing"

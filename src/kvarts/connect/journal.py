@@ -1,0 +1,212 @@
+"""Writes what KV events tell as a journal of kvarts, for `kvarts story` and whatever else reads one.
+
+Events name blocks, a journal names pages of requests. A run of blocks that goes on from a request's last page is that
+request's; any other run is a request of its own, which arrives with all tokens from the first on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvarts.connect.decoding import BlockHash, Stored
+from kvarts.journal import (
+    JOURNAL_VERSION,
+    ArrivedLine,
+    FinishedLine,
+    Head,
+    Line,
+    RemovedBelowLine,
+    RemovedLine,
+    StoredBelowLine,
+    StoredLine,
+)
+
+__all__ = ["JOURNAL_MEDIA", "StreamJournal", "Written"]
+
+JOURNAL_MEDIA = {"GPU": "device", "CPU": "host", "CPU_PINNED": "host", "STORAGE": "disk", "DISK": "disk"}
+"""The tiers' names in a journal; other media keep their own, in small letters."""
+
+MS = 1000.0
+
+
+class Written(Protocol):
+    """A file, as far as it is written."""
+
+    def write(self, data: bytes, /) -> object:
+        """Write all of `data`."""
+
+
+class _Run(msgspec.Struct, eq=False):
+    """A request of the journal. `token_ids` from its first page on; the first `num_arrived` of them came with it.
+
+    `last`: the block of its last page, as long as it may go on. `num_copies`: of its pages, in all media.
+    """
+
+    number: int
+    token_ids: list[int]
+    num_arrived: int
+    last: BlockHash | None = None
+    num_copies: int = 0
+
+
+class _Place(msgspec.Struct):
+    """A page of a run, and in how many media it is."""
+
+    run: _Run
+    page: int
+    num_copies: int = 0
+
+
+class StreamJournal:
+    """Writes lines to `file`, which stays the caller's; `close` writes the last. It knows what is stored, and no more.
+
+    `total_blocks`: of the device; 0 where that is not known.
+    """
+
+    def __init__(self, file: Written, *, total_blocks: int) -> None:
+        self._file = file
+        self._total_blocks = total_blocks
+        self._encode = msgspec.json.Encoder().encode
+        self._num_lines = 0
+        self._num_runs = 0
+        self._seq = -1
+        self._start_s: float | None = None
+        self._time_ms = 0.0
+        self._where: dict[BlockHash, _Place] = {}
+        self._is_begun = False
+
+    def begin_batch(self, seq: int, time_s: float) -> None:
+        """Take note of the batch that the next lines belong to."""
+        if self._start_s is None:
+            self._start_s = time_s
+        self._seq, self._time_ms = seq, max(0.0, (time_s - self._start_s) * MS)
+
+    def store(self, event: Stored, new: Sequence[BlockHash]) -> None:
+        """Write that those of its blocks that are `new` in its medium are stored."""
+        if not new or event.block_size < 1:
+            return
+        if not self._is_begun:
+            self._begin(event.block_size)
+        hashes, where, are_new = event.hashes, self._where, frozenset(new)
+        at = 0
+        while at < len(hashes):
+            end = at + 1
+            if hashes[at] in are_new:
+                is_known = hashes[at] in where
+                while end < len(hashes) and hashes[end] in are_new and (hashes[end] in where) == is_known:
+                    end += 1
+                if not is_known:
+                    self._place(event, at, end)
+                for run, start, stop in self._stretches(hashes[at:end], 1):
+                    self._write_stored(run, _tier(event.medium), start, stop)
+            at = end
+
+    def remove(self, medium: str, gone: Sequence[BlockHash]) -> None:
+        """Write that blocks left `medium`."""
+        tier = _tier(medium)
+        ended: dict[int, _Run] = {}
+        for run, start, end in self._stretches(gone, -1):
+            place: dict[str, Any] = {**self._place_of(run), "start_page": start, "end_page": end}
+            self._write(RemovedLine(**place) if tier == "device" else RemovedBelowLine(**place, tier=tier))
+            run.last = None  # what is stored next has pages of its own
+            if not run.num_copies:
+                ended[run.number] = run
+        for run in ended.values():
+            self._finish(run)
+
+    def forget(self) -> None:
+        """Write that nothing is stored, in no medium, as far as is known."""
+        runs = {place.run.number: place.run for place in self._where.values()}
+        for run in runs.values():
+            self._finish(run)
+        self._where.clear()
+
+    def close(self) -> None:
+        """Write the tokens of runs that grew."""
+        if not self._is_begun:
+            self._begin(1)
+        self.forget()
+
+    def _begin(self, block_size: int) -> None:
+        self._is_begun = True
+        head = Head(kvarts_journal=JOURNAL_VERSION, block_size_tokens=block_size, total_blocks=self._total_blocks)
+        self._file.write(self._encode(head) + b"\n")
+
+    def _place(self, event: Stored, at: int, end: int) -> None:
+        """Give the blocks [at, end) of an event, none of which is known, pages of a run."""
+        size = event.block_size
+        parent = event.parent if at == 0 else event.hashes[at - 1]
+        token_ids = list(event.token_ids[at * size : end * size])
+        before = None if parent is None else self._where.get(parent)
+        if before is not None and before.run.last == parent:
+            run, first = before.run, before.page + 1
+            run.token_ids += token_ids
+        else:
+            first = 0 if before is None else before.page + 1
+            if before is not None:
+                token_ids = before.run.token_ids[: first * size] + token_ids
+            run = self._arrive(token_ids)
+        for page, name in enumerate(event.hashes[at:end], first):
+            self._where[name] = _Place(run, page)
+        run.last = event.hashes[end - 1]
+
+    def _arrive(self, token_ids: list[int]) -> _Run:
+        run = _Run(self._num_runs, token_ids, len(token_ids))
+        self._num_runs += 1
+        place: dict[str, Any] = self._place_of(run)
+        self._write(
+            ArrivedLine(
+                **place,
+                request_id=f"stream-{run.number}",
+                prompt_tokens=max(1, run.num_arrived),
+                output_tokens=0,
+                num_ahead=0,
+                unit_tokens=1,
+                num_known_tokens=run.num_arrived,
+                units=token_ids[:],
+            )
+        )
+        return run
+
+    def _stretches(self, names: Sequence[BlockHash], by: int) -> Iterator[tuple[_Run, int, int]]:
+        """Return runs with pages [start, end) for blocks that one copy is made of (1) or taken from (-1), in order."""
+        open_run: _Run | None = None
+        first = last = 0
+        for name in names:
+            place = self._where.get(name)
+            if place is None:
+                continue
+            place.num_copies += by
+            place.run.num_copies += by
+            if place.num_copies <= 0:
+                del self._where[name]
+            if open_run is place.run and place.page == last + by:
+                last = place.page
+                continue
+            if open_run is not None:
+                yield open_run, min(first, last), max(first, last) + 1
+            open_run, first, last = place.run, place.page, place.page
+        if open_run is not None:
+            yield open_run, min(first, last), max(first, last) + 1
+
+    def _write_stored(self, run: _Run, tier: str, start: int, end: int) -> None:
+        place: dict[str, Any] = {**self._place_of(run), "start_page": start, "end_page": end}
+        self._write(StoredLine(**place) if tier == "device" else StoredBelowLine(**place, tier=tier))
+
+    def _finish(self, run: _Run) -> None:
+        place: dict[str, Any] = self._place_of(run)
+        self._write(FinishedLine(**place, units=run.token_ids[run.num_arrived :]))
+
+    def _place_of(self, run: _Run) -> dict[str, Any]:
+        return {"n": self._num_lines, "step": self._seq, "t_ms": self._time_ms, "request": run.number}
+
+    def _write(self, line: Line) -> None:
+        self._file.write(self._encode(line) + b"\n")
+        self._num_lines += 1
+
+
+def _tier(medium: str) -> str:
+    return JOURNAL_MEDIA.get(medium, medium.lower())

@@ -1,0 +1,107 @@
+"""What an engine's metrics say of its requests and its KV memory, by vLLM's names."""
+
+from __future__ import annotations
+
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+
+import msgspec
+
+__all__ = ["EngineSample", "Scraper", "parse_metrics"]
+
+TIMEOUT_S = 5.0
+
+_LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?\s*")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class EngineSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at the metrics, all engines of it together; None where a metric is missing."""
+
+    usage: float | None = None
+    """The share of KV blocks that are in use; of several engines, the mean."""
+    num_running: int | None = None
+    num_waiting: int | None = None
+    num_preempted: int | None = None
+    """Preemptions since the engine began."""
+    num_blocks: int | None = None
+    num_queried_tokens: int | None = None
+    num_hit_tokens: int | None = None
+
+    @property
+    def hit_share(self) -> float | None:
+        """The share of prompt tokens that were found; None where that is not known."""
+        if not self.num_queried_tokens or self.num_hit_tokens is None:
+            return None
+        return self.num_hit_tokens / self.num_queried_tokens
+
+
+def parse_metrics(text: str) -> EngineSample:
+    """Return what Prometheus' text form says; lines that are none are passed over."""
+    sums: dict[str, list[float]] = {}
+    num_blocks: list[float] = []
+    for name, labels, value in _lines(text):
+        sums.setdefault(name, []).append(value)
+        if name == "vllm:cache_config_info":
+            blocks = dict(_LABEL.findall(labels)).get("num_gpu_blocks", "")
+            if blocks.isdecimal():
+                num_blocks.append(int(blocks))
+
+    def total(name: str) -> int | None:
+        found = sums.get(name)
+        return None if not found else int(sum(found))
+
+    usages = sums.get("vllm:kv_cache_usage_perc") or sums.get("vllm:gpu_cache_usage_perc")
+    return EngineSample(
+        usage=sum(usages) / len(usages) if usages else None,
+        num_running=total("vllm:num_requests_running"),
+        num_waiting=total("vllm:num_requests_waiting"),
+        num_preempted=total("vllm:num_preemptions_total"),
+        num_blocks=int(sum(num_blocks)) if num_blocks else None,
+        num_queried_tokens=total("vllm:prefix_cache_queries_total"),
+        num_hit_tokens=total("vllm:prefix_cache_hits_total"),
+    )
+
+
+def _lines(text: str) -> Iterator[tuple[str, str, float]]:
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is not None:
+            try:
+                value = float(match[3])
+            except ValueError:
+                continue
+            if abs(value) < 1e18:  # neither infinite nor no number
+                yield match[1], match[2] or "", value
+
+
+class Scraper:
+    """Looks at `url` again and again, in a thread of its own, and keeps what it saw last."""
+
+    def __init__(self, url: str, every_s: float = 1.0) -> None:
+        self._url = url
+        self._every_s = every_s
+        self.last: EngineSample | None = None
+        self.num_seen = 0
+        self.num_failed = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        self._thread.join(TIMEOUT_S + 1)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                with urllib.request.urlopen(self._url, timeout=TIMEOUT_S) as answer:
+                    self.last = parse_metrics(answer.read().decode(errors="replace"))
+                self.num_seen += 1
+            except (OSError, ValueError):
+                self.num_failed += 1
+            if self._stop.wait(self._every_s):
+                return

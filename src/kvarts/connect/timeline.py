@@ -1,0 +1,61 @@
+"""A KV timeline of a watched engine: a row for each look at its metrics, which say what events do not."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvarts.connect.journal import Written
+from kvarts.connect.metrics import EngineSample
+
+__all__ = ["WatchedTimeline"]
+
+
+class WatchedTimeline:
+    """Writes rows to `file`, JSON lines, which stays the caller's; `close` writes the totals.
+
+    Rows are looks at an engine that goes on in between: they may miss its peaks, and preemptions are those since the
+    row before. A look without usage or requests gives no row.
+    """
+
+    def __init__(self, file: Written, *, total_blocks: int, block_size: int) -> None:
+        self._file = file
+        self._total = total_blocks
+        self._encode = msgspec.json.Encoder().encode
+        self._peak_pct = 0.0
+        self._num_preempted_before: int | None = None
+        self._num_preempted = 0
+        self.num_rows = 0
+        self._write({"version": 1, "block_size_tokens": block_size, "total_blocks": total_blocks, "every": 1})
+
+    def add(self, time_s: float, sample: EngineSample) -> None:
+        """Write a row for a look at `time_s` after the first."""
+        if sample.usage is None or sample.num_running is None:
+            return
+        used = min(self._total, max(0, round(sample.usage * self._total)))
+        before, total = self._num_preempted_before, sample.num_preempted
+        # An engine that began anew counts from nought.
+        preempted = 0 if before is None or total is None or total < before else total - before
+        self._num_preempted_before = total
+        self._num_preempted += preempted
+        used_pct = used / self._total
+        self._peak_pct = max(self._peak_pct, used_pct)
+        row = {
+            "step": self.num_rows,
+            "t_ms": round(time_s * 1000.0, 3),
+            "used_blocks": used,
+            "free_blocks": self._total - used,
+            "used_pct": used_pct,
+            "active_seqs": sample.num_running,
+            "preempted_seqs": preempted,
+        }
+        if sample.num_waiting is not None:
+            row["waiting"] = sample.num_waiting
+        self._write(row)
+        self.num_rows += 1
+
+    def close(self) -> None:
+        """Write what is known in the end."""
+        self._write({"peak_used_pct": self._peak_pct, "preemption_count": self._num_preempted})
+
+    def _write(self, line: object) -> None:
+        self._file.write(self._encode(line) + b"\n")

@@ -1,0 +1,188 @@
+"""What is known of a watched engine: claims, counts, and what writes them down."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvarts.connect.claims import Claims, RuleResult, Violation
+from kvarts.connect.curve import CurvePoint, ReStores
+from kvarts.connect.decoding import Cleared, MalformedError, Removed, Stored, Unknown, decode_batch
+from kvarts.connect.follower import Followed
+from kvarts.connect.journal import StreamJournal
+
+__all__ = ["Counts", "WatchVerdict", "Watched"]
+
+EXIT_CODES = {"ok": 0, "violated": 5, "inconclusive": 6}
+
+
+class Counts(msgspec.Struct):
+    """What came so far."""
+
+    num_batches: int = 0
+    num_events: int = 0
+    num_stored_blocks: int = 0
+    num_removed_blocks: int = 0
+    num_clears: int = 0
+    num_unknown_events: int = 0
+
+
+class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be said of what was watched."""
+
+    verdict: Literal["ok", "violated", "inconclusive"]
+    why: str | None
+    counts: Counts
+    followed: Followed
+    blocks: dict[str, int]
+    most_blocks: int
+    total_blocks: int | None
+    num_stored_again: int
+    curve: list[CurvePoint]
+    rules: list[RuleResult]
+    violations: list[Violation]
+    notes: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        """0 ok, 5 violated, 6 inconclusive."""
+        return EXIT_CODES[self.verdict]
+
+    def to_text(self) -> str:
+        """Return the verdict for people, with a line end."""
+        counts, followed = self.counts, self.followed
+        why = f": {self.why}" if self.why else ""
+        blocks = ", ".join(f"{medium} {num:,}" for medium, num in self.blocks.items()) or "no"
+        curve = "".join(f"; {point.kept_blocks:,} with {point.extra_blocks:,} more" for point in self.curve)
+        came = f"{counts.num_events:,} events in {counts.num_batches:,} batches"
+        moved = f"{counts.num_stored_blocks:,} blocks stored, {counts.num_removed_blocks:,} removed"
+        gaps = f"gaps {followed.num_gaps:,}, asked for again {followed.num_replayed:,}, lost {followed.num_lost:,}"
+        lines = [
+            f"{self.verdict}{why}",
+            f"  {came}: {moved}, {counts.num_clears:,} times cleared",
+            f"  {gaps}, engines begun anew {followed.num_restarts:,}",
+            f"  at the end {blocks} blocks; at most {self.most_blocks:,} on the device",
+            f"  stored again after an eviction: {self.num_stored_again:,} blocks{curve}",
+        ]
+        for result in self.rules:
+            status = result.status.replace("_", " ")
+            if result.num_violations:
+                status += " once" if result.num_violations == 1 else f" {result.num_violations:,} times"
+            lines.append(f"  {result.rule:<16} {status}" + (f": {result.why}" if result.why else ""))
+            listed = [violation for violation in self.violations if violation.rule == result.rule]
+            lines += [f"    batch {violation.seq}: {violation.what}" for violation in listed[:20]]
+            if result.num_violations > 20:
+                lines.append(f"    and {result.num_violations - 20:,} more")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines) + "\n"
+
+
+class Watched:
+    """Is told of batches in order, as `Follows` says, and judges them. `journal`: what writes them down, if anything.
+
+    `total_blocks` and `allows_copies`: see Claims.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_blocks: int | None = None,
+        allows_copies: bool = False,
+        journal: StreamJournal | None = None,
+    ) -> None:
+        self.claims = Claims(total_blocks=total_blocks, allows_copies=allows_copies)
+        self.counts = Counts()
+        self.again = ReStores()
+        self._journal = journal
+        self.seq: int | None = None
+        self.time_s = 0.0
+        self._is_begun = False
+
+    def begin(self, *, is_complete: bool) -> None:
+        """Forget what is stored: another engine, or the beginning."""
+        self.claims.begin(is_complete=is_complete)
+        self.again.forget()
+        if self._journal is not None:
+            self._journal.forget()
+
+    def lose(self, first: int, last: int) -> None:
+        """Take note that batches cannot be had."""
+        what = f"batch {first} is missing" if first == last else f"batches {first} to {last} are missing"
+        self.claims.add("sequence", first, what)
+
+    def apply(self, seq: int, payload: bytes) -> None:
+        """Take the next batch."""
+        self.seq = seq
+        try:
+            batch = decode_batch(payload)
+        except MalformedError as error:
+            self.claims.add("schema", seq, str(error))
+            return
+        counts, claims, journal = self.counts, self.claims, self._journal
+        counts.num_batches += 1
+        self.time_s = batch.time_s
+        if journal is not None:
+            journal.begin_batch(seq, batch.time_s)
+        for event in batch.told:
+            counts.num_events += 1
+            match event:
+                case Stored():
+                    new = claims.store(seq, event)
+                    counts.num_stored_blocks += len(event.hashes)
+                    if event.medium == "GPU":
+                        self.again.store(new)
+                    if journal is not None:
+                        journal.store(event, new)
+                case Removed():
+                    gone = claims.remove(seq, event)
+                    counts.num_removed_blocks += len(event.hashes)
+                    if event.medium == "GPU":
+                        self.again.evict(gone)
+                    if journal is not None:
+                        journal.remove(event.medium, gone)
+                case Cleared():
+                    counts.num_clears += 1
+                    if journal is not None:
+                        for (medium, _), there in claims.media.items():
+                            journal.remove(medium, list(reversed(there)))
+                    claims.clear()
+                    self.again.forget()
+                case Unknown():
+                    counts.num_unknown_events += 1
+
+    def blocks(self) -> dict[str, int]:
+        """Return how many blocks are stored in each medium."""
+        media = dict.fromkeys(medium for medium, _ in self.claims.media)
+        return {medium: num for medium in media if (num := self.claims.num_blocks(medium))}
+
+    def verdict(self, followed: Followed, notes: list[str]) -> WatchVerdict:
+        """Judge what came."""
+        claims = self.claims
+        rules = claims.results()
+        statuses = {result.status for result in rules}
+        verdict: Literal["ok", "violated", "inconclusive"] = "ok"
+        why = None
+        if "violated" in statuses:
+            verdict = "violated"
+        elif not self.counts.num_events:
+            verdict, why = "inconclusive", "no event came"
+        elif "inconclusive" in statuses:
+            verdict = "inconclusive"
+            why = next(result.why for result in rules if result.status == "inconclusive")
+        if self.counts.num_unknown_events:
+            notes = [*notes, f"{self.counts.num_unknown_events:,} events are of kinds that are not known"]
+        return WatchVerdict(
+            verdict=verdict,
+            why=why,
+            counts=self.counts,
+            followed=followed,
+            blocks=self.blocks(),
+            most_blocks=claims.most_blocks,
+            total_blocks=claims.total_blocks,
+            num_stored_again=self.again.num_again,
+            curve=self.again.points(),
+            rules=rules,
+            violations=[violation for listed in claims.violations.values() for violation in listed],
+            notes=notes,
+        )

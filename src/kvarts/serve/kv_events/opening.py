@@ -1,0 +1,39 @@
+"""Opens what publishes the KV events of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvarts.serve.kv_events.config import KvEventsConfig
+from kvarts.serve.kv_events.outbox import Outbox
+from kvarts.serve.kv_events.publisher import ZmqPublisher
+from kvarts.serve.kv_events.reader import KvEventReader
+
+__all__ = ["KvEvents", "open_kv_events"]
+
+
+class KvEvents:
+    """A reader of the events of one engine, to be handed to it when it is built, and what publishes them."""
+
+    def __init__(self, config: KvEventsConfig, reader: KvEventReader, publisher: ZmqPublisher) -> None:
+        self.config = config
+        self.reader = reader
+        self.publisher = publisher
+
+    def close(self) -> None:
+        """Publish what waits, and close the sockets."""
+        self.publisher.close()
+
+
+def open_kv_events(config: KvEventsConfig, *, now_s: Callable[[], float] | None = None) -> KvEvents:
+    """Open the sockets of `config`. `now_s`: the time of a batch, time.time for a server; left out, the engine's.
+
+    Raise ConfigError for an endpoint that cannot be bound.
+    """
+    outbox = Outbox()
+    reader = KvEventReader(outbox, algorithm=config.algorithm, seed=config.seed, now_s=now_s, clears=config.rank == 0)
+    try:
+        return KvEvents(config, reader, ZmqPublisher(config, outbox, reader))
+    except BaseException:
+        outbox.close()
+        raise

@@ -1,0 +1,158 @@
+"""Reads the events of an engine and tells of blocks: what was stored, what was removed, and on request everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from types import MappingProxyType
+from typing import Protocol
+
+from kvarts.content import Content
+from kvarts.events import Event, PagesRemoved, PagesStored, StepEnded, StepStarted, TransferEnded
+from kvarts.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm
+from kvarts.serve.kv_events.names import BlockNames
+from kvarts.serve.kv_events.resident import Place, ResidentBlocks, runs_of
+from kvarts.serve.kv_events.told import Batch, Cleared, Removed, Stored, Told
+
+__all__ = ["MEDIA", "KvEventReader", "Sink"]
+
+NS_PER_S = 1e9
+
+MEDIA = MappingProxyType({"device": "GPU", "host": "CPU", "disk": "STORAGE"})
+"""vLLM's names of the tiers, the fastest first."""
+
+
+class Sink(Protocol):
+    """Takes batches in the order of their numbers, in whichever thread."""
+
+    def put(self, batch: Batch) -> None:
+        """Take a batch. Never waits."""
+
+    def pace(self) -> None:
+        """Wait while there is too much to send."""
+
+
+class KvEventReader:
+    """An EventReader that hands batches, numbered from 0, to `sink`, and knows which blocks can be found.
+
+    It knows of the caches what their events say, and nothing else. `now_s`: the time of a batch; left out, that of the
+    engine. Pages of unknown tokens have no name, and are counted in `num_unnamed_pages`; only their own request can
+    find them. Where nothing is left, that is told as one `Cleared`, unless `clears` is False: with other ranks behind
+    one name, consumers may take it for all of these.
+    """
+
+    wants_details = True
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        algorithm: KeyAlgorithm = "sha256_cbor",
+        seed: str = VLLM_DEFAULT_SEED,
+        now_s: Callable[[], float] | None = None,
+        clears: bool = True,
+    ) -> None:
+        self._sink = sink
+        self._now_s = now_s
+        self._clears = clears
+        self._names = BlockNames(algorithm, seed)
+        self._resident = ResidentBlocks(tuple(MEDIA.values()))
+        self._lock = Lock()
+        self._time_s = 0.0
+        self._told: list[Told] = []
+        self._removed: list[BlockKey] = []
+        self._removed_from = ""
+        self.num_batches = 0
+        """Batches so far, and the number of the next."""
+        self.num_unnamed_pages = 0
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Tell of the blocks that `events` are about, as one batch, if there are any."""
+        with self._lock:
+            for event in events:
+                if isinstance(event, PagesStored):
+                    self._store(event)
+                elif isinstance(event, PagesRemoved):
+                    self._remove(event)
+                elif isinstance(event, StepStarted):
+                    self._time_s = event.start_ns / NS_PER_S
+                elif isinstance(event, StepEnded):
+                    self._time_s = event.end_ns / NS_PER_S
+                elif isinstance(event, TransferEnded):
+                    self._time_s = event.time_ns / NS_PER_S
+            self._tell_removed()
+            if self._told:
+                told, self._told = self._told, []
+                self._batch(told)
+        self._sink.pace()  # not above: the sender may be asking for everything
+
+    def snapshot(self) -> Batch:
+        """Return what tells of everything that there is after the last batch, under its number; -1 before the first.
+
+        Any thread may ask.
+        """
+        with self._lock:
+            seq, time_s, media = self.num_batches - 1, self.time_s, self._resident.copy()
+        return Batch(seq, time_s, _everything(media))
+
+    def announce(self) -> None:
+        """Tell of everything that there is, in a batch of its own, as if it had been stored anew."""
+        with self._lock:
+            self._batch(_everything(self._resident.copy()))
+
+    @property
+    def time_s(self) -> float:
+        """The time of a batch that is told now."""
+        return self._time_s if self._now_s is None else self._now_s()
+
+    def _batch(self, told: Sequence[Told]) -> None:
+        batch = Batch(self.num_batches, self.time_s, told)
+        self.num_batches += 1
+        self._sink.put(batch)
+
+    def _store(self, event: PagesStored) -> None:
+        content, start = event.content, event.start_page
+        end = min(event.end_page, content.num_known_pages)
+        if end < event.end_page:
+            self.num_unnamed_pages += event.end_page - max(end, start)
+        if end <= start:
+            return
+        keys = self._names.of(content, start, end, event.parent)
+        parent = self._parent(content, start, event.parent)
+        self._tell_removed()
+        run = Stored(content, start, keys, parent, MEDIA.get(event.medium, event.medium))
+        self._resident.add(run)
+        self._told.append(run)
+
+    def _parent(self, content: Content, start: int, before: Content | None) -> BlockKey | None:
+        return self._names.of(content, start - 1, start, before)[0] if start else None
+
+    def _remove(self, event: PagesRemoved) -> None:
+        medium = MEDIA.get(event.medium, event.medium)
+        content = event.content
+        end = min(event.end_page, content.num_known_pages)
+        if end <= event.start_page:
+            return
+        keys = self._names.of(content, event.start_page, end)
+        keys.reverse()  # the last page goes first
+        if medium != self._removed_from:
+            self._tell_removed()
+            self._removed_from = medium
+        self._removed += self._resident.remove(medium, keys)
+
+    def _tell_removed(self) -> None:
+        if not self._removed:
+            return
+        if self._clears and not self._resident.num_blocks:
+            self._told.append(Cleared())
+        else:
+            self._told.append(Removed(tuple(self._removed), self._removed_from))
+        self._removed = []
+
+
+def _everything(media: Mapping[str, Mapping[BlockKey, Place]]) -> list[Told]:
+    """Return what clears, and then stores what is in each medium."""
+    told: list[Told] = [Cleared()]
+    for medium, blocks in media.items():
+        told += runs_of(blocks, medium)
+    return told

@@ -1,0 +1,82 @@
+"""KV events as bytes, in the forms of vLLM: maps since vLLM's PR 42892, arrays before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvarts.keys import BlockKey
+from kvarts.serve.kv_events.config import Form
+from kvarts.serve.kv_events.told import Removed, Stored, Told
+
+__all__ = ["Wire"]
+
+GROUP = 0
+"""Of the layers that keep alike: a cache of pages has one group."""
+KIND = "full_attention"
+
+
+class Wire:
+    """Encodes batches of one engine in one form. `rank`: its data-parallel rank; `hash_bytes`: hashes are whole."""
+
+    def __init__(self, form: Form, *, rank: int = 0, hash_bytes: bool = False) -> None:
+        self._rank = rank
+        self._hash_bytes = hash_bytes
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._event = self._as_map if form == "map" else self._as_array
+
+    def encode(self, told: Sequence[Told], time_s: float) -> bytes:
+        """Return one batch as bytes."""
+        return self._encode((time_s, [self._event(one) for one in told], self._rank))
+
+    def _as_map(self, told: Told) -> dict[str, Any]:
+        if isinstance(told, Stored):
+            return {
+                "type": "BlockStored",
+                "block_hashes": self._hashes(told.keys),
+                "parent_block_hash": self._parent(told),
+                "token_ids": _token_ids(told),
+                "block_size": told.content.page_size,
+                "lora_id": None,
+                "medium": told.medium,
+                "lora_name": None,
+                "extra_keys": _extra_keys(told),
+                "group_idx": GROUP,
+                "kv_cache_spec_kind": KIND,
+            }
+        if isinstance(told, Removed):
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": self._hashes(told.keys),
+                "medium": told.medium,
+                "group_idx": GROUP,
+            }
+        return {"type": "AllBlocksCleared"}
+
+    def _as_array(self, told: Told) -> list[Any]:
+        if isinstance(told, Stored):
+            hashes, parent = self._hashes(told.keys), self._parent(told)
+            return ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium, None]
+        if isinstance(told, Removed):
+            return ["BlockRemoved", self._hashes(told.keys), told.medium]
+        return ["AllBlocksCleared"]
+
+    def _hashes(self, keys: Sequence[BlockKey]) -> Sequence[int | bytes]:
+        return keys if self._hash_bytes else [int.from_bytes(key[-8:], "big") for key in keys]
+
+    def _parent(self, told: Stored) -> int | bytes | None:
+        return None if told.parent is None else self._hashes([told.parent])[0]
+
+
+def _token_ids(told: Stored) -> list[int]:
+    size = told.content.page_size
+    start = told.start_page * size
+    return told.content.tokens(start, start + len(told.keys) * size).tolist()
+
+
+def _extra_keys(told: Stored) -> list[tuple[str, ...] | None]:
+    content = told.content
+    first = (content.salt,) if content.salt is not None and not told.start_page else None
+    return [first, *[None] * (len(told.keys) - 1)]

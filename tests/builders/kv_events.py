@@ -1,0 +1,129 @@
+"""Engines with a consumer of their KV events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvarts.content import Content
+from kvarts.event_log import EventReader
+from kvarts.events import Event
+from kvarts.executor.simulated import SimExecutor
+from kvarts.report.requests import RequestLog
+from kvarts.serve.kv_events.config import Form
+from kvarts.serve.kv_events.reader import KvEventReader
+from kvarts.serve.kv_events.told import Batch
+from kvarts.serve.kv_events.wire import Wire
+from kvarts.sim.arrivals import Arrivals
+from kvarts.sim.driver import Driver
+from kvarts.sim.router import RoundRobin
+from kvarts.traffic.source import OpenLoop
+
+from builders.case import Case
+from builders.engines import make_replica
+from oracles.naive_kv_events import NaiveConsumer, chain
+
+__all__ = ["MEDIA", "Consumed", "Names", "cached_blocks", "run_consumed"]
+
+MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+Blocks = dict[str, dict[Any, tuple[Any, tuple[int, ...]]]]
+
+
+class Names:
+    """The names of the pages of contents, worked out once for each."""
+
+    def __init__(self, *, hash_bytes: bool = False) -> None:
+        self._known: dict[tuple[int, int], list[bytes]] = {}
+        self._contents: list[Content] = []
+        self._hash_bytes = hash_bytes
+
+    def of(self, content: Content) -> list[Any]:
+        known = self._known.get((id(content), content.num_known_pages))
+        if known is None:
+            self._contents.append(content)  # so that no other gets its id
+            tokens = content.tokens(0, content.num_known_pages * content.page_size).tolist()
+            known = self._known[id(content), content.num_known_pages] = chain(tokens, content.page_size, content.salt)
+        return known if self._hash_bytes else [int.from_bytes(name[24:], "big") for name in known]
+
+
+def cached_blocks(engine: Any, names: Names) -> Blocks:
+    """What the caches of an engine hold, asked of the caches: pages with known tokens, by tier."""
+    found: Blocks = {}
+    for medium, content, start, end in _runs(engine):
+        known = names.of(content)
+        size = content.page_size
+        for page in range(start, min(end, len(known))):
+            tokens = tuple(content.tokens(page * size, (page + 1) * size))
+            found.setdefault(medium, {})[known[page]] = known[page - 1] if page else None, tokens
+    return found
+
+
+def _runs(engine: Any) -> Iterator[tuple[str, Content, int, int]]:
+    for content, start, end, _ in engine.scheduler.cache.runs():
+        yield "GPU", content, start, end
+    for tier in () if engine.tiers is None else engine.tiers.tiers:
+        for run in tier.index.runs():
+            if run.state.name == "STORED":
+                yield MEDIA[tier.name], run.content, run.start, run.end
+
+
+class Consumed:
+    """A reader of events: what its consumer holds equals what the caches hold, whenever events are handed out."""
+
+    def __init__(self, form: Form = "map", *, hash_bytes: bool = False, clears: bool = True) -> None:
+        self.consumer = NaiveConsumer()
+        self.names = Names(hash_bytes=hash_bytes)
+        self.wire = Wire(form, hash_bytes=hash_bytes)
+        self.reader = KvEventReader(self, clears=clears)
+        self.engine: Any = None
+        self.num_compared = 0
+
+    def put(self, batch: Batch) -> None:
+        self.consumer.take(batch.seq, self.wire.encode(batch.told, batch.time_s))
+
+    def pace(self) -> None:
+        pass
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self.reader.observe(events)
+        self.compare()
+
+    def compare(self) -> None:
+        there = cached_blocks(self.engine, self.names)
+        assert self.consumer.content() == there
+        late = NaiveConsumer()
+        state = self.reader.snapshot()
+        late.apply(self.wire.encode(state.told, state.time_s))
+        assert late.content() == there
+        self.num_compared += bool(there)
+
+
+def run_consumed(
+    case: Case,
+    *,
+    form: Form = "map",
+    hash_bytes: bool = False,
+    clears: bool = True,
+    step_by_step: bool = False,
+    more: Callable[[int], Sequence[EventReader]] = lambda _: (),
+    **settings: Any,
+) -> list[Consumed]:
+    """Replay `case` with a consumer on each engine, compared whenever events are handed out, and `more` readers."""
+    consumed = [Consumed(form, hash_bytes=hash_bytes, clears=clears) for _ in range(case.replicas)]
+    config = case.config()
+    replicas = [
+        make_replica(
+            config,
+            SimExecutor(config.cost_model),
+            readers=[each, *more(index)],
+            step_by_step=step_by_step,
+            **settings,
+        )
+        for index, each in enumerate(consumed)
+    ]
+    for each, replica in zip(consumed, replicas, strict=True):
+        each.engine = replica.engine
+    trace = case.trace()
+    log = RequestLog(largest_hit_counts=config.profile == "mocker")
+    Driver([Arrivals(trace, OpenLoop(trace), RoundRobin(), replicas, log)], replicas).run()
+    return consumed
