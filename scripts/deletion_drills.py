@@ -50,15 +50,21 @@ ROOMS = {
     "explain": ("explain",),
     "connect": ("connect",),
     "kv_events": ("serve/kv_events",),
+    "openai_api": ("openai_api",),
     "session": ("session", "serve", "client", "proto"),
     "llm": ("llm", "executor/torch"),
 }
 """Each room that can be deleted, and its folders, in the order in which the drill of all deletes them."""
 
-NEEDED_BY = {"llm": ("kv_events", "session"), "session": ("kv_events",)}
+NEEDED_BY = {"llm": ("kv_events", "session", "openai_api"), "session": ("kv_events",)}
 """Rooms that stand on another, and go with it."""
 
-COMMANDS = {"connect": ("watch",), "plan": ("sweep",), "session": ("serve", "sessions", "chat", "soak")}
+COMMANDS = {
+    "connect": ("watch",),
+    "openai_api": ("http", "mock", "serve_model"),
+    "plan": ("sweep",),
+    "session": ("serve_sessions", "sessions", "chat", "soak"),
+}
 """Commands of a room under other names."""
 
 WHOLE_SUITE = ("sharing", ALL)
@@ -79,7 +85,10 @@ OPTIONAL = [
     "grpc",
     "grpc_health",
     "grpc_reflection",
+    "httptools",
     "numba",
+    "openai",
+    "prometheus_client",
     "pyarrow",
     "safetensors",
     "scipy",
@@ -88,6 +97,8 @@ OPTIONAL = [
     "torch",
     "tqdm",
     "transformers",
+    "uvicorn",
+    "uvloop",
     "zmq",
 ]
 """What an installation may lack; modules that import it cannot be imported then."""

@@ -72,6 +72,7 @@ def build_engine(
     make_order: Callable[[], EvictionOrder] = LruOrder,
     offload: TierSettings | None = None,
     below: PreparedTiers | None = None,
+    moves_pages: bool | None = None,
     prefill: PrefillTimes | None = None,
     audit: bool = False,
 ) -> Engine:
@@ -82,8 +83,10 @@ def build_engine(
     `policy`: which waiting request is next; by default by priority, then arrival. `make_order`: makes the order in
     which runs are evicted. `offload`: tiers below the device; `below`: instead, tiers that were prepared for the tree
     of `cache`. `prefill`: how long prompts take to compute, for the choice between that and loading them; by default
-    that is measured. `audit`: assert the laws of page accounting after every step, and, unless the device is shared,
-    check every event against a second bookkeeping. Raise ConfigError for an audit if the room `audit` is not installed.
+    that is measured. `moves_pages`: the executor carries out transfers; left out, if it needs page ids; otherwise they
+    take the time of their channels. `audit`: assert the laws of page accounting after every step, and, unless the
+    device is shared, check every event against a second bookkeeping. Raise ConfigError for an audit if the room `audit`
+    is not installed.
     """
     if offload is not None:
         assert below is None and cache is None, "the tree of a given cache was made without these tiers"
@@ -102,6 +105,8 @@ def build_engine(
         log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
     with_page_ids = executor.needs_page_ids
+    if moves_pages is None:
+        moves_pages = with_page_ids
     if cache is None:
         pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
         order, watcher = (make_order(), None) if below is None else (below.order, below.watcher)
@@ -113,9 +118,7 @@ def build_engine(
     tiers = None
     if below is not None:
         fingerprint = getattr(executor, "fingerprint", None)  # not every executor has a model
-        tiers = below.open_below(
-            cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill, fingerprint=fingerprint
-        )
+        tiers = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
     scheduler = Scheduler(
         config,
         cache,
@@ -126,4 +129,4 @@ def build_engine(
         tell=tell,
         pins=pins,
     )
-    return Engine(config, scheduler, executor, log, audit=audit)
+    return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
-__all__ = ["Clock", "VirtualClock", "WallClock"]
+__all__ = ["Clock", "PacedClock", "VirtualClock", "WallClock"]
 
 
 class Clock(Protocol):
@@ -46,4 +47,38 @@ class VirtualClock:
 
     def wait_until_ns(self, at_ns: int) -> None:
         """Let time pass until `at_ns`."""
+        self._now_ns = max(self._now_ns, at_ns)
+
+
+class PacedClock:
+    """Model time that keeps pace with real time, `speedup` times as fast, and stands still while an engine has work.
+
+    A step begins where the one before it ended, or when work comes to an engine at rest, and ends exactly when it
+    should, also if the process was late. So lag changes when things happen and never what happens: the same arrivals
+    on a VirtualClock give the same steps. Owner of the lag, in real time.
+    """
+
+    def __init__(self, *, speedup: float = 1.0, wall: Clock | None = None) -> None:
+        self.late_ns = 0
+        """How late the last wait ended."""
+        self.most_late_ns = 0
+        """How late a wait ended, the most of all."""
+        self.is_at_rest: Callable[[], bool] = lambda: True
+        """Whether the engine has no work. To be set once there is an engine."""
+        self.speedup = speedup
+        self._wall = WallClock() if wall is None else wall
+        self._now_ns = 0
+
+    def now_ns(self) -> int:
+        """Return the model time: of the last step's end, or, at rest, the time that it is."""
+        if self.is_at_rest():
+            self._now_ns = max(self._now_ns, round(self._wall.now_ns() * self.speedup))
+        return self._now_ns
+
+    def wait_until_ns(self, at_ns: int) -> None:
+        """Sleep until it is `at_ns` in model time, and let it be that, however late it is."""
+        end_ns = round(at_ns / self.speedup)
+        self._wall.wait_until_ns(end_ns)
+        self.late_ns = max(0, self._wall.now_ns() - end_ns)
+        self.most_late_ns = max(self.most_late_ns, self.late_ns)
         self._now_ns = max(self._now_ns, at_ns)

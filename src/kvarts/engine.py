@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventLog
-from kvarts.events import Arrived, AtRest, Cancelled, Rejected, StepDone, StepEnded, StepStarted
+from kvarts.events import Arrived, AtRest, CacheCleared, Cancelled, Rejected, StepDone, StepEnded, StepStarted
 from kvarts.executor.base import Executor
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.moved import moved_name
@@ -22,11 +22,19 @@ __all__ = ["Engine"]
 class Engine:
     """A scheduler, an executor, and the step that is under way. Writes `now_ns` and `plan`.
 
-    `log` receives all events. `audit`: assert laws L1, L2 and L3 after every step.
+    `log` receives all events. `audit`: assert laws L1, L2 and L3 after every step. `moves_pages`: the executor carries
+    out transfers, and gets a plan also where nothing can be computed.
     """
 
     def __init__(
-        self, config: EngineConfig, scheduler: Scheduler, executor: Executor, log: EventLog, *, audit: bool = False
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        executor: Executor,
+        log: EventLog,
+        *,
+        audit: bool = False,
+        moves_pages: bool = False,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -39,7 +47,9 @@ class Engine:
         """The plan of the last scheduled step."""
         self._result: StepResult | None = None
         self._audit = audit
+        self._moves_pages = moves_pages
         self._is_at_rest = True
+        self._last_rest: AtRest | None = None
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
@@ -67,6 +77,14 @@ class Engine:
         self.scheduler.cancel(request)
         self.emit()
 
+    def clear_cache(self) -> None:
+        """Forget every page, between steps, that holds a prefix and is not in use."""
+        cache = self.scheduler.cache
+        if self.log.tell_details is not None:
+            self.log.tell_details(CacheCleared())
+        cache.shed(cache.num_cached)
+        self.emit()
+
     @property
     def has_work(self) -> bool:
         """Whether there is something to do or to wait for: requests, or transfers."""
@@ -92,7 +110,7 @@ class Engine:
         num_withheld = scheduler.pages.num_withheld
         plan = self.plan = scheduler.schedule(now_ns)
         batch = plan.batch
-        if not (batch.num_decodes or batch.chunks or plan.preemptions or self.executor.needs_page_ids):
+        if not (batch.num_decodes or batch.chunks or plan.preemptions or self._moves_pages):
             self._result = None
             return False
         result = self._result = self.executor.execute(plan)
@@ -159,7 +177,10 @@ class Engine:
             cache = self.scheduler.cache
             tier_pages = () if self.tiers is None else self.tiers.num_pages()
             counts = cache.num_used, cache.num_cached, cache.num_released
-            self.log.tell(AtRest(step - 1, self.now_ns, *counts, tier_pages, cache.num_reserved))
+            rest = AtRest(step - 1, self.now_ns, *counts, tier_pages, cache.num_reserved)
+            if rest != self._last_rest:  # what came and went at one moment, and left everything as it was
+                self._last_rest = rest
+                self.log.tell(rest)
 
 
 def __getattr__(name: str) -> object:

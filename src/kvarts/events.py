@@ -197,6 +197,10 @@ class PagesUnpinned(msgspec.Struct, frozen=True, gc=False):
     pin: int
 
 
+class CacheCleared(msgspec.Struct, frozen=True, gc=False):
+    """All cached pages of the device that no transfer holds are forgotten; their removals follow at once."""
+
+
 class Rejected(msgspec.Struct, frozen=True, gc=False):
     """A request was refused on arrival, because of `reason`."""
 
@@ -371,6 +375,7 @@ Event = (
     | PagesReserved
     | PagesPinned
     | PagesUnpinned
+    | CacheCleared
     | Rejected
     | HeadBlocked
     | Admitted

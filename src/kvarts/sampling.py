@@ -7,7 +7,10 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_UINT32, MOST_UINT64, check_whole
 
-__all__ = ["SamplingParams"]
+__all__ = ["Likeliest", "SamplingParams"]
+
+Likeliest = list[tuple[float, tuple[tuple[int, float], ...]]]
+"""For each token: its log-probability, and the likeliest tokens in its place with theirs."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,25 +19,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `temperature` 0 is greedy: then only the repetition penalty changes which token is chosen. `top_k` 0, `top_p` 1 and
     `min_p` 0 are off. `seed`: the same seed gives the same text, alone and in any batch; without one, a request is
     seeded by its index. `stop`: texts that end the request and are not part of the answer. `stop_token_ids`: tokens
-    that end it. `ignore_eos`: the model's own end is a token like any other. `logprobs`: return the log-probability of
-    each token. Raises ConfigError for a value out of range.
+    that end it. `min_tokens`: nothing but `max_tokens` ends the request before it has so many. `ignore_eos`: the
+    model's own end is a token like any other. `presence_penalty` and `frequency_penalty`: of tokens that were
+    generated, once and for each time. `logprobs`: return the log-probability of each token; `top_logprobs`: and of so
+    many of the likeliest tokens in its place. Raises ConfigError for a value out of range.
     """
 
     max_tokens: int = 128
+    min_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         check_whole(self.max_tokens, "sampling.max_tokens", most=MOST_UINT32)
+        check_whole(self.min_tokens, "sampling.min_tokens", least=0, most=self.max_tokens)
         check_whole(self.top_k, "sampling.top_k", least=0, most=MOST_UINT32)
+        check_whole(self.top_logprobs, "sampling.top_logprobs", least=0, most=MOST_UINT32)
         if self.seed is not None:
             check_whole(self.seed, "sampling.seed", least=0, most=MOST_UINT64)
         bounds = {
@@ -42,6 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "top_p": 0.0 < self.top_p <= 1.0,
             "min_p": 0.0 <= self.min_p <= 1.0,
             "repetition_penalty": 0.0 < self.repetition_penalty < float("inf"),
+            "presence_penalty": -2.0 <= self.presence_penalty <= 2.0,
+            "frequency_penalty": -2.0 <= self.frequency_penalty <= 2.0,
         }
         for field, is_good in bounds.items():
             if not is_good:
@@ -52,4 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def is_argmax(self) -> bool:
         """Whether each token is simply the one with the largest logit, and log-probabilities are not asked for."""
-        return self.temperature == 0.0 and self.repetition_penalty == 1.0 and not self.logprobs
+        return (
+            self.temperature == 0.0
+            and self.repetition_penalty == 1.0
+            and not (self.logprobs or self.min_tokens or self.presence_penalty or self.frequency_penalty)
+        )

@@ -54,6 +54,8 @@ CALLS: dict[str, Call] = {
     ),
     "replay": Call(("trace.jsonl",)),
     "report": Call(("run",)),
+    "mock": Call(("--host", "0.0.0.0"), code=2, prints=False),
+    "serve model": Call(("--model", "nowhere", "--host", "0.0.0.0"), code=2, prints=False),
     "serve sessions": Call(("--mock", "--bind", "nowhere"), code=2, needs=HAS_GRPC, prints=False),
     "soak": Call(("--judge", "soak.json"), code=6),
     "story": Call(("run", "--hits")),

@@ -37,6 +37,7 @@ NEEDS = {
     "guide-kv-events.md": pytest.mark.skipif(find_spec("zmq") is None, reason="KV events need kvarts[serve]"),
     "guide-models.md": pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]"),
     "guide-sessions.md": pytest.mark.skipif(find_spec("grpc") is None, reason="sessions need kvarts[grpc]"),
+    "guide-serving.md": pytest.mark.skipif(find_spec("openai") is None, reason="its client is OpenAI's"),
 }
 """What the examples of a page need, by its name."""
 

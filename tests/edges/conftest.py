@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kvarts.cli.main import main
+from kvarts.config import EngineConfig
 
-from builders.calls import make_files
+from builders.calls import commands, make_files
 
 Run = Callable[..., tuple[int, bytes, str]]
 
@@ -50,3 +51,20 @@ def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPa
         return code, captured.out, captured.err.decode("utf-8", "replace")
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ends at once: what it reads and writes is opened."""
+
+    async def serve(settings: dict[str, Any], *_: object) -> None:
+        settings["record"](EngineConfig(num_pages=4), {})
+
+    def serve_http(opened: Any, address: object, values: dict[str, Any], *, what: str) -> None:
+        if opened.recorder is not None:
+            opened.recorder.write(values["record"])
+
+    if "serve sessions" in commands():
+        monkeypatch.setattr("kvarts.cli.serve_sessions._serve", serve)
+    if "mock" in commands():
+        monkeypatch.setattr("kvarts.cli.mock.serve_http", serve_http)

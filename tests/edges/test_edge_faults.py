@@ -36,6 +36,8 @@ NOT_HERE = {
     "chat": "needs a server",
     "generate": "real models",
     "serve sessions": "no files",
+    "mock": "writes when a signal ends it",
+    "serve model": "real models",
     "sweep": "its journal grows while it runs: see tests/plan",
     "watch": "files that grow while it goes on",
 }

@@ -60,7 +60,8 @@ NAMES = [name for name, call in CALLS.items() if not call.is_slow and name not i
 
 
 def words(name: str, param: click.Parameter, value: str) -> list[str]:
-    arguments = [*name.split(), *CALLS[name].arguments, param.opts[0], value]
+    here = ["127.0.0.1" if text == "0.0.0.0" else text for text in CALLS[name].arguments]
+    arguments = [*name.split(), *here, param.opts[0], value]
     if param.opts[0] in VALUES:
         arguments += ["--host-pages", "5"]
     if name == "soak":

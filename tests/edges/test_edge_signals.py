@@ -39,7 +39,7 @@ WRITING: dict[str, tuple[str, ...]] = {
 """Each command that writes, and a call that writes all it can."""
 LIVE = {"live.jsonl"}
 """What is there while it is written: it says so."""
-SERVERS = {"serve sessions", "watch"}
+SERVERS = {"mock", "serve model", "serve sessions", "watch"}
 """They run until a signal ends them: see tests/serve and tests/connect."""
 SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {143}, signal.SIGKILL: {-signal.SIGKILL}}
 
@@ -126,9 +126,13 @@ def test_a_signal_while_the_command_is_loaded(number: signal.Signals, code: int,
     script = "import sys, kvarts.__main__ as m; sys.stdout.write('.'); sys.stdout.flush(); m.run()"
     command = [sys.executable, "-c", script, "replay", "--pages", "2000", "--run-dir", "new"]
     environment = {**os.environ, "PYTHONPATH": str(Path(kvarts.__file__).resolve().parents[1])}
-    with subprocess.Popen(
-        command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as process:
+    # A suite that runs in the background of a shell ignores SIGINT, and what it starts would, too.
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    finally:
+        signal.signal(number, before)
+    with process:
         assert process.stdout is not None
         process.stdout.read(1)
         time.sleep(delay_s)

@@ -9,13 +9,11 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvarts.cli.options import Command
 from kvarts.cli.paths import role_of
-from kvarts.config import EngineConfig
 
 from builders.calls import CALLS, PathParam, commands, path_params, snapshot, with_value
 
@@ -23,10 +21,14 @@ Run = Callable[..., tuple[int, bytes, str]]
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6, 7}
 NOT_INSTALLED = set() if find_spec("matplotlib") else {"plan --plot"}
-OUTPUTS = [each for each in path_params("output", "derived") if str(each) not in NOT_INSTALLED]
+OUTPUTS = [
+    each
+    for each in path_params("output", "derived")
+    if str(each) not in NOT_INSTALLED and each.command != "serve model"  # which has its outputs from the lines of mock
+]
 INPUTS = path_params("input")
 PATH_WORDS = {"FILE", "DIR", "OUT", "PATH", "FILE..."}
-NOT_OF_A_PATH = {"generate --model", "profile --model", "serve sessions --model", "chat --model"}
+NOT_OF_A_PATH = {"generate --model", "profile --model", "serve sessions --model", "chat --model", "serve model --model"}
 """A directory, or a name: what reads it is not kvarts."""
 
 READ_AGAIN = {"soak --kv-timeline"}
@@ -44,7 +46,7 @@ def skip_unless_installed(name: str) -> None:
 
 def name_for(param: PathParam) -> str:
     """A name that the option takes."""
-    return "x.jsonl" if param.param.opts[0] in ("--kv-timeline", "--timeline") else "x.json"
+    return "x.jsonl" if param.param.opts[0] in ("--kv-timeline", "--timeline", "--record") else "x.json"
 
 
 def arguments_for(param: PathParam, value: str) -> list[str]:
@@ -61,21 +63,13 @@ def arguments_for(param: PathParam, value: str) -> list[str]:
         arguments[arguments.index("nowhere")] = "127.0.0.1:0"
         pair = {"--tls-cert": "--tls-key", "--tls-key": "--tls-cert"}.get(param.param.opts[0])
         arguments += [pair, "token"] if pair else []
+    if param.command == "mock":
+        arguments[arguments.index("0.0.0.0")] = "127.0.0.1"
     return arguments
 
 
 def outcome(param: PathParam) -> int:
-    return 0 if param.command == "serve sessions" else CALLS[param.command].code
-
-
-@pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that ends at once: what it reads and writes is opened."""
-
-    async def serve(settings: dict[str, Any], *_: object) -> None:
-        settings["record"](EngineConfig(num_pages=4), {})
-
-    monkeypatch.setattr("kvarts.cli.serve_sessions._serve", serve)
+    return 0 if param.command in ("serve sessions", "mock") else CALLS[param.command].code
 
 
 # What there is -----------------------------------------------------------------------------------------------
@@ -206,7 +200,7 @@ def test_no_output_is_an_input_or_another_output(param: PathParam, here: Path, c
         arguments += ["--token-file", "token"]
         read = ["token"]
     if not read:
-        assert param.command in ("profile", "soak", "watch")  # it reads no files
+        assert param.command in ("mock", "profile", "soak", "watch")  # it reads no files
         return
     (here / "link.jsonl").symlink_to(read[0])
     before = snapshot(here)

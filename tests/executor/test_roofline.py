@@ -174,7 +174,7 @@ def test_coefficients_belong_to_the_device_and_geometry_to_the_model(tmp_path: A
         ({"cost": {"model": "roofline", "llm": "llama-3.1-8b", "device": "l40s", "step_us": -1.0}}, "cost.step_us"),
         (
             {"cost": {"model": "roofline", "llm": "llama-3.1-8b", "device": "l40s", "compute_efficiency": 0.0}},
-            "above 0",
+            "compute_efficiency: must be at least 1e-12",
         ),
         ({"cost": "nowhere.toml"}, "nowhere.toml: no such file"),
     ],

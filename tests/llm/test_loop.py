@@ -21,7 +21,7 @@ from kvarts.events import Arrived, Rejected
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineDeadError, EngineLoop
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import Likeliest, SamplingParams
 from kvarts.sched.plan import StepPlan, StepResult
 
 from builders.kept import Kept
@@ -53,6 +53,9 @@ class NoSampling:
     def drop(self, request_index: int) -> tuple[float, ...]:
         self.under_way.remove(request_index)
         return ()
+
+    def likeliest(self, request_index: int) -> Likeliest:
+        return []
 
 
 class Toy(ToyExecutor):

@@ -459,7 +459,7 @@ def test_the_commands(
     again = tmp_path / "again"
     assert run_command("model", "tiny", again, "--family", "gemma3") == 0
     assert (again / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    assert run_command("model", "tiny", model, "--family", "gpt") == 2
+    assert run_command("model", "tiny", tmp_path / "other", "--family", "gpt") == 2
     prompts.write_text('{"prompt": "hello there"}\n\n{"prompt": [1, 2, 3]}\n')
     capsysbinary.readouterr()
     options = ("--model", model, "--max-tokens", 12, "--ignore-eos", "--kv-memory", "4MiB")

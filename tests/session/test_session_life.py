@@ -14,7 +14,7 @@ from kvarts.events import Blocked
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.request import Request
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import Likeliest, SamplingParams
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import (
     SessionBusyError,
@@ -363,6 +363,9 @@ def test_the_ends_that_an_engine_passes_on(ignore_eos: bool, ends: set[int]) -> 
 
         def drop(self, index: int) -> tuple[float, ...]:
             return ()
+
+        def likeliest(self, index: int) -> Likeliest:
+            return []
 
     detokenizing = DetokenizingExecutor(host.core.executor, max_num_seqs=8, clock=host.clock)
     engine = LLMEngine(host.core, Sampling(), detokenizing, host.clock, page_size=4, eos_ids=[7])

@@ -233,6 +233,20 @@ def test_rests_may_follow_one_another() -> None:
     assert verify(body).verdict == "ok"
 
 
+def test_what_is_kept_between_requests_may_be_given_back_at_one_moment() -> None:
+    """Several rests of one step and one time, each with other counts."""
+    body = good()
+    place = next(place for place, row in enumerate(body["timeline"]) if not row["active_seqs"])
+    rest = body["timeline"][place]
+    free = rest["used_blocks"] + rest["free_blocks"]
+    kept = {**rest, "used_blocks": 3, "reserved_blocks": 3, "free_blocks": free - 3, "used_pct": 3 / free,
+            "freed": rest["freed"] - 3, "cached_blocks": 0}  # fmt: skip
+    given_back = {**kept, "used_blocks": 0, "reserved_blocks": 0, "free_blocks": free, "used_pct": 0.0,
+                  "allocated": 0, "freed": 3}  # fmt: skip
+    body["timeline"][place : place + 1] = [kept, given_back]
+    assert verify(body).verdict == "ok", verify(body).to_text()
+
+
 def test_a_violation_names_its_step_and_its_numbers() -> None:
     body = good()
     free_is_wrong(body)

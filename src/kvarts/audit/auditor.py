@@ -30,6 +30,7 @@ from kvarts.content import Content
 from kvarts.events import (
     Admitted,
     Arrived,
+    CacheCleared,
     Cancelled,
     ChunkComputed,
     CopiesRemoved,
@@ -150,6 +151,9 @@ class Auditor:
                 if isinstance(event, PagesRemoved):
                     what = LOST if event.is_held else "removed"
                 self._told += [(self._step, what, digest) for digest in self._digests_of(event)]
+            case CacheCleared():
+                self._settle()
+                self.ledger.clear()
             case StoreStarted():
                 self._keep(event)
             case TransferEnded():

@@ -394,6 +394,13 @@ class PageLedger:
                 del kept[block]
                 self._num_kept_inactive -= block in self._inactive
 
+    def clear(self) -> None:
+        """Evict every inactive block that is not kept, one after the other: what was chosen decides what is next."""
+        while len(self._inactive) > self._num_kept_inactive:
+            (block,) = self._chosen(1, set())
+            del self._inactive[block]
+            self._removed([block])
+
     def lose(self, blocks: Sequence[FullBlock]) -> None:
         """Forget kept blocks, and end all that keeps them; their room is free after `free_lost`.
 

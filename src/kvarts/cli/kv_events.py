@@ -18,6 +18,7 @@ from kvarts.errors import ConfigError
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report
+    from kvarts.serve.kv_events.config import KvEventsConfig
     from kvarts.serve.kv_events.opening import KvEvents
     from kvarts.sim.config import ReplayConfig
 
@@ -26,26 +27,79 @@ __all__ = ["PART", "Publishing"]
 TITLE = "KV events"
 
 
+def server_options() -> list[click.Option]:
+    """Return `--kv-events` and what goes with it, of whatever runs an engine."""
+    return [
+        GroupedOption(
+            ["--kv-events"], group=TITLE, metavar="ENDPOINT",
+            help="Publish KV events in vLLM's form at ENDPOINT while it runs: tcp://127.0.0.1:5557. With replicas, "
+            "each at the next port.",
+        ),
+        GroupedOption(
+            ["--kv-events-replay"], group=TITLE, metavar="ENDPOINT",
+            help="Answer requests for past events, and for full state, at ENDPOINT.",
+        ),
+        GroupedOption(
+            ["--kv-events-format"], group=TITLE, type=click.Choice(["map", "array"]), default="map",
+            help="Events as maps, as vLLM writes them, or as arrays, as it did before. [map]",
+        ),
+        GroupedOption(["--kv-events-topic"], group=TITLE, metavar="TEXT", default="", help="Their topic. [empty]"),
+    ]  # fmt: skip
+
+
+def server_readers(stack: ExitStack, values: Mapping[str, Any], sources: list[dict[str, Any]]) -> list[EventReader]:
+    """Open what publishes the events of a server until `stack` ends; return its reader, none where none is asked for.
+
+    Adds to `sources` what /kv_event_sources tells of it.
+    """
+    config = _config_of(values)
+    if config is None:
+        return []
+    from kvarts.serve.kv_events.opening import open_kv_events
+
+    events = open_kv_events(config, now_s=time.time)
+    stack.callback(events.close)
+    publisher = events.publisher
+    sources.append(
+        {
+            "data_parallel_rank": config.rank,
+            "publisher": "zmq",
+            "endpoint": publisher.endpoint,
+            "replay_endpoint": publisher.replay_endpoint,
+            "topic": config.topic,
+        }
+    )
+    return [events.reader]
+
+
+def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
+    """Return what the options of `server_options` ask for, None for nothing. Raise ConfigError."""
+    if values["kv_events"] is None:
+        for name in ("kv_events_replay", "kv_events_topic"):
+            if values[name]:
+                raise ConfigError("needs --kv-events", field=name)
+        return None
+    try:
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
+    from kvarts.serve.kv_events.config import KvEventsConfig
+
+    return KvEventsConfig(
+        endpoint=values["kv_events"],
+        replay_endpoint=values["kv_events_replay"],
+        form=values["kv_events_format"],
+        topic=values["kv_events_topic"],
+    )
+
+
 class KvEventsPart(Part):
     """KV events over ZMQ."""
 
     def options(self) -> Sequence[click.Option]:
         """Return `--kv-events` and what goes with it."""
         return (
-            GroupedOption(
-                ["--kv-events"], group=TITLE, metavar="ENDPOINT",
-                help="Publish KV events in vLLM's form at ENDPOINT while it runs: tcp://127.0.0.1:5557. With replicas, "
-                "each at the next port.",
-            ),
-            GroupedOption(
-                ["--kv-events-replay"], group=TITLE, metavar="ENDPOINT",
-                help="Answer requests for past events, and for full state, at ENDPOINT.",
-            ),
-            GroupedOption(
-                ["--kv-events-format"], group=TITLE, type=click.Choice(["map", "array"]), default="map",
-                help="Events as maps, as vLLM writes them, or as arrays, as it did before. [map]",
-            ),
-            GroupedOption(["--kv-events-topic"], group=TITLE, metavar="TEXT", default="", help="Their topic. [empty]"),
+            *server_options(),
             GroupedOption(
                 ["--kv-events-wait"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
                 help="Begin when something has subscribed, or after so long. [0]",
@@ -60,32 +114,21 @@ class KvEventsPart(Part):
         self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
     ) -> Publishing | None:
         """Return what publishes, where that is asked for."""
-        if places["kv_events"] is None:
-            for name in ("replay", "topic", "wait", "stay"):
-                if places[f"kv_events_{name}"]:
-                    raise ConfigError("needs --kv-events", field=f"kv_events_{name}")
+        published = _config_of(places)
+        if published is None:
+            for name in ("kv_events_wait", "kv_events_stay"):
+                if places[name]:
+                    raise ConfigError("needs --kv-events", field=name)
             return None
         if model is not None:
             raise ConfigError("is for one model", field="kv_events", hint="Replay each model for itself.")
-        return Publishing(config.replicas, places)
+        return Publishing(published, config.replicas, places)
 
 
 class Publishing:
     """Publishes what the replicas of one replay tell. Raises ConfigError for endpoints that cannot be."""
 
-    def __init__(self, num_replicas: int, places: Mapping[str, Any]) -> None:
-        try:
-            import zmq  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
-        from kvarts.serve.kv_events.config import KvEventsConfig
-
-        config = KvEventsConfig(
-            endpoint=places["kv_events"],
-            replay_endpoint=places["kv_events_replay"],
-            form=places["kv_events_format"],
-            topic=places["kv_events_topic"],
-        )
+    def __init__(self, config: KvEventsConfig, num_replicas: int, places: Mapping[str, Any]) -> None:
         self._configs = [config.for_rank(rank) for rank in range(num_replicas)]
         self.paths: Sequence[Path] = ()
         for name in ("kv_events_wait", "kv_events_stay"):

@@ -29,6 +29,7 @@ COMMANDS = {
     "chat": "chat",
     "compare": "calibrate",
     "generate": "llm_generate",
+    "mock": "mock",
     "model": "model",
     "plan": "plan",
     "profile": "llm_profile",

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import click
 
-from kvarts.cli.serve_sessions import sessions_command
+from kvarts.cli import (
+    serve_model,
+    serve_sessions,
+)
 
 __all__ = ["serve_command"]
 
 
-@click.group("serve")
+class Doors(click.Group):
+    """Commands, the first of which is meant where options stand in place of a name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the name in front of options."""
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names and self.commands:
+            args = [next(iter(self.commands)), *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("serve", cls=Doors)
 def serve_command() -> None:
-    """Serve a model, or a mock of one, until SIGTERM or SIGINT."""
+    """Serve a model, or a mock of one, until SIGTERM or SIGINT.
+
+    `kvarts serve --model DIR` is `kvarts serve model --model DIR`. A mock over HTTP is `kvarts mock`.
+    """
 
 
-serve_command.add_command(sessions_command)
+serve_command.add_command(serve_model.model_command)
+serve_command.add_command(serve_sessions.sessions_command)

@@ -6,18 +6,20 @@ With the history of a sequence it can be told what comes next.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from math import log
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.executor.cost import CostModel
-from kvarts.executor.flat_batch import RowTables
+from kvarts.executor.flat_batch import FlatBatch, RowTables
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.rotation import NoRotation
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import Likeliest, SamplingParams
 from kvarts.sched.plan import StepPlan, StepResult
 
 __all__ = ["MockExecutor", "next_tokens"]
@@ -27,13 +29,13 @@ Tokens = npt.NDArray[np.uint64]
 _ODD = tuple(np.uint64(word) for word in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15))
 
 
-def next_tokens(tokens: Tokens, positions: Tokens, *, seed: int, vocab_size: int) -> Tokens:
-    """Return the token after each of `tokens` at `positions`, in [0, vocab_size).
+def next_tokens(tokens: Tokens, positions: Tokens, *, seed: int | Tokens, vocab_size: int) -> Tokens:
+    """Return the token after each of `tokens` at `positions`, in [0, vocab_size). `seed`: one, or one for each.
 
     The mixing function is the finalizer of MurmurHash3 (public domain).
     """
     with np.errstate(over="ignore"):
-        words = (tokens + _ODD[2]) * _ODD[0] ^ (positions + np.uint64(seed)) * _ODD[1]
+        words = (tokens + _ODD[2]) * _ODD[0] ^ (positions + np.asarray(seed, np.uint64)) * _ODD[1]
         words ^= words >> np.uint64(33)
         words *= _ODD[0]
         words ^= words >> np.uint64(33)
@@ -42,11 +44,20 @@ def next_tokens(tokens: Tokens, positions: Tokens, *, seed: int, vocab_size: int
     return words % np.uint64(vocab_size)
 
 
+class _Mocked(msgspec.Struct):
+    """A request that needs more than the next token: `num_tokens` were made, and `stop_ids` end it."""
+
+    stop_ids: frozenset[int]
+    min_tokens: int
+    num_tokens: int = 0
+
+
 class MockExecutor:
     """An Executor with steps that take as long as `cost` says, divided by `speedup`, on `clock`.
 
     Steps end at absolute times, so that waiting does not add up. Lag behind its own clock is counted in `late_ns`.
-    Owner of the tokens that end each request.
+    Owner of the tokens that end each request. `vary`: makes tokens of the vocabulary out of those before them and those
+    drawn. A request with a seed has tokens of its own.
     """
 
     needs_page_ids = True
@@ -60,6 +71,7 @@ class MockExecutor:
         vocab_size: int,
         seed: int = 0,
         speedup: float = 1.0,
+        vary: Callable[[Tokens, Tokens], Tokens] | None = None,
     ) -> None:
         self.slots = PageSlots(config.num_pages, config.page_size)
         self.rotation = NoRotation()
@@ -72,7 +84,12 @@ class MockExecutor:
         self._vocab_size = vocab_size
         self._seed = seed
         self._speedup = speedup
-        self._stop_ids: dict[int, frozenset[int]] = {}
+        self._vary = vary
+        self._watched: dict[int, _Mocked] = {}
+        self._seeds: dict[int, int] = {}
+        self._logprob = -log(vocab_size)
+        self._counted: dict[int, int] = {}
+        """Of requests with log-probabilities: tokens made."""
 
     # What sampling keeps of each request -------------------------------------------------------------------
 
@@ -82,12 +99,21 @@ class MockExecutor:
         """Make tokens for a request from now on; those in `stop_ids` end it."""
         ends = frozenset(stop_ids) | frozenset(params.stop_token_ids)
         if ends:
-            self._stop_ids[request_index] = ends
+            self._watched[request_index] = _Mocked(ends, params.min_tokens)
+        if params.seed is not None:
+            self._seeds[request_index] = (self._seed * 1_000_003 + params.seed) % 2**64
+        if params.logprobs:
+            self._counted[request_index] = 0
 
     def drop(self, request_index: int) -> tuple[float, ...]:
-        """Forget a request. Its tokens have no log-probabilities."""
-        self._stop_ids.pop(request_index, None)
-        return ()
+        """Forget a request, and return the log-probabilities of its tokens, where asked for: all are as likely."""
+        self._watched.pop(request_index, None)
+        self._seeds.pop(request_index, None)
+        return (self._logprob,) * self._counted.pop(request_index, 0)
+
+    def likeliest(self, request_index: int) -> Likeliest:
+        """Return the log-probabilities of the tokens so far; none is likelier than another."""
+        return [(self._logprob, ())] * self._counted.get(request_index, 0)
 
     # Steps ------------------------------------------------------------------------------------------------
 
@@ -103,21 +129,38 @@ class MockExecutor:
             self.slots.write(batch.slots, batch.positions)
             if batch.sampled_rows:
                 at = batch.sampled_at
+                before = batch.tokens[at].astype(np.uint64)
                 chosen = next_tokens(
-                    batch.tokens[at].astype(np.uint64),
+                    before,
                     batch.positions[at].astype(np.uint64),
-                    seed=self._seed,
+                    seed=self._seeds_of(batch.requests),
                     vocab_size=self._vocab_size,
                 )
+                if self._vary is not None:
+                    chosen = self._vary(before, chosen)
                 sampled[batch.sampled_rows] = chosen
-                if self._stop_ids:
-                    stopped = tuple(
-                        row
-                        for row, request, token in zip(batch.sampled_rows, batch.requests, chosen.tolist(), strict=True)
-                        if token in self._stop_ids.get(request, ())
-                    )
+                if self._watched or self._counted:
+                    stopped = self._stopped(batch, chosen.tolist())
         end_ns = start_ns + round(self._cost.step_ns(plan.batch.as_seen()) / self._speedup)
         self._clock.wait_until_ns(end_ns)
         now_ns = self._clock.now_ns()
         self.late_ns = max(self.late_ns, now_ns - end_ns)
         return StepResult(now_ns - start_ns, sampled, stopped)
+
+    def _seeds_of(self, requests: Sequence[int]) -> int | Tokens:
+        if not self._seeds:
+            return self._seed
+        return np.array([self._seeds.get(request, self._seed) for request in requests], np.uint64)
+
+    def _stopped(self, batch: FlatBatch, tokens: list[int]) -> tuple[int, ...]:
+        """Count the tokens of requests that are watched, and return the rows that end."""
+        rows = []
+        for row, request, token in zip(batch.sampled_rows, batch.requests, tokens, strict=True):
+            if request in self._counted:
+                self._counted[request] += 1
+            watched = self._watched.get(request)
+            if watched is not None:
+                watched.num_tokens += 1
+                if token in watched.stop_ids and watched.num_tokens > watched.min_tokens:
+                    rows.append(row)
+        return tuple(rows)

@@ -10,7 +10,7 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import Likeliest, SamplingParams
 
 __all__ = ["CoreEngine", "Generations", "LLMEngine", "SamplingState"]
 
@@ -42,6 +42,9 @@ class SamplingState(Protocol):
 
     def drop(self, request_index: int) -> tuple[float, ...]:
         """Forget a request, and return the log-probabilities of its tokens."""
+
+    def likeliest(self, request_index: int) -> Likeliest:
+        """Return the log-probabilities of the tokens of a request so far, and of the likeliest in their places."""
 
 
 class Generations(Protocol):
@@ -139,6 +142,10 @@ class LLMEngine:
         """Do one step. Return the requests that ended with it."""
         return [self._end(request.index, "length") for request in self._core.step(self._clock.now_ns())]
 
+    def likeliest(self, index: int) -> Likeliest:
+        """Return the log-probabilities of a request under way that asked for them, token by token."""
+        return self._sampling.likeliest(index)
+
     def generation(self, index: int) -> Generation | None:
         """Return a request under way; None if there is none of that index."""
         return self._generations.get(index)
@@ -146,4 +153,5 @@ class LLMEngine:
     def _end(self, index: int, reason: str) -> Completion:
         generation = self._generations.drop(index)
         generation.finish(reason)
-        return generation.completion(self._sampling.drop(index))
+        likeliest = self._sampling.likeliest(index) if generation.params.logprobs else None
+        return generation.completion(self._sampling.drop(index), likeliest)

@@ -79,6 +79,11 @@ class EngineLoop:
         """Whether `step` would do anything, or return anything."""
         return bool(self._unclaimed) or (self._error is None and self._engine.has_work)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether no step has ended with an error so far."""
+        return self._error is None
+
     def submit(self, tokens: Sequence[int], params: SamplingParams, *, priority: int = 0) -> int:
         """Queue a prompt, and return its index."""
         return self.call(lambda engine: engine.submit(tokens, params, priority=priority))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvarts.request import Request
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import Likeliest, SamplingParams
 
 __all__ = ["Completion", "Generation"]
 
@@ -27,6 +27,8 @@ class Completion(msgspec.Struct, frozen=True):
     finish_reason: str
     logprobs: tuple[float, ...] | None = None
     cached_tokens: int = 0
+    likeliest: Likeliest = []
+    """With log-probabilities: those of each token, and of the likeliest tokens in its place."""
 
 
 class Generation:
@@ -40,6 +42,8 @@ class Generation:
         self.text = ""
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._piece = getattr(tokenizer, "piece", None)
+        """Returns the text of a token, of a tokenizer in which that depends on nothing else."""
         if self._backend is not None:
             from tokenizers.decoders import DecodeStream
 
@@ -62,7 +66,7 @@ class Generation:
         if self.finish_reason is None:
             self.finish_reason = reason
 
-    def completion(self, logprobs: tuple[float, ...] = ()) -> Completion:
+    def completion(self, logprobs: tuple[float, ...] = (), likeliest: Likeliest | None = None) -> Completion:
         """Return the outcome of a request that has ended."""
         assert self.finish_reason is not None
         return Completion(
@@ -73,6 +77,7 @@ class Generation:
             self.finish_reason,
             logprobs if self.params.logprobs else None,
             self.request.cached_tokens,
+            likeliest or [],
         )
 
     @property
@@ -90,12 +95,17 @@ class Generation:
 
     def _extend_text(self, token: int) -> None:
         """Bring `text` up to date; a character of which bytes are missing waits for them."""
-        if self._backend is not None:
+        if self._piece is not None:
+            text = self.text + self._piece(token)
+        elif self._backend is not None:
             text = self.text + (self._stream.step(self._backend, token) or "")
         else:
             text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
             if text.endswith(UNFINISHED):
                 return
+        if not self.params.stop or len(self.tokens) <= self.params.min_tokens:
+            self.text = text
+            return
         # The text before has been searched already.
         begin = max(0, len(self.text) - max(map(len, self.params.stop), default=0))
         places = [place for stop in self.params.stop if (place := text.find(stop, begin)) >= 0]

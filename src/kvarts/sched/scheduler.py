@@ -233,24 +233,21 @@ class Scheduler:
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
         batch = self._batch
+        stopped: frozenset[Request] = frozenset()
         if batch is not None:
             assert result is not None
             batch.keep(self.wheel.step, result)
-        finished = self.commit_many(1, end_ns)
+            if result.stopped_rows:
+                rows = batch.requests
+                stopped = frozenset(request for row in result.stopped_rows if (request := rows[row]) is not None)
+        finished = self.commit_many(1, end_ns, stopped)
         if self.tiers is not None and result is not None and result.transfer_reports:
             self.tiers.report(result.transfer_reports, end_ns)
             self.blocked = Blocked.NOT
         if self.own_pages.computed:
             self.own_pages.settle()
         if self._completing:
-            self._commit_completing(end_ns, finished)
-        if batch is not None and result is not None and result.stopped_rows:
-            # A request that stopped at its last token was finished above and has left its row.
-            stopped = [request for row in result.stopped_rows if (request := batch.requests[row]) is not None]
-            for request in sorted(stopped, key=lambda request: request.admission):
-                self.running.leave(request)
-                self._finish(request, end_ns)
-                finished.append(request)
+            self._commit_completing(end_ns, finished, stopped)
         if finished:
             self.blocked = Blocked.NOT
         return finished
@@ -281,12 +278,17 @@ class Scheduler:
             self._publish_filled(num_steps)
         return due
 
-    def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
-        """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order."""
+    def commit_many(self, num_steps: int, end_ns: int, stopped: frozenset[Request] = frozenset()) -> list[Request]:
+        """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order.
+
+        `stopped`: requests that end with the token of this step, whether it is their last or not.
+        """
         self.preemptor.last_end_ns = end_ns
         finished = self.wheel.turn(num_steps)
         if self.loads is not None:
             self.loads.confirm()
+        if stopped:
+            finished = self._with_stopped(finished, stopped)
         if finished:
             running = self.running
             for request in finished:
@@ -437,7 +439,7 @@ class Scheduler:
             chunk = Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps)
             chunks.append(chunk.as_seen())
 
-    def _commit_completing(self, end_ns: int, finished: list[Request]) -> None:
+    def _commit_completing(self, end_ns: int, finished: list[Request], stopped: frozenset[Request]) -> None:
         """Count the sampled token of each request that computed its last known token off the wheel."""
         for request in self._completing:
             if request.computes_only:
@@ -449,7 +451,7 @@ class Scheduler:
                 request.first_token_ns = end_ns
             else:
                 request.stalls_ns += (end_ns - request.last_token_ns,)
-            if request.num_output_tokens == request.max_tokens:
+            if request.num_output_tokens == request.max_tokens or request in stopped:
                 finished.append(request)
                 self._finish(request, end_ns)
             else:
@@ -457,6 +459,17 @@ class Scheduler:
         self._completing = []
 
     # Inside: ends -----------------------------------------------------------------------------------------
+
+    def _with_stopped(self, finished: list[Request], stopped: frozenset[Request]) -> list[Request]:
+        """Return `finished` and the decodes that stopped before their last token, in admission order.
+
+        These leave the wheel as if that had been their last: a replay that knows how many tokens they had ends them in
+        the same order.
+        """
+        earlier = [request for request in stopped if request.state is S.DECODING and request not in finished]
+        for request in earlier:
+            self.wheel.leave(request)
+        return sorted([*finished, *earlier], key=lambda request: request.admission)
 
     def _publish_filled(self, num_steps: int) -> None:
         """Make pages findable that decodes fill in the next `num_steps` steps, if their tokens are known."""

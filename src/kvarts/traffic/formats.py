@@ -24,8 +24,9 @@ def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_ba
 
     .csv: Azure's traces of 2023, or BurstGPT. .json, .json.gz, or a directory of these: sessions of kv-cache-tester.
     A .json may be a result of `vllm bench` or GuideLLM as well. All else: JSON lines of Mooncake, also in a .json that
-    has them, or, by the fields of the first line, Dynamo's request traces (also .jsonl.gz), AIPerf's exports,
-    Qwen-Bailian's, or a log of OpenAI-style responses. Raise MissingFileError, or InputError with file and place.
+    has them, or, by the fields of the first line, what a live engine recorded, Dynamo's request traces (also
+    .jsonl.gz), AIPerf's exports, Qwen-Bailian's, or a log of OpenAI-style responses. Raise MissingFileError, or
+    InputError with file and place.
 
     `trace_block_size`: tokens a hash id stands for: 512 in Mooncake's form unless given, 16 in Qwen-Bailian's.
     `skip_bad_lines`: leave out and count lines that cannot be read; not for kv-cache-tester's form, which has none.
@@ -40,6 +41,11 @@ def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_ba
         from kvarts.traffic.logs import load_bailian, load_usage_log
 
         fields = _first_fields(path)
+        if "arrival_ns" in fields:
+            from kvarts.traffic.recorded import load_recorded
+
+            _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
+            return load_recorded(path, skip_bad_lines=skip_bad_lines)
         if "event_type" in fields:
             from kvarts.traffic.records import load_dynamo
 

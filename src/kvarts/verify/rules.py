@@ -283,8 +283,9 @@ class PreemptionNeeded(Rule):
 class StepOrder(Rule):
     """Steps and times never go back; no step is there twice, and none is missing.
 
-    A row at rest has the number of the step before it. `every`: what the body says of rows that were left out; None
-    where it says nothing, and then steps that are missing are noted.
+    A row at rest has the number of the step before it, and so has another one, at another time or with other counts:
+    memory that is kept between requests can be given back at rest. `every`: what the body says of rows that were left
+    out; None where it says nothing, and then steps that are missing are noted.
     """
 
     name = "step_order"
@@ -293,6 +294,7 @@ class StepOrder(Rule):
         super().__init__()
         self._every = every
         self._last: tuple[int, float, bool] | None = None
+        self._last_counts = [0, 0, 0]
         self._last_row = -1
         self._num_missing = 0
         self._first_missing: int | None = None
@@ -322,7 +324,11 @@ class StepOrder(Rule):
             lambda t_ms, before_t_ms: f"t_ms {t_ms!r} comes after {before_t_ms!r}",
             before_t_ms=before_t_ms,
         )
-        is_again = (step == before_step) & ~(is_rest & ~(before_is_rest & (t_ms == before_t_ms)))
+        counts = [chunk.columns[name] for name in ("used_blocks", "cached_blocks", "reserved_blocks")]
+        is_same = t_ms == before_t_ms
+        for last, count in zip(self._last_counts, counts, strict=True):
+            is_same &= count == np.concatenate(([last], count[:-1]))
+        is_again = (step == before_step) & ~(is_rest & ~(before_is_rest & is_same))
         is_again[0] &= not is_new
         self.add_where(is_again, chunk, ("t_ms",), lambda t_ms: "is there twice")
         gaps = step - before_step - 1
@@ -341,6 +347,7 @@ class StepOrder(Rule):
             if self._first_missing is None:
                 self._first_missing = int(before_step[np.argmax(gaps > 0)]) + 1
         self._last = int(step[-1]), float(t_ms[-1]), bool(is_rest[-1])
+        self._last_counts = [int(count[-1]) for count in counts]
         self._last_row = int(rows[-1])
 
     def finish(self, top: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import Likeliest, SamplingParams
 
 __all__ = ["BatchSampler", "Sampler", "SamplingParams", "TokenSampler"]
 
@@ -47,13 +47,18 @@ class BatchSampler:
         self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
     ) -> None:
         """Sample for a request from now on. `stop_ids`: tokens that end it, beside those that `params` name."""
-        sampler = None if params.is_argmax else Sampler(params, request_index, self._device)
         ends = frozenset(params.stop_token_ids) | frozenset(stop_ids)
-        self._requests[request_index] = _Sampled(sampler, ends, [] if sampler is None else list(prompt), [])
+        sampler = None if params.is_argmax else Sampler(params, request_index, self._device, len(prompt), ends)
+        self._requests[request_index] = _Sampled(sampler, ends, [] if sampler is None else list(prompt), [], [])
 
     def drop(self, request_index: int) -> tuple[float, ...]:
         """Forget a request, and return the log-probabilities of its tokens; none if the largest logit decided."""
         return tuple(self._requests.pop(request_index).logprobs)
+
+    def likeliest(self, request_index: int) -> Likeliest:
+        """Return, for each token of a request so far, its log-probability and the likeliest tokens in its place."""
+        request = self._requests[request_index]
+        return list(zip(request.logprobs, request.likeliest, strict=True))
 
     def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Tokens, Flags]:
         """Return a token for each request, and whether that token ends it."""
@@ -63,9 +68,10 @@ class BatchSampler:
             request = self._requests[index]
             if request.sampler is not None:
                 known = torch.tensor(request.known, device=logits.device)
-                tokens[place], logprob = request.sampler.choose(logits[place], known)
+                tokens[place], logprob, likeliest = request.sampler.choose(logits[place], known)
                 request.known.append(tokens[place])
                 request.logprobs.append(logprob)
+                request.likeliest.append(likeliest)
             ends.append(tokens[place] in request.stop_ids)
         return np.array(tokens, np.int64), np.array(ends, np.bool_)
 
@@ -77,12 +83,26 @@ class _Sampled(msgspec.Struct):
     stop_ids: frozenset[int]
     known: list[int]
     logprobs: list[float]
+    likeliest: list[tuple[tuple[int, float], ...]]
 
 
 class Sampler:
-    """Chooses the tokens of one request. `index`: its seed, where the request names none."""
+    """Chooses the tokens of one request. `index`: its seed, where the request names none.
 
-    def __init__(self, params: SamplingParams, index: int, device: torch.device) -> None:
+    `num_prompt_tokens`: of the known tokens. `stop_ids`: tokens that end it, and that are not chosen too early.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        index: int,
+        device: torch.device,
+        num_prompt_tokens: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        self._params = params
+        self._num_prompt_tokens = num_prompt_tokens
+        self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
         self._processors = LogitsProcessorList()
         if params.repetition_penalty != 1.0:
             self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -99,15 +119,31 @@ class Sampler:
             if params.min_p > 0.0:
                 self._processors.append(MinPLogitsWarper(params.min_p))
 
-    def choose(self, logits: torch.Tensor, known: torch.Tensor) -> tuple[int, float]:
-        """Return a token and its log-probability before any processing. `logits` [vocabulary], `known` [tokens]."""
+    def choose(self, logits: torch.Tensor, known: torch.Tensor) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+        """Return a token, its log-probability before any processing, and the likeliest tokens with theirs.
+
+        `logits` [vocabulary], `known` [tokens].
+        """
         logits = logits.float()
-        scores = self._processors(known[None], logits[None].clone())[0]
+        params = self._params
+        scores = logits.clone()
+        generated = known[self._num_prompt_tokens :]
+        if len(generated) < params.min_tokens:
+            scores[self._stop_ids] = -torch.inf
+        if params.presence_penalty or params.frequency_penalty:
+            seen, counts = generated.unique(return_counts=True)
+            scores[seen] -= params.presence_penalty + params.frequency_penalty * counts
+        scores = self._processors(known[None], scores[None])[0]
         if self._generator is None:
             token = int(scores.argmax())
         else:
             token = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
-        return token, float(torch.log_softmax(logits, dim=-1)[token])
+        logprobs = torch.log_softmax(logits, dim=-1)
+        likeliest: tuple[tuple[int, float], ...] = ()
+        if params.top_logprobs:
+            top = logprobs.topk(min(params.top_logprobs, len(logprobs)))
+            likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return token, float(logprobs[token]), likeliest
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:

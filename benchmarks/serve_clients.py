@@ -1,0 +1,202 @@
+"""Runs a load generator that others have written against `kvarts mock`, unchanged, and says what became of it.
+
+    python benchmarks/serve_clients.py aiperf-chat --bin /venvs/aiperf/bin --work /tmp/clients
+    python benchmarks/serve_clients.py aiperf-mooncake --bin /venvs/aiperf/bin --work /tmp/clients
+    python benchmarks/serve_clients.py guidellm --bin /venvs/guidellm/bin --work /tmp/clients
+    python benchmarks/serve_clients.py vllm-bench --bin /venvs/vllm/bin --work /tmp/clients
+
+`--bin`: the folder of the environment in which the client is installed; it needs nothing of kvarts, and kvarts nothing
+of it. A tokenizer is trained once in `--work`, without a download (needs `tokenizers`, here), in the layout of a hub's
+cache. Prints JSON: the client's exit code, how long it took, the last lines that it wrote, and what the server counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from http_tap import Tap
+
+REVISION = "0" * 40
+NAME = "local/tok2"
+COUNTERS = (
+    "vllm:request_success_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prefix_cache_hits_total",
+    "kvarts:requests_aborted_total",
+    "kvarts:requests_refused_total",
+)
+
+
+def tokenizer(work: Path) -> Path:
+    """Train a byte-level tokenizer on the bundled text; return its folder, which lies in a hub's cache."""
+    folder = work / "hf" / "hub" / "models--local--tok2" / "snapshots" / REVISION
+    if (folder / "tokenizer.json").exists():
+        return folder
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder.mkdir(parents=True)
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=4096, initial_alphabet=alphabet, special_tokens=["<end>"])
+    source = [str(path) for path in Path(str(files("kvarts"))).rglob("*.py")]
+    trained.train(source, trainer)
+    trained.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    refs = folder.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(REVISION)
+    return folder
+
+
+def mooncake(work: Path, rows: int) -> Path:
+    """Write the first rows of the bundled trace with short prompts, and times close together."""
+    source = (files("kvarts") / "data" / "mooncake-conversation-1000.jsonl").read_text().splitlines()[:rows]
+    path = work / "mooncake.jsonl"
+    with path.open("w") as file:
+        for line in source:
+            row = json.loads(line)
+            row |= {"timestamp": row["timestamp"] // 10, "input_length": min(row["input_length"], 1024)}
+            row |= {"hash_ids": row["hash_ids"][: -(-row["input_length"] // 512)]}
+            row |= {"output_length": min(row["output_length"], 50)}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+SDK = """
+import sys
+from openai import OpenAI
+client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)
+print([model.id for model in client.models.list()])
+hello = [{"role": "user", "content": "Hello!"}]
+for _ in range(int(sys.argv[2])):
+    whole = client.chat.completions.create(model="dummy", messages=hello, max_tokens=8)
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        model="dummy", messages=hello, max_tokens=8, stream=True, stream_options=options
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+    client.completions.create(model="dummy", prompt="Hello!", max_tokens=8, extra_body={"ignore_eos": True})
+    client.responses.create(model="dummy", input="Hello!", max_output_tokens=8)
+print("fine", text)
+"""
+
+
+def command(what: str, url: str, folder: Path, work: Path, requests: int) -> list[str]:
+    """The command line of a client, without its folder."""
+    out = str(work / f"out-{what}")
+    if what.startswith("aiperf"):
+        endpoint = "chat" if what == "aiperf-chat" else "completions"
+        common = f"aiperf profile --model dummy --url {url} --endpoint-type {endpoint} --streaming --tokenizer {NAME}"
+        load = (
+            f"--input-file {mooncake(work, requests)} --custom-dataset-type mooncake_trace "
+            "--fixed-schedule --fixed-schedule-auto-offset"
+            if what == "aiperf-mooncake"
+            else f"--concurrency 8 --request-count {requests} --isl 100 --osl 20 --extra-inputs ignore_eos:true"
+        )
+        return f"{common} {load} --artifact-dir {out} --ui none".split()
+    if what.startswith("openai"):
+        return ["python", "-c", SDK, url, str(max(1, requests // 4))]
+    if what == "guidellm":
+        return (
+            f"guidellm run --backend kind=openai_http,target={url},model=dummy --profile kind=concurrent,streams=8 "
+            f"--constraint kind=max_requests,count={requests} --tokenizer kind=hf_auto,model={folder} "
+            "--data kind=synthetic_text,prompt_tokens=100,output_tokens=20 "
+            f"--output kind=json,path={out}.json --disable-progress"
+        ).split()
+    chat = "--backend openai-chat --endpoint /v1/chat/completions" if what == "vllm-bench-chat" else "--backend openai"
+    return (
+        f"python -m vllm.entrypoints.cli.main bench serve {chat} --base-url {url} --model dummy --tokenizer {folder} "
+        f"--dataset-name random --random-input-len 100 --random-output-len 20 --num-prompts {requests} "
+        "--max-concurrency 8 --ignore-eos"
+    ).split()
+
+
+def counters(url: str) -> dict[str, float]:
+    """What the server counted, over all labels."""
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        text = response.read().decode()
+    return {
+        name: sum(float(value) for value in re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
+        for name in COUNTERS
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [
+        "aiperf-chat",
+        "aiperf-completions",
+        "aiperf-mooncake",
+        "guidellm",
+        "vllm-bench",
+        "vllm-bench-chat",
+        "openai-2",
+        "openai-3",
+    ]
+    parser.add_argument("client", choices=names)
+    parser.add_argument("--bin", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--save", type=Path, help="keep the first request of each kind, byte by byte, in this folder")
+    parser.add_argument("--timeout", type=float, default=300.0)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    folder = tokenizer(arguments.work)
+    serve = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--served-model-name", "dummy"]
+    server = subprocess.Popen([*serve, "--cost", "linear:step_ms=5"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        found = re.search(r"http://[\d.:]+\d", server.stderr.readline())
+        assert found is not None
+        url = found[0]
+        front = url
+        if arguments.save is not None:
+            arguments.save.mkdir(parents=True, exist_ok=True)
+            front = Tap(url, arguments.save, arguments.client).url
+        words = command(arguments.client, front, folder, arguments.work, arguments.requests)
+        environment = {**os.environ, "HF_HOME": str(arguments.work / "hf"), "HF_HUB_OFFLINE": "1"}
+        environment.pop("PYTHONPATH", None)
+        began = time.monotonic()
+        done = subprocess.run(
+            [str(arguments.bin / words[0]), *words[1:]],
+            cwd=arguments.work,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=arguments.timeout,
+            check=False,
+        )
+        result: dict[str, Any] = {
+            "command": " ".join(words),
+            "exit_code": done.returncode,
+            "seconds": round(time.monotonic() - began, 1),
+            "counted": counters(url),
+            "said": done.stdout.splitlines()[-40:],
+        }
+        print(json.dumps(result, indent=1))
+        sys.exit(done.returncode)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""How many tokens a mock streams, what each costs, and how true its time is.
+
+    python benchmarks/serve_streams.py --streams 256 --tokens 200            # as fast as it goes
+    python benchmarks/serve_streams.py --streams 256 --tokens 250 --step-ms 20   # at 20 ms a token
+
+The server is `kvarts mock` in a process of its own, on the first core; the client, plain asyncio that counts events, is
+this process, on the last one. Without `--step-ms`, a step costs 1 us, so the server is never idle. Tokens a second are
+told by the wall clock and by the server's CPU time: on a machine that does other things as well, only the second says
+what one core could do. With `--step-ms`, a token's time is that from the one before it in its stream, as the client
+sees it, and its error is against the cost model. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from itertools import pairwise
+from typing import Any
+
+CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, in all its threads."""
+    with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_HZ
+
+
+class Reader(asyncio.Protocol):
+    """One stream: sends its request, and notes when events come."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
+        self.request = request
+        self.done = done
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.write(self.request)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(data.count(b'"text"'))
+        if b"[DONE]" in data:
+            self.done.set_result(None)
+
+
+async def run(url: str, streams: int, tokens: int) -> tuple[float, list[Reader]]:
+    """Run all streams at once; return the seconds that took, and what each saw."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    loop = asyncio.get_running_loop()
+    readers = []
+    began = time.perf_counter()
+    for number in range(streams):
+        body = json.dumps(
+            {"prompt": f"number {number}", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        reader = Reader(head + body, loop.create_future())
+        readers.append(reader)
+        await loop.create_connection(lambda reader=reader: reader, host, int(port))  # type: ignore[misc]
+    await asyncio.gather(*(reader.done for reader in readers))
+    return time.perf_counter() - began, readers
+
+
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        text = response.read().decode()
+    found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def percentile(values: list[float], share: float) -> float:
+    values = sorted(values)
+    return values[round(share * (len(values) - 1))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--step-ms", type=float)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--no-pin", action="store_true", help="leave cores to the system")
+    arguments = parser.parse_args()
+    step_ms = arguments.step_ms or 0.001
+    command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--cost", f"linear:step_ms={step_ms}"]
+    command += ["--pages", str(arguments.streams * (arguments.tokens // 16 + 4)), "--max-seqs", str(arguments.streams)]
+    cores = sorted(os.sched_getaffinity(0))
+    if not arguments.no_pin:
+        command = ["taskset", "-c", str(cores[0]), *command]
+        os.sched_setaffinity(0, {cores[-1]})
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        line = server.stderr.readline()
+        found = re.search(r"http://[\d.:]+", line)
+        assert found is not None, line
+        url = found[0]
+        try:
+            import uvloop
+
+            runner: Any = uvloop.run
+        except ImportError:
+            runner = asyncio.run
+        results = []
+        for _ in range(arguments.repeat):
+            before = cpu_s(server.pid)
+            wall_s, readers = runner(run(url, arguments.streams, arguments.tokens))
+            used_s = cpu_s(server.pid) - before
+            num_events = sum(sum(reader.counts) for reader in readers)
+            assert num_events == arguments.streams * arguments.tokens
+            result: dict[str, Any] = {
+                "events": num_events,
+                "wall_s": round(wall_s, 3),
+                "events_per_s": round(num_events / wall_s),
+                "server_cpu_s": round(used_s, 3),
+                "events_per_cpu_s": round(num_events / used_s),
+                "cpu_us_per_event": round(used_s / num_events * 1e6, 2),
+                "cpu_share": round(used_s / wall_s, 3),
+            }
+            if arguments.step_ms:
+                result |= times_of(readers, arguments.step_ms)
+                result["server_most_late_ms"] = round(metric(url, "kvarts:mock_most_late_seconds") * 1e3, 3)
+            results.append(result)
+        print(json.dumps({"load_average": os.getloadavg()[0], "runs": results}, indent=1))
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def times_of(readers: list[Reader], step_ms: float) -> dict[str, Any]:
+    """What the client saw of the time of a token, without the first, in milliseconds."""
+    gaps = []
+    spans = []
+    for reader in readers:
+        times = [at for at, count in zip(reader.times, reader.counts, strict=True) for _ in range(count)][1:]
+        gaps += [(later - earlier) * 1e3 for earlier, later in pairwise(times)]
+        spans.append((times[-1] - times[0]) * 1e3 / (len(times) - 1))
+    errors = [abs(gap - step_ms) for gap in gaps]
+    return {
+        "token_ms_mean": round(sum(spans) / len(spans), 4),
+        "token_ms_mean_error": round(sum(spans) / len(spans) - step_ms, 4),
+        "token_ms_error_p50": round(percentile(errors, 0.5), 3),
+        "token_ms_error_p99": round(percentile(errors, 0.99), 3),
+        "token_ms_max": round(max(gaps), 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

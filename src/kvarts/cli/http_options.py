@@ -1,0 +1,132 @@
+"""Options of servers over HTTP, and the loop that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.options import GroupedOption
+from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.errors import ConfigError
+from kvarts.files import check_writable, is_replaceable, read_text
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.opening import Opened
+
+__all__ = ["address_of", "http_options", "keys_of", "need_http", "say", "serve_http"]
+
+Command = Callable[..., Any]
+AT_LEAST_ZERO = click.FloatRange(min=0.0)
+
+
+def http_options() -> list[click.Option]:
+    """Return the options that every server over HTTP has."""
+    listening, taking, failing = "Listening", "Requests", "Failures on purpose, and records"
+
+    def option(group: str, *names: str, **attributes: Any) -> click.Option:
+        return GroupedOption(list(names), group=group, **attributes)
+
+    return [
+        option(listening, "--host", metavar="HOST", default="127.0.0.1", show_default=True,
+               help="Address to listen on."),
+        option(listening, "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True,
+               help="0: a free one."),
+        option(listening, "--api-key", "api_keys", metavar="KEY", multiple=True,
+               help="Ask for one of these keys. May be repeated; $VLLM_API_KEY is one more."),
+        option(listening, "--api-key-file", metavar="FILE", type=INPUT,
+               help="Keys, one a line."),
+        option(listening, "--insecure", is_flag=True,
+               help="Listen on an address that others reach, without a key."),
+        option(listening, "--served-model-name", "names", metavar="NAME", multiple=True,
+               help="What clients call the model. May be repeated."),
+        option(listening, "--lora", "adapters", metavar="NAME", multiple=True,
+               help="One more model name, with KV of its own, as a LoRA adapter has. May be repeated."),
+        option(listening, "--startup-delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
+               help="Answer that the server is starting for so long."),
+        option(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
+               help="At SIGTERM, wait as long for requests under way."),
+        option(taking, "--max-model-len", metavar="TOKENS", type=click.IntRange(min=2),
+               help="Tokens of a prompt and its answer. [those of the model, or what the pages hold]"),
+        option(taking, "--max-queued", metavar="N", type=click.IntRange(min=0), default=1024, show_default=True,
+               help="Requests beyond those that may run at once; more get 429."),
+        option(taking, "--retry-after", metavar="SECONDS", type=AT_LEAST_ZERO, default=1.0, show_default=True,
+               help="What these are told."),
+        option(taking, "--max-body-bytes", metavar="N", type=click.IntRange(min=1024), default=32 * 1024 * 1024,
+               show_default=True, help="Refuse longer requests."),
+        option(failing, "--fail", metavar="SCRIPT",
+               help="What goes wrong: 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
+        option(failing, "--record", metavar="FILE", type=OUTPUT,
+               help="At the end, write what arrived to FILE (.jsonl), for `kvarts replay`."),
+    ]  # fmt: skip
+
+
+def need_http() -> None:
+    """Raise ConfigError where the libraries of servers are not installed."""
+    try:
+        import httptools  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"a server needs uvicorn, httptools and prometheus-client ({error})", hint="pip install 'kvarts[serve]'."
+        ) from None
+
+
+def keys_of(values: dict[str, Any]) -> list[str]:
+    """Return the API keys that were given. Raise MissingFileError or InputError for their file."""
+    keys = [*values["api_keys"], *filter(None, [os.environ.get("VLLM_API_KEY")])]
+    if values["api_key_file"] is not None:
+        text = read_text(values["api_key_file"], hint="Check the path of the keys.")
+        keys += [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return keys
+
+
+def address_of(values: dict[str, Any], keys: Sequence[str]) -> Any:
+    """Return where to listen, and check what is to be written. Raise ConfigError and OutputError."""
+    from kvarts.openai_api.server import Address
+
+    if values["record"] is not None:
+        check_writable(values["record"])
+        if is_replaceable(values["record"]) and values["record"].suffix != ".jsonl":
+            raise ConfigError("must end in .jsonl", field="record")
+    return Address(host=values["host"], port=values["port"], has_keys=bool(keys), insecure=values["insecure"])
+
+
+def say(line: str) -> None:
+    """Tell something on standard error."""
+    click.echo(f"kvarts: {line}", err=True)
+
+
+def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: str) -> None:
+    """Serve until a signal, and write what was to be recorded."""
+    from kvarts.openai_api.server import OpenAIServer, serve_until_signal
+
+    async def serve() -> None:
+        server = OpenAIServer(opened.app, opened.served, address)
+        await serve_until_signal(
+            server,
+            opened.served,
+            lambda url: say(f"{what} on {url}/v1"),
+            startup_delay_s=values["startup_delay"],
+            drain_s=values["drain"],
+            say=say,
+        )
+
+    # The script of kvarts never collects garbage, for commands that end. This one goes on.
+    gc.freeze()
+    gc.enable()
+    sys.setswitchinterval(0.001)  # the engine's thread has to be on time beside that of the event loop
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(serve())
+    else:
+        uvloop.run(serve())
+    if opened.recorder is not None and values["record"] is not None:
+        opened.recorder.write(values["record"])

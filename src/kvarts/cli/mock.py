@@ -1,0 +1,115 @@
+"""`kvarts mock`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli import kv_events
+from kvarts.cli.http_options import address_of, http_options, keys_of, need_http, serve_http
+from kvarts.cli.options import GroupedCommand, GroupedOption, given_by_flags, options_of
+from kvarts.cli.replay import all_sections
+from kvarts.errors import ConfigError
+from kvarts.settings import Given
+
+if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
+
+__all__ = ["mock_command"]
+
+KEYS = (
+    "model",
+    "weight_dtype",
+    "kv_dtype",
+    "device",
+    "tensor_parallel",
+    "kv_memory",
+    "memory_fraction",
+    "pages",
+    "page_size",
+    "max_batched_tokens",
+    "max_seqs",
+    "cost",
+    "audit",
+)
+TABLES = ("offload.",)
+DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100-80gb"
+
+
+def _options() -> list[click.Parameter]:
+    """Return the options of an engine that are settings of a replay as well, and those of a server."""
+    sections = all_sections()
+    keys = [*KEYS, *(setting.key for section in sections if not section.is_named for setting in section.settings
+                     if setting.key.startswith(TABLES))]  # fmt: skip
+    of_engine = {option.opts[0]: option for option in reversed(options_of(sections, keys))}
+    of_mock = [
+        GroupedOption(["--seed"], group="Mock", metavar="N", type=int, default=0, help="Of its text. [0]"),
+        GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
+                      help="Steps take an Xth of their time. [1]"),
+        GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
+                      help="An answer for which no number is asked ends by itself after about so many. [128]"),
+    ]  # fmt: skip
+    options: list[click.Parameter] = [*reversed(of_engine.values()), *of_mock, *http_options()]
+    options += kv_events.server_options()
+    return options
+
+
+@click.command("mock", cls=GroupedCommand, params=_options())
+def mock_command(**params: Any) -> None:
+    """Serve OpenAI's API from a mock: the scheduler, cache and queues of kvarts on the wall clock, without a model.
+
+    Steps take as long as a cost model says, by default that of llama-3.1-8b on an h100-80gb. Answers are words.
+    """
+    sections = all_sections()
+    given = given_by_flags(params, sections)
+    speedup = params["speedup"]
+    if not 0.0 < speedup < float("inf"):
+        raise ConfigError(f"must be a finite number above 0, got {speedup}", field="speedup")
+    given = _over_default(given, sections)
+    need_http()
+    from kvarts.openai_api.opening import Door, open_mock
+    from kvarts.openai_api.served import Limits
+    from kvarts.sim.config import resolve_replay
+    from kvarts.sim.hardware import resolve_hardware
+
+    keys = keys_of(params)
+    address = address_of(params, keys)
+    config = resolve_replay(given, sections)
+    limits = Limits(
+        max_queued=params["max_queued"],
+        retry_after_s=params["retry_after"],
+        max_model_len=params["max_model_len"] or 131_072,
+        max_body_bytes=params["max_body_bytes"],
+        default_tokens=params["output_tokens"],
+    )
+    door = Door(
+        names=params["names"],
+        adapters=params["adapters"],
+        api_keys=tuple(keys),
+        limits=limits,
+        fail=params["fail"] or "",
+        seed=params["seed"],
+        is_recording=params["record"] is not None,
+    )
+    name = str(given["model"]) if "model" in given else "mock"
+    token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
+    readers: list[EventReader] = []
+    sources: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        readers += kv_events.server_readers(stack, params, sources)
+        opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
+        opened.routes.event_sources += sources
+        what = f"{opened.served.names[0]}, mocked with {config.num_pages:,} pages of {config.page_size} tokens,"
+        serve_http(opened, address, params, what=what)
+
+
+def _over_default(given: Given, sections: Any) -> Given:
+    """Return what was given, and the default model and device where nothing says how long steps take."""
+    if any(key in given for key in ("model", "device", "cost")):
+        return given
+    from kvarts.settings import given_in
+
+    values: dict[str, Any] = {"model": DEFAULT_MODEL, "device": DEFAULT_DEVICE}
+    return given.over(given_in(values, sections))

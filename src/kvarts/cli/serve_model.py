@@ -1,0 +1,54 @@
+"""`kvarts serve model`, which `kvarts serve --model DIR` means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvarts.cli.engine_options import MODEL_HELP, engine_options
+from kvarts.cli.http_options import address_of, http_options, keys_of, need_http, serve_http
+from kvarts.cli.llm import need_torch
+from kvarts.cli.options import GroupedCommand, GroupedOption
+
+__all__ = ["model_command"]
+
+SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention")
+
+
+@click.command("model", cls=GroupedCommand, params=http_options())
+@click.option("--model", metavar="DIR", required=True, cls=GroupedOption, group="Model", help=MODEL_HELP)
+@lambda command: engine_options(command, cls=GroupedOption, group="Engine")
+def model_command(**params: Any) -> None:
+    """Serve OpenAI's API from a model that runs here."""
+    need_http()
+    from kvarts.openai_api.opening import Door, open_model
+    from kvarts.openai_api.served import Limits
+
+    keys = keys_of(params)
+    address = address_of(params, keys)
+    door = Door(
+        names=params["names"] or (Path(params["model"]).name or params["model"],),
+        adapters=params["adapters"],
+        api_keys=tuple(keys),
+        limits=Limits(
+            max_queued=params["max_queued"],
+            retry_after_s=params["retry_after"],
+            max_body_bytes=params["max_body_bytes"],
+        ),
+        fail=params["fail"] or "",
+        is_recording=params["record"] is not None,
+    )
+    need_torch()
+    opened = open_model(
+        params["model"],
+        door,
+        max_model_len=params["max_model_len"],
+        max_num_batched_tokens=params["max_batched_tokens"],
+        max_num_seqs=params["max_seqs"],
+        **{name: params[name] for name in SETTINGS},
+    )
+    config = opened.served.host.config
+    what = f"{opened.served.names[0]}, with {config.num_pages:,} pages of {config.page_size} tokens,"
+    serve_http(opened, address, params, what=what)

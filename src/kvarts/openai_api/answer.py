@@ -1,0 +1,216 @@
+"""What goes from the thread of an engine to the event loop of a server: pieces of text, as they are generated.
+
+The thread of the engine appends to lists and wakes the event loop once for all that came meanwhile; a coroutine that is
+not waiting is not woken, and finds several pieces at once when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from threading import Lock
+from time import monotonic
+from typing import Protocol
+
+import msgspec
+
+from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.loop import Gone
+from kvarts.llm.text import Completion, Generation
+from kvarts.request import Request
+from kvarts.sampling import Likeliest
+
+__all__ = ["Answer", "Choice", "ChoiceMeter", "Outbox", "Piece", "TokenLogprob"]
+
+TokenLogprob = tuple[int, float, tuple[tuple[int, float], ...]]
+"""A token, its log-probability, and the likeliest tokens in its place with theirs."""
+
+Piece = tuple["Choice", str, int, str | None, list[TokenLogprob]]
+"""Of which choice, its new text, how many tokens it has by now, why it ended or None, and log-probabilities."""
+
+
+class ChoiceMeter(Protocol):
+    """Counts what happens to choices, in the thread of the engine."""
+
+    def prefilled(self, request: Request) -> None:
+        """Count a prompt that is computed."""
+
+    def first_token(self, waited_s: float) -> None:
+        """Count a first token."""
+
+    def next_tokens(self, num_tokens: int, waited_s: float) -> None:
+        """Count tokens after the first, that long after those before them."""
+
+    def ended(self, choice: Choice, completion: Completion, now_s: float) -> None:
+        """Count a choice that has ended."""
+
+
+class Outbox:
+    """Wakes the coroutines of one event loop."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = Lock()
+        self._marked: list[Answer] = []
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let answers be read in `loop` from now on."""
+        self._loop = loop
+
+    def mark(self, answer: Answer) -> None:
+        """Have `answer` woken, from any thread. Raise Gone if there is no event loop any more."""
+        with self._lock:
+            if answer.is_marked:
+                return
+            answer.is_marked = True
+            self._marked.append(answer)
+            if len(self._marked) > 1:
+                return
+        try:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError as error:
+            with self._lock:
+                self._marked.clear()
+            raise Gone from error
+
+    def _wake(self) -> None:
+        with self._lock:
+            marked, self._marked = self._marked, []
+            for answer in marked:
+                answer.is_marked = False
+        for answer in marked:
+            answer.wake()
+
+
+class Answer:
+    """The pieces of all choices of one HTTP request, in the order in which they came. For one coroutine."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self.is_marked = False
+        """Owned by the outbox."""
+        self.pieces: deque[Piece | BaseException] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, piece: Piece | BaseException) -> None:
+        """Add a piece, from any thread. Raise Gone if there is no event loop any more."""
+        self.pieces.append(piece)
+        if not self.is_marked:
+            self.outbox.mark(self)
+
+    def wake(self) -> None:
+        """Wake the coroutine, if it waits."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Piece]:
+        """Return what has come since the last call, one piece or more. Raise the error that came instead."""
+        pieces = self.pieces
+        while not pieces:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        taken: list[Piece] = []
+        while pieces:
+            piece = pieces.popleft()
+            if isinstance(piece, BaseException):
+                raise piece
+            taken.append(piece)
+        return taken
+
+
+class Choice:
+    """A Listener of one request: a choice of an answer, by its `number`.
+
+    `ends_itself`: at its last token it comes to its own end. `started_s`: when its HTTP request came, on the monotonic
+    clock. `request` and `index` are set when it is submitted.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        number: int,
+        meter: ChoiceMeter,
+        *,
+        has_logprobs: bool = False,
+        ends_itself: bool = False,
+    ) -> None:
+        self.number = number
+        self.started_s = monotonic()
+        self.index: int | None = None
+        self.request: Request | None = None
+        self.completion: Completion | None = None
+        self.is_over = False
+        """Whether it has ended, well or not; then it counts no more."""
+        self.is_unwanted = False
+        """Whether its client has gone before it began."""
+        self._ends_itself = ends_itself
+        self._answer = answer
+        self._meter = meter
+        self._has_logprobs = has_logprobs
+        self._engine: LLMEngine | None = None
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._last_s = 0.0
+
+    def note(self, engine: LLMEngine, request: Request) -> None:
+        """Note that it is submitted, in the thread of the engine."""
+        self._engine, self.request, self.index = engine, request, request.index
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the cache."""
+        return 0 if self.request is None else self.request.cached_tokens
+
+    def update(self, generation: Generation) -> None:
+        """Send what is new after a step."""
+        tokens = generation.tokens
+        num_tokens = len(tokens)
+        if num_tokens == self._num_tokens:
+            return
+        text = generation.final_text
+        self._count(num_tokens)
+        logprobs: list[TokenLogprob] = []
+        if self._has_logprobs:
+            assert self._engine is not None
+            logprobs = self._new_logprobs(tokens, self._engine.likeliest(generation.request.index))
+        self._answer.put((self, text[self._num_chars :], num_tokens, None, logprobs))
+        self._num_tokens, self._num_chars = num_tokens, len(text)
+
+    def end(self, completion: Completion) -> None:
+        """Send the rest, and the end."""
+        self.is_over = True
+        if self._ends_itself and completion.finish_reason == "length":
+            completion = msgspec.structs.replace(completion, finish_reason="stop")
+        self.completion = completion
+        num_tokens = len(completion.tokens)
+        if num_tokens > self._num_tokens:
+            self._count(num_tokens)
+        self._meter.ended(self, completion, monotonic())
+        logprobs = self._new_logprobs(completion.tokens, completion.likeliest) if self._has_logprobs else []
+        self._answer.put((self, completion.text[self._num_chars :], num_tokens, completion.finish_reason, logprobs))
+
+    def fail(self, error: BaseException) -> None:
+        """Send an error."""
+        self.is_over = True
+        self._answer.put(error)
+
+    def _new_logprobs(self, tokens: Sequence[int], likeliest: Likeliest) -> list[TokenLogprob]:
+        start = self._num_tokens
+        return [(token, logprob, top) for token, (logprob, top) in zip(tokens[start:], likeliest[start:], strict=True)]
+
+    def _count(self, num_tokens: int) -> None:
+        now_s = monotonic()
+        if self._num_tokens:
+            self._meter.next_tokens(num_tokens - self._num_tokens, now_s - self._last_s)
+        else:
+            assert self.request is not None
+            self._meter.prefilled(self.request)
+            self._meter.first_token(now_s - self.started_s)
+            if num_tokens > 1:
+                self._meter.next_tokens(num_tokens - 1, 0.0)
+        self._last_s = now_s

@@ -1,0 +1,232 @@
+"""The bodies of requests: what is read of them, and what a request to the engine is made of.
+
+Fields that are not known are left alone, and null is as good as nothing, because clients send both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvarts.errors import ConfigError, parts_of
+from kvarts.openai_api.errors import ApiError
+from kvarts.sampling import SamplingParams
+
+__all__ = ["ChatBody", "CompletionBody", "GenerationBody", "ResponsesBody", "StreamOptions", "decoded", "messages_of"]
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+
+BodyT = TypeVar("BodyT")
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream says beside its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    session_id: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers to a prompt. Raise ApiError for too few or many."""
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_CHOICES:
+            raise ApiError(400, f"n must be from 1 to {MAX_CHOICES}, got {n}", param="n")
+        return n
+
+    def params(self, max_tokens: int, *, top_logprobs: int | None) -> SamplingParams:
+        """Return the sampling parameters. `top_logprobs`: None for no log-probabilities. Raise ApiError."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stop) > MAX_STOPS:
+            raise ApiError(400, f"at most {MAX_STOPS} stop texts, got {len(stop)}", param="stop")
+        if top_logprobs is not None and not 0 <= top_logprobs <= MAX_LOGPROBS:
+            raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}, got {top_logprobs}", param="logprobs")
+        top_k = self.top_k or 0
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=min(self.min_tokens or 0, max_tokens),
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_k=max(0, top_k),
+                top_p=1.0 if self.top_p is None else self.top_p,
+                min_p=self.min_p or 0.0,
+                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                seed=None if self.seed is None else self.seed % 2**63,
+                stop=tuple(stop),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+                logprobs=top_logprobs is not None,
+                top_logprobs=top_logprobs or 0,
+            )
+        except ConfigError as error:
+            field = (error.field or "").removeprefix("sampling.")
+            raise ApiError(400, f"{field} {error.what}", param=field) from error
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
+
+    prompt: str | list[Any] | None = None
+    logprobs: int | bool | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts. Raise ApiError for what is none."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "a prompt is needed: text, token ids, or a list of either", param="prompt")
+        if all(type(part) is int for part in prompt):
+            return [prompt]
+        for part in prompt:
+            is_ids = isinstance(part, list) and all(type(token) is int for token in part)
+            if not isinstance(part, str) and not is_ids:
+                raise ApiError(400, "must be text, token ids, or a list of either", param="prompt")
+        return prompt
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many likeliest tokens to tell; None for no log-probabilities."""
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        return 0 if self.logprobs is True else self.logprobs
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """Return what a template is told beside the messages."""
+        options: dict[str, Any] = {
+            "chat_template": self.chat_template,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "continue_final_message": self.continue_final_message,
+            "tools": self.tools,
+        }
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        return options
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """How many likeliest tokens to tell; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+def decoded(payload: bytes, kind: type[BodyT]) -> BodyT:
+    """Return a body. Raise ApiError for what is no JSON, or has a field of a wrong type."""
+    try:
+        return msgspec.json.decode(payload or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        what, field = parts_of(error)
+        raise ApiError(400, f"{field}: {what}" if field else what, param=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+
+
+def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> list[dict[str, Any]]:
+    """Return messages with their content as text: parts are joined. Raise ApiError for what is no conversation."""
+    if not messages:
+        raise ApiError(400, "at least one message is needed", param=param)
+    read = []
+    for index, message in enumerate(messages):
+        where = f"{param}[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(400, "a message has a role and a content", param=where)
+        read.append({**message, "content": _text_of(message.get("content"), where)})
+    return read
+
+
+def _text_of(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, "content is text or a list of parts", param=f"{where}.content")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif isinstance(part, dict) and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+        else:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ApiError(400, f"parts of type {kind!r} are not read: give text", param=f"{where}.content")
+    return "".join(texts)

@@ -1,0 +1,185 @@
+"""Failures on purpose: a script of what is to go wrong, with which request, and how.
+
+A script is made of rules, parted by semicolons; the first rule that applies to a request decides:
+
+    first 2: 429 retry_after=1; every 10th: cut after 5 chunks; 7-9: stall 3s; rate 1%: bad chunk; rest: ok
+
+Requests are counted from 1, over all endpoints that generate. `rate` draws by the seed and the request's number, so the
+same script on the same sequence of requests fails the same ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.http import HttpResponse
+
+__all__ = ["NO_FAILURE", "Cut", "Failure", "FailureScript", "parse_failure"]
+
+GRAMMAR = (
+    "A rule is WHICH: WHAT. WHICH: first N, every Nth, N, N-M, rate P%, all. WHAT: a status with or without "
+    "retry_after=S, cut after N chunks, drop, stall Ss, bad chunk, no finish_reason, die, ok."
+)
+
+
+class Cut(Exception):  # noqa: N818  # the failure is the point
+    """The connection is to be closed, with the answer unfinished."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to go wrong with one request."""
+
+    text: str = "ok"
+    status: int = 0
+    retry_after_s: float | None = None
+    cut_after: int | None = None
+    """Chunks of a stream that are written before the connection is closed."""
+    drops: bool = False
+    """Whether the connection is closed without an answer."""
+    stall_s: float = 0.0
+    has_bad_chunk: bool = False
+    drops_finish_reason: bool = False
+    kills_engine: bool = False
+
+    @property
+    def has_any(self) -> bool:
+        """Whether chunks have to be looked at one by one."""
+        return self.cut_after is not None or self.has_bad_chunk
+
+    def before_request(self) -> None:
+        """Raise what the request is refused with, if it is."""
+        if self.status:
+            raise ApiError(self.status, f"fails on purpose: {self.text}", retry_after_s=self.retry_after_s)
+        if self.drops:
+            raise Cut
+
+    def before_answer(self) -> None:
+        """Raise what goes wrong with an answer that is not streamed."""
+        if self.cut_after == 0:
+            raise Cut
+
+    async def stall(self) -> None:
+        """Wait, if that is what goes wrong."""
+        if self.stall_s:
+            await asyncio.sleep(self.stall_s)
+
+    async def write(self, response: HttpResponse, parts: Sequence[bytes]) -> None:
+        """Write chunks of a stream, as far as they are to come."""
+        if not self.has_any:
+            await response.more(b"".join(parts))
+            return
+        for part in parts:
+            for chunk in filter(None, re.split(rb"(?<=\n\n)", part)):
+                if self.cut_after is not None and response.num_chunks >= self.cut_after:
+                    raise Cut
+                is_bad = self.has_bad_chunk and response.num_chunks == 1
+                response.num_chunks += 1
+                await response.more(b'data: {"id": "broken", "choices": [{\n\n' if is_bad else chunk)
+
+    async def write_whole(self, response: HttpResponse, payload: bytes) -> None:
+        """Write an answer that is not streamed, whole or spoiled."""
+        await self.stall()
+        if self.has_bad_chunk:
+            payload = payload[: len(payload) // 2]
+        elif self.cut_after is not None:
+            await response.unfinished(payload)
+            raise Cut
+        elif self.drops_finish_reason:
+            payload = re.sub(rb'"finish_reason":"\w+"', b'"finish_reason":null', payload)
+        await response.whole(payload)
+
+
+NO_FAILURE = Failure()
+
+_STATUS = re.compile(r"([45]\d\d)(?:\s+retry_after=(\d+(?:\.\d+)?)s?)?")
+_CUT = re.compile(r"cut(?:\s+after\s+(\d+)\s+chunks?)?")
+_STALL = re.compile(r"stall\s+(\d+(?:\.\d+)?)\s*(ms|s)?")
+_SIMPLE = {
+    "ok": NO_FAILURE,
+    "drop": Failure(text="drop", drops=True),
+    "bad chunk": Failure(text="bad chunk", has_bad_chunk=True),
+    "no finish_reason": Failure(text="no finish_reason", drops_finish_reason=True),
+    "die": Failure(text="die", kills_engine=True),
+}
+
+
+def parse_failure(text: str) -> Failure:
+    """Return what `text` says. Raise ConfigError for what is no failure."""
+    text = " ".join(text.split())
+    if text in _SIMPLE:
+        return _SIMPLE[text]
+    if match := _STATUS.fullmatch(text):
+        retry_after_s = None if match[2] is None else float(match[2])
+        return Failure(text=text, status=int(match[1]), retry_after_s=retry_after_s)
+    if match := _CUT.fullmatch(text):
+        return Failure(text=text, cut_after=int(match[1] or 0))
+    if match := _STALL.fullmatch(text):
+        return Failure(text=text, stall_s=float(match[1]) / (1000 if match[2] == "ms" else 1))
+    raise ConfigError(f"{text!r} is no failure", field="fail", hint=GRAMMAR)
+
+
+class _Rule(msgspec.Struct, frozen=True, kw_only=True):
+    first: int = 1
+    last: int = 1 << 62
+    every: int = 1
+    rate: float = 1.0
+    failure: Failure
+
+
+_WHICH: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], dict[str, Any]]], ...] = (
+    (re.compile(r"first (\d+)"), lambda m: {"last": int(m[1])}),
+    (re.compile(r"every (\d+)(?:st|nd|rd|th)?"), lambda m: {"every": int(m[1])}),
+    (re.compile(r"(\d+)"), lambda m: {"first": int(m[1]), "last": int(m[1])}),
+    (re.compile(r"(\d+)-(\d+)"), lambda m: {"first": int(m[1]), "last": int(m[2])}),
+    (re.compile(r"rate (\d+(?:\.\d+)?)%"), lambda m: {"rate": float(m[1]) / 100}),
+    (re.compile(r"all|rest|then"), lambda _: {}),
+)
+
+
+class FailureScript:
+    """What goes wrong, request by request. Owner of the count. Raises ConfigError for what is no script."""
+
+    def __init__(self, text: str = "", *, seed: int = 0) -> None:
+        self.text = text
+        self.num_requests = 0
+        self._seed = seed
+        self._rules = [_rule(part) for part in text.split(";") if part.strip()]
+
+    def next(self) -> Failure:
+        """Count a request, and return what goes wrong with it."""
+        self.num_requests += 1
+        number = self.num_requests
+        for rule in self._rules:
+            if not rule.first <= number <= rule.last or number % rule.every:
+                continue
+            if rule.rate < 1.0 and self._drawn(number) >= rule.rate:
+                continue
+            return rule.failure
+        return NO_FAILURE
+
+    def _drawn(self, number: int) -> float:
+        digest = sha256(f"{self._seed} {number}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") / 2**64
+
+
+def _rule(text: str) -> _Rule:
+    which, colon, what = text.strip().partition(":")
+    if not colon:
+        head, _, rest = which.partition(" ")
+        which, what = ("then", rest) if head == "then" else ("all", which)
+    for pattern, fields in _WHICH:
+        match = pattern.fullmatch(" ".join(which.split()))
+        if match is not None:
+            rule = _Rule(failure=parse_failure(what), **fields(match))
+            if rule.every < 1 or not 0.0 <= rule.rate <= 1.0:
+                break
+            return rule
+    raise ConfigError(f"{which.strip()!r} names no requests", field="fail", hint=GRAMMAR)

@@ -1,0 +1,141 @@
+"""HTTP over ASGI, as little of it as this server needs: a request is read, and an answer sent or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from kvarts.openai_api.errors import ApiError
+
+__all__ = ["ClientGone", "HttpRequest", "HttpResponse", "Receive", "Scope", "Send"]
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON = b"application/json"
+
+
+class ClientGone(Exception):  # noqa: N818  # not an error: there is nothing left to tell
+    """The client has closed its connection."""
+
+
+class HttpRequest:
+    """A request that has begun to arrive."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._receive = receive
+        self._gone: asyncio.Task[None] | None = None
+
+    def header(self, name: str) -> str | None:
+        """Return a header by its name in lower case."""
+        value = self.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    async def body(self, max_bytes: int, *, timeout_s: float) -> bytes:
+        """Return the body. Raise ApiError for one that is too long or too late, and ClientGone for one cut off."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._whole_body(max_bytes)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {timeout_s:g} s") from None
+
+    async def _whole_body(self, max_bytes: int) -> bytes:
+        length = self.header("content-length") or ""
+        if length.isdecimal() and int(length) > max_bytes:
+            raise ApiError(413, f"the body has {length} bytes, and {max_bytes} are read at most")
+        parts: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise ApiError(413, f"the body is longer than the {max_bytes} bytes that are read at most")
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def when_gone(self, gone: Callable[[], object]) -> None:
+        """Call `gone` when the client closes its connection before `settle` is called. After the body was read."""
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone()
+
+        self._gone = asyncio.ensure_future(watch())
+
+    async def settle(self) -> None:
+        """End what `when_gone` began."""
+        if self._gone is not None:
+            self._gone.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await self._gone
+            self._gone = None
+
+
+class HttpResponse:
+    """An answer on its way out. `extra_headers` go with every answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.has_begun = False
+        self.has_ended = False
+        self.status = 0
+        self.num_chunks = 0
+        """Of a stream: chunks written, where they are counted."""
+
+    async def whole(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = JSON,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        without_body: bool = False,
+    ) -> None:
+        """Send a whole answer. `without_body`: of a HEAD request, which is told what it would get."""
+        length = str(len(body)).encode()
+        await self._begin(status, [(b"content-type", content_type), (b"content-length", length), *(headers or ())])
+        await self._send({"type": "http.response.body", "body": b"" if without_body else body, "more_body": False})
+        self.has_ended = True
+
+    async def unfinished(self, body: bytes) -> None:
+        """Send half of an answer."""
+        await self._begin(200, [(b"content-type", JSON), (b"content-length", str(len(body)).encode())])
+        await self.more(body[: len(body) // 2])
+
+    async def error(self, error: ApiError, *, without_body: bool = False) -> None:
+        """Send an error in its envelope."""
+        await self.whole(error.body, status=error.status, headers=error.headers, without_body=without_body)
+
+    async def begin_stream(self) -> None:
+        """Begin a stream of events."""
+        await self._begin(
+            200,
+            [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+        )
+
+    async def more(self, payload: bytes) -> None:
+        """Send a part of a stream. Waits while the client does not read."""
+        await self._send({"type": "http.response.body", "body": payload, "more_body": True})
+
+    async def end_stream(self) -> None:
+        """End a stream."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.has_ended = True
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_begun = True
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.extra_headers]})

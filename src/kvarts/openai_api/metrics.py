@@ -1,0 +1,266 @@
+"""Metrics by the names, labels, types and buckets of vLLM 0.32, and kvarts' own; made when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from time import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+
+from kvarts.openai_api.meter import BucketCounts
+from kvarts.openai_api.served import Served
+
+__all__ = ["Metrics"]
+
+LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """A Collector of what a Served has counted. `lag`: how late steps end, now and at most, in seconds; of a mock."""
+
+    def __init__(self, served: Served, *, lag: Callable[[], tuple[float, float]] | None = None) -> None:
+        self._served = served
+        self._lag = lag
+        self._values = (served.names[0], "0")
+        self._created_s = time()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return metrics as a scraper reads them, and the type of that text."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all metrics."""
+        yield from self._of_scheduler()
+        yield from self._of_tokens()
+        yield from self._of_requests()
+        yield from self._own()
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._values, value, created=self._created_s)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values:
+            family.add_metric((*self._values, key), value, created=self._created_s)
+        return family
+
+    def _gauges(self, name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values:
+            family.add_metric((*self._values, key), value)
+        return family
+
+    def _histogram(self, name: str, text: str, counts: BucketCounts) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        bounds = [*(str(float(bound)) for bound in counts.bounds), "+Inf"]
+        family.add_metric(self._values, list(zip(bounds, accumulate(counts.counts), strict=True)), counts.total)
+        return family
+
+    def _of_scheduler(self) -> Iterator[Metric]:
+        served = self._served
+        core, config = served.host.core, served.host.config
+        scheduler, meter = core.scheduler, served.meter
+        yield self._gauge(
+            "vllm:num_requests_running", "Number of requests in model execution batches.", scheduler.running.num_running
+        )
+        num_waiting = scheduler.num_waiting
+        yield self._gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", num_waiting)
+        num_loading = num_waiting - scheduler.waiting.num_waiting - len(scheduler.waiting_with_pages)
+        yield self._gauges(
+            "vllm:num_requests_waiting_by_reason",
+            "Number of waiting requests: for capacity, or deferred, as by a load from a tier below.",
+            "reason",
+            (("capacity", num_waiting - num_loading), ("deferred", num_loading)),
+        )
+        sleeping = served.sleep_level
+        yield self._gauges(
+            "vllm:engine_sleep_state",
+            "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake; "
+            "weights_offloaded = 1 means sleep level 1; discard_all = 1 means sleep level 2.",
+            "sleep_state",
+            (("awake", not sleeping), ("weights_offloaded", sleeping == 1), ("discard_all", sleeping == 2)),
+        )
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "KV-cache usage. 1 means 100 percent usage.",
+            scheduler.cache.num_used / config.num_pages,
+        )
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prefix cache queries, in number of queried tokens.", meter.num_queried_tokens
+        )
+        yield self._counter(
+            "vllm:prefix_cache_hits",
+            "Prefix cache hits, in number of cached tokens.",
+            meter.num_hit_tokens - meter.num_hit_tokens_below,
+        )
+        yield self._counter(
+            "vllm:external_prefix_cache_queries",
+            "Queried tokens of tiers below the device.",
+            meter.num_queried_tokens - meter.num_hit_tokens + meter.num_hit_tokens_below
+            if core.tiers is not None
+            else 0,
+        )
+        yield self._counter(
+            "vllm:external_prefix_cache_hits", "Cached tokens from tiers below the device.", meter.num_hit_tokens_below
+        )
+        yield self._counter(
+            "vllm:num_preemptions", "Cumulative number of preemption from the engine.", meter.num_preemptions
+        )
+        info = {
+            "block_size": str(config.page_size),
+            "cache_dtype": "auto",
+            "enable_prefix_caching": "True",
+            "engine": "0",
+            "gpu_memory_utilization": "0.9",
+            "num_gpu_blocks": str(config.num_pages),
+            "prefix_caching_hash_algo": "sha256_cbor",
+            "sliding_window": "None",
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=list(info)
+        )
+        family.add_metric(list(info.values()), 1)
+        yield family
+        if served.adapters:
+            labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+            lora = GaugeMetricFamily("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
+            lora.add_metric((str(len(served.adapters)), "", ",".join(served.live_adapters())), time())
+            yield lora
+
+    def _of_tokens(self) -> Iterator[Metric]:
+        meter = self._served.meter
+        yield self._counter("vllm:prompt_tokens", "Number of prefill tokens processed.", meter.num_prompt_tokens)
+        hits, below = meter.num_hit_tokens, meter.num_hit_tokens_below
+        yield self._counters(
+            "vllm:prompt_tokens_by_source",
+            "Number of prompt tokens by source.",
+            "source",
+            (
+                ("local_compute", meter.num_prompt_tokens - hits),
+                ("local_cache_hit", hits - below),
+                ("external_kv_transfer", below),
+            ),
+        )
+        yield self._counter("vllm:prompt_tokens_cached", "Number of cached prompt tokens.", hits)
+        yield self._counter(
+            "vllm:prompt_tokens_recomputed",
+            "Number of tokens computed again after a preemption.",
+            meter.num_recomputed_tokens,
+        )
+        yield self._counter(
+            "vllm:generation_tokens", "Number of generation tokens processed.", meter.num_generated_tokens
+        )
+        yield self._histogram(
+            "vllm:iteration_tokens_total", "Histogram of number of tokens per engine_step.", meter.step_tokens
+        )
+
+    def _of_requests(self) -> Iterator[Metric]:
+        meter = self._served.meter
+        yield self._counters(
+            "vllm:request_success",
+            "Count of successfully processed requests.",
+            "finished_reason",
+            meter.ended_by_reason.items(),
+        )
+        histograms = (
+            ("request_prompt_tokens", "Number of prefill tokens processed.", meter.prompt_tokens_by_request),
+            ("request_generation_tokens", "Number of generation tokens processed.", meter.generated_by_request),
+            (
+                "request_max_num_generation_tokens",
+                "Histogram of maximum number of requested generation tokens.",
+                meter.max_tokens_by_request,
+            ),
+            ("request_params_n", "Histogram of the n request parameter.", meter.num_choices),
+            (
+                "request_params_max_tokens",
+                "Histogram of the max_tokens request parameter.",
+                meter.max_tokens_by_request,
+            ),
+            ("time_to_first_token_seconds", "Histogram of time to first token in seconds.", meter.first_token_s),
+            ("inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", meter.next_token_s),
+            (
+                "request_time_per_output_token_seconds",
+                "Histogram of time_per_output_token_seconds per request.",
+                meter.token_s_by_request,
+            ),
+            ("e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", meter.request_s),
+            (
+                "request_queue_time_seconds",
+                "Histogram of time spent in WAITING phase for request.",
+                meter.queue_s,
+            ),
+            (
+                "request_inference_time_seconds",
+                "Histogram of time spent in RUNNING phase for request.",
+                meter.inference_s,
+            ),
+            (
+                "request_prefill_time_seconds",
+                "Histogram of time spent in PREFILL phase for request.",
+                meter.prefill_s,
+            ),
+            ("request_decode_time_seconds", "Histogram of time spent in DECODE phase for request.", meter.decode_s),
+            (
+                "request_prefill_kv_computed_tokens",
+                "Histogram of new KV tokens computed during prefill (excluding cached tokens).",
+                meter.computed_by_request,
+            ),
+        )
+        for name, text, counts in histograms:
+            yield self._histogram(f"vllm:{name}", text, counts)
+
+    def _own(self) -> Iterator[Metric]:
+        served = self._served
+        core, meter = served.host.core, served.meter
+        cache = core.scheduler.cache
+        pages = [("used", cache.num_used), ("cached", cache.num_cached)]
+        pages.append(("empty", served.host.config.num_pages - cache.num_used - cache.num_cached))
+        yield self._gauges("kvarts:pages", "Pages of KV memory, by state.", "state", pages)
+        yield self._counter("kvarts:pages_evicted", "Cached pages that were overwritten.", cache.num_evicted)
+        yield self._counter("kvarts:steps", "Steps of the engine.", meter.num_steps)
+        yield self._counter("kvarts:requests_refused", "Requests for which the queue had no room.", meter.num_refused)
+        yield self._counter(
+            "kvarts:requests_rejected", "Requests that could never have their pages.", meter.num_rejected
+        )
+        yield self._counter("kvarts:requests_aborted", "Requests that their clients gave up.", meter.num_aborted)
+        yield self._gauge("kvarts:requests_live", "HTTP requests in the engine, running or waiting.", served.num_live)
+        if self._lag is not None:
+            now_s, most_s = self._lag()
+            yield self._gauge("kvarts:mock_late_seconds", "How late the last step ended.", now_s)
+            yield self._gauge("kvarts:mock_most_late_seconds", "How late a step ended, the most of all.", most_s)
+        if core.tiers is None:
+            return
+        totals = core.tiers.totals()
+        used_and_cached = core.tiers.num_pages()
+        names = list(totals.num_evicted_pages)
+        states = [
+            (f"{name} {state}", used_and_cached[2 * place + offset])
+            for place, name in enumerate(names)
+            for offset, state in enumerate(("used", "cached"))
+        ]
+        yield self._gauges("kvarts:tier_pages", "Pages of the tiers below the device.", "tier_state", states)
+        yield self._counters(
+            "kvarts:tier_bytes", "Bytes moved, by channel.", "channel", sorted(totals.num_bytes.items())
+        )
+        yield self._counters(
+            "kvarts:tier_pages_evicted", "Pages evicted below.", "tier", sorted(totals.num_evicted_pages.items())
+        )
+        yield self._counters("kvarts:transfers", "Transfers, by what became of them.", "kind", _counted(totals.counts))
+
+
+def _counted(counts: dict[str, Any]) -> list[tuple[str, float]]:
+    return sorted((name.removeprefix("num_"), value) for name, value in counts.items())

@@ -1,0 +1,145 @@
+"""What a served model makes of text: tokens of a prompt, and the prompt of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.words import WordTokenizer
+
+__all__ = ["HubText", "TextModel", "WordText"]
+
+Message = Mapping[str, Any]
+
+
+class TextModel(Protocol):
+    """Text to tokens and back, for one model. Promises to be a function of its arguments."""
+
+    @property
+    def generation_tokenizer(self) -> Any:
+        """What a Generation makes text with; None if no text can be made."""
+
+    @property
+    def has_any_tool(self) -> bool:
+        """Whether it can be made to call a tool."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of `text`."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of `tokens`."""
+
+    def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        """Return the prompt of a conversation.
+
+        `options`, all optional: chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message,
+        tools. Raise ApiError for messages that the template does not take.
+        """
+
+
+class WordText:
+    """The text of a mock: a word is a token, and conversations are written as ChatML."""
+
+    has_any_tool = True
+
+    def __init__(self) -> None:
+        self._words = WordTokenizer()
+        self.generation_tokenizer: Any = self._words
+        self.decode = self._words.decode
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of `text`; there are no others to add."""
+        return self._words.encode(text)
+
+    def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        """Return the prompt of a conversation, as ChatML or by the template that is asked for."""
+        if options.get("chat_template"):
+            return _rendered(options["chat_template"], messages, options)
+        parts = []
+        tools = options.get("tools")
+        if tools:
+            parts.append(f"<|im_start|>tools\n{_json(tools)}<|im_end|>\n")
+        for message in messages:
+            calls = message.get("tool_calls")
+            text = message["content"] + (_json(calls) if calls else "")
+            parts.append(f"<|im_start|>{message['role']}\n{text}<|im_end|>\n")
+        if options.get("continue_final_message"):
+            return "".join(parts).removesuffix("<|im_end|>\n")
+        if options.get("add_generation_prompt", True):
+            parts.append("<|im_start|>assistant\n")
+        return "".join(parts)
+
+
+class HubText:
+    """The text of a model of transformers, with its tokenizer."""
+
+    has_any_tool = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.generation_tokenizer: Any = tokenizer
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of `text`. Raise ApiError without a tokenizer."""
+        return list(self._need()(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of `tokens`; nothing without a tokenizer."""
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(list(tokens)))
+
+    def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        """Return the prompt of a conversation by the model's template, or by the one that is asked for.
+
+        Without any, a message is its text and the end of a line.
+        """
+        if not self._need().chat_template and not options.get("chat_template"):
+            return "".join(f"{message['content']}\n" for message in messages)
+        try:
+            return str(
+                self._need().apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    chat_template=options.get("chat_template"),
+                    tools=options.get("tools"),
+                    add_generation_prompt=options.get("add_generation_prompt", True)
+                    and not options.get("continue_final_message"),
+                    continue_final_message=bool(options.get("continue_final_message")),
+                    **(options.get("chat_template_kwargs") or {}),
+                )
+            )
+        except ApiError:
+            raise
+        except Exception as error:  # templates raise what they like
+            raise ApiError(400, f"the chat template does not take these messages: {error}", param="messages") from error
+
+    def _need(self) -> Any:
+        if self._tokenizer is None:
+            raise ApiError(400, "the model came without a tokenizer: give token ids", param="prompt")
+        return self._tokenizer
+
+
+def _json(value: Any) -> str:
+    import msgspec
+
+    return msgspec.json.encode(value).decode()
+
+
+def _rendered(template: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ApiError(400, "templates need jinja2, which is not installed", param="chat_template") from error
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    try:
+        return str(
+            environment.from_string(template).render(
+                messages=messages,
+                tools=options.get("tools"),
+                add_generation_prompt=options.get("add_generation_prompt", True),
+                **(options.get("chat_template_kwargs") or {}),
+            )
+        )
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ApiError(400, f"the chat template does not take these messages: {error}", param="messages") from error

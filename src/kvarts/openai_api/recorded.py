@@ -1,0 +1,64 @@
+"""A record of what arrived at a live engine, and when: a trace that `kvarts replay` reads.
+
+Times are those of the engine, which keeps the time between two steps still. So a replay of the record puts every
+request before the same step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kvarts.files import write_whole
+from kvarts.request import Request
+from kvarts.sampling import SamplingParams
+from kvarts.traffic.recorded import RecordedRow
+
+__all__ = ["ArrivalRecorder"]
+
+
+class ArrivalRecorder:
+    """Notes requests in the thread of the engine. Owner of the rows, in arrival order.
+
+    A row without an end is of a request that is under way; `num_cancelled` counts those that were ended from outside,
+    which a replay lets run to their last token.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: list[tuple[Request, SamplingParams]] = []
+
+    def arrived(self, request: Request, params: SamplingParams) -> None:
+        """Note a request that was queued."""
+        self._arrived.append((request, params))
+
+    def rejected(self, request: Request, params: SamplingParams) -> None:
+        """Note a request that could never run."""
+        self._arrived.append((request, params))
+
+    def rows(self) -> list[RecordedRow]:
+        """Return what arrived so far, with the tokens that were generated."""
+        return [_row(request) for request, _ in self._arrived]
+
+    def write(self, path: Path) -> None:
+        """Write the rows to a file, one a line. Raise OutputError."""
+        encoder = msgspec.json.Encoder()
+        write_whole(path, b"".join(encoder.encode(row) + b"\n" for row in self.rows()))
+
+
+def _row(request: Request) -> RecordedRow:
+    content, num_prompt = request.content, request.num_prompt_tokens
+    was_rejected = request.state.name == "REJECTED"
+    num_output = request.max_tokens if was_rejected else request.num_output_tokens
+    known = content.num_known_tokens
+    return RecordedRow(
+        arrival_ns=request.arrival_ns,
+        prompt=content.tokens(0, num_prompt).tolist(),
+        num_output_tokens=num_output,
+        output=content.tokens(num_prompt, min(known, num_prompt + num_output)).tolist(),
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        tenant=content.salt,
+        request_id=request.request_id,
+        ended=request.state.name.lower(),
+    )

@@ -1,0 +1,254 @@
+"""/v1/responses: a conversation that is kept here, and gone on with by the id of its last answer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from time import time
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from kvarts.openai_api.answer import Choice
+from kvarts.openai_api.bodies import GenerationBody, ResponsesBody, decoded, messages_of
+from kvarts.openai_api.errors import ApiError, api_error
+from kvarts.openai_api.failures import Cut
+from kvarts.openai_api.generation import Exchange, asks_of
+from kvarts.openai_api.http import ClientGone
+from kvarts.openai_api.served import Served
+
+__all__ = ["Responses"]
+
+MAX_STORED = 10_000
+"""So many responses are kept; the oldest go first."""
+
+encode = msgspec.json.encode
+
+
+class _Stored(msgspec.Struct):
+    messages: list[dict[str, Any]]
+    body: dict[str, Any]
+
+
+class Responses:
+    """Owner of the responses that were given, with the conversation that led to each."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+
+    async def find(self, exchange: Exchange) -> None:
+        """Answer GET /v1/responses/ID."""
+        await exchange.response.whole(encode(self._find(exchange.request.path).body))
+
+    async def delete(self, exchange: Exchange) -> None:
+        """Answer DELETE /v1/responses/ID."""
+        response_id = self._find(exchange.request.path).body["id"]
+        del self._stored[response_id]
+        await exchange.response.whole(encode({"id": response_id, "object": "response", "deleted": True}))
+
+    async def create(self, exchange: Exchange) -> None:
+        """Answer POST /v1/responses."""
+        served = self._served
+        body = decoded(exchange.payload, ResponsesBody)
+        messages = self._messages(body)
+        instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        prompt = served.text.conversation(messages_of([*instructions, *messages], param="input"), {})
+        tokens = served.text.encode(prompt, add_special_tokens=False)
+        asked = GenerationBody(
+            model=body.model,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            ignore_eos=body.ignore_eos,
+            min_tokens=body.min_tokens,
+            seed=body.seed,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        asks = asks_of(
+            served,
+            asked,
+            [tokens],
+            body.max_output_tokens,
+            top_logprobs=None,
+            request_id=exchange.request_id,
+            has_end=True,
+        )
+        told = _Told(body, served.names[0])
+        answer, choices = served.start(asks, started_s=exchange.started_s)
+
+        def gone() -> None:
+            answer.pieces.append(ClientGone())
+            answer.wake()
+
+        exchange.request.when_gone(gone)
+        try:
+            if body.stream:
+                await _stream(exchange, told, answer.take, choices, len(tokens))
+            else:
+                texts: list[str] = []
+                reason = None
+                while reason is None:
+                    for _, text, _, reason, _ in await answer.take():  # noqa: B007  # the last one decides
+                        texts.append(text)
+                told.complete("".join(texts), str(reason), choices[0], len(tokens))
+                exchange.failure.before_answer()
+                await exchange.failure.write_whole(exchange.response, encode(told.body))
+        finally:
+            served.finish(choices)
+            await exchange.request.settle()
+        if body.store is not False:
+            said = {"role": "assistant", "content": told.text}
+            self._stored[told.body["id"]] = _Stored([*messages, said], told.body)
+            if len(self._stored) > MAX_STORED:
+                self._stored.popitem(last=False)
+
+    def _find(self, path: str) -> _Stored:
+        response_id = path.removeprefix("/v1/responses/")
+        stored = self._stored.get(response_id)
+        if stored is None:
+            raise ApiError(404, f"there is no response {response_id!r}", param="response_id")
+        return stored
+
+    def _messages(self, body: ResponsesBody) -> list[dict[str, Any]]:
+        """Return the conversation so far, with what the body adds to it."""
+        before: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            stored = self._stored.get(body.previous_response_id)
+            if stored is None:
+                raise ApiError(404, f"there is no response {body.previous_response_id!r}", param="previous_response_id")
+            before = stored.messages
+        if isinstance(body.input, str):
+            return [*before, {"role": "user", "content": body.input}]
+        if not body.input:
+            raise ApiError(400, "an input is needed: text, or a list of items", param="input")
+        return [*before, *(_message(item, index) for index, item in enumerate(body.input))]
+
+
+def _message(item: Any, index: int) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise ApiError(400, "an item is an object", param=f"input[{index}]")
+    kind = item.get("type", "message")
+    if kind == "message":
+        return {"role": item.get("role", "user"), "content": item.get("content")}
+    if kind == "function_call_output":
+        return {"role": "tool", "content": item.get("output")}
+    if kind == "function_call":
+        return {"role": "assistant", "content": f"{item.get('name')}({item.get('arguments')})"}
+    raise ApiError(400, f"items of type {kind!r} are not read", param=f"input[{index}].type")
+
+
+class _Told:
+    """A response as it is told, from its beginning to its end."""
+
+    def __init__(self, body: ResponsesBody, model: str) -> None:
+        self.text = ""
+        self.item_id = f"msg_{uuid4().hex}"
+        self.body: dict[str, Any] = {
+            "id": f"resp_{uuid4().hex}",
+            "object": "response",
+            "created_at": int(time()),
+            "status": "in_progress",
+            "model": body.model or model,
+            "output": [],
+            "previous_response_id": body.previous_response_id,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": True,
+            "temperature": body.temperature,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
+
+    def part(self, text: str) -> dict[str, Any]:
+        """Return the part of the output that is text."""
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+
+    def item(self, status: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the item of the output."""
+        return {
+            "id": self.item_id, "type": "message", "role": "assistant", "status": status, "content": list(parts)
+        }  # fmt: skip
+
+    def complete(self, text: str, finish_reason: str, choice: Choice, num_prompt_tokens: int) -> None:
+        """Note the end."""
+        self.text = text
+        is_whole = finish_reason == "stop"
+        status = "completed" if is_whole else "incomplete"
+        num_tokens = 0 if choice.completion is None else len(choice.completion.tokens)
+        self.body |= {
+            "status": status,
+            "output": [self.item(status, [self.part(text)])],
+            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "usage": {
+                "input_tokens": num_prompt_tokens,
+                "input_tokens_details": {"cached_tokens": choice.cached_tokens},
+                "output_tokens": num_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": num_prompt_tokens + num_tokens,
+            },
+        }
+
+
+async def _stream(
+    exchange: Exchange, told: _Told, take: Any, choices: Sequence[Choice], num_prompt_tokens: int
+) -> None:
+    response, failure = exchange.response, exchange.failure
+    number = 0
+
+    def event(kind: str, **fields: Any) -> bytes:
+        nonlocal number
+        payload = encode({"type": kind, "sequence_number": number, **fields})
+        number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
+
+    pieces = await take()
+    await failure.stall()
+    await response.begin_stream()
+    place = {"output_index": 0}
+    within = {**place, "content_index": 0, "item_id": told.item_id}
+    parts = [
+        event("response.created", response=told.body),
+        event("response.in_progress", response=told.body),
+        event("response.output_item.added", **place, item=told.item("in_progress", [])),
+        event("response.content_part.added", **within, part=told.part("")),
+    ]
+    texts: list[str] = []
+    reason: str | None = None
+    try:
+        while True:
+            for _, text, _, reason, _ in pieces:  # noqa: B007  # the last one decides
+                texts.append(text)
+                parts.append(event("response.output_text.delta", **within, delta=text, logprobs=[]))
+            await failure.write(response, parts)
+            if reason is not None:
+                break
+            parts = []
+            pieces = await take()
+    except (ClientGone, Cut):
+        raise
+    except Exception as error:
+        content = api_error(error).content
+        await response.more(event("error", code=str(content["code"]), message=content["message"], param=None))
+        await response.end_stream()
+        return
+    whole = "".join(texts)
+    told.complete(whole, reason, choices[0], num_prompt_tokens)
+    part, item = told.part(whole), told.body["output"][0]
+    kind = "response.completed" if told.body["status"] == "completed" else "response.incomplete"
+    await failure.write(
+        response,
+        [
+            event("response.output_text.done", **within, text=whole, logprobs=[]),
+            event("response.content_part.done", **within, part=part),
+            event("response.output_item.done", **place, item=item),
+            event(kind, response=told.body),
+        ],
+    )
+    await response.end_stream()

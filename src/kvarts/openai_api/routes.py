@@ -1,0 +1,278 @@
+"""Everything but generating: health, models, metrics, tokens, what vLLM tells of itself, and its switches."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from kvarts import __version__
+from kvarts.openai_api.bodies import ChatBody, CompletionBody, decoded, messages_of
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.generation import Exchange, chat_asks, completion_asks
+from kvarts.openai_api.metrics import Metrics
+from kvarts.openai_api.served import Served
+
+__all__ = ["Routes"]
+
+Handler = Callable[[Exchange], Awaitable[None]]
+encode = msgspec.json.encode
+
+
+class _TokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+
+
+class _DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class _AdapterBody(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_path: str | None = None
+
+
+class Routes:
+    """Answers these of one served model. `facts`: what /server_info tells beside the engine."""
+
+    def __init__(
+        self, served: Served, metrics: Metrics, *, facts: Mapping[str, Any], speedup: float | None = None
+    ) -> None:
+        self._served = served
+        self._metrics = metrics
+        self._facts = dict(facts)
+        self.speedup = speedup
+        self.event_sources: list[dict[str, Any]] = []
+        """What /kv_event_sources tells: where KV events of each rank are published."""
+
+    def table(self) -> dict[tuple[str, str], Handler]:
+        """Return what answers which method and path."""
+        return {
+            ("GET", "/health"): self.health,
+            ("GET", "/ping"): self.health,
+            ("POST", "/ping"): self.health,
+            ("GET", "/version"): self.version,
+            ("GET", "/load"): self.load,
+            ("GET", "/metrics"): self.metrics,
+            ("GET", "/v1/models"): self.models,
+            ("POST", "/tokenize"): self.tokenize,
+            ("POST", "/detokenize"): self.detokenize,
+            ("POST", "/v1/completions/render"): self.render_completion,
+            ("POST", "/v1/chat/completions/render"): self.render_chat,
+            ("GET", "/kv_event_sources"): self.tell_event_sources,
+            ("GET", "/server_info"): self.server_info,
+            ("GET", "/get_server_info"): self.server_info,
+            ("POST", "/reset_prefix_cache"): self.reset_prefix_cache,
+            ("POST", "/sleep"): self.sleep,
+            ("POST", "/wake_up"): self.wake_up,
+            ("GET", "/is_sleeping"): self.is_sleeping,
+            ("POST", "/abort_requests"): self.abort_requests,
+            ("POST", "/v1/load_lora_adapter"): self.load_adapter,
+            ("POST", "/v1/unload_lora_adapter"): self.unload_adapter,
+        }
+
+    # Is it there ------------------------------------------------------------------------------------------
+
+    async def health(self, exchange: Exchange) -> None:
+        """Answer 200 if requests are taken in, and 503 while the server starts, drains, or its engine is dead."""
+        served = self._served
+        if not served.is_alive:
+            raise ApiError(503, "the engine has stopped after an error")
+        if served.is_starting or served.is_draining:
+            raise ApiError(503, "the server is starting" if served.is_starting else "the server is shutting down")
+        await exchange.response.whole(b"", without_body=exchange.request.method == "HEAD")
+
+    async def version(self, exchange: Exchange) -> None:
+        """Tell the version of kvarts, and of the vLLM that it follows."""
+        await self._tell(exchange, {"version": "0.32.0", "kvarts": __version__})
+
+    async def load(self, exchange: Exchange) -> None:
+        """Tell how many requests are under way."""
+        await self._tell(exchange, {"server_load": self._served.num_live})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """Tell the metrics."""
+        payload, content_type = self._metrics.exposition(exchange.request.header("accept") or "")
+        await exchange.response.whole(
+            payload, content_type=content_type.encode(), without_body=exchange.request.method == "HEAD"
+        )
+
+    async def models(self, exchange: Exchange) -> None:
+        """List the names of the model, and the adapters."""
+        served = self._served
+        names = [*served.names, *served.adapters]
+        await self._tell(exchange, {"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, exchange: Exchange) -> None:
+        """Tell one of these."""
+        name = exchange.request.path.removeprefix("/v1/models/")
+        self._served.adapter_of(name)
+        await self._tell(exchange, self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        served = self._served
+        is_adapter = name in served.adapters
+        return {
+            "id": name,
+            "object": "model",
+            "created": served.created_s,
+            "owned_by": "kvarts",
+            "root": name,
+            "parent": served.names[0] if is_adapter else None,
+            "max_model_len": None if is_adapter else served.limits.max_model_len,
+            "permission": [],
+        }
+
+    async def server_info(self, exchange: Exchange) -> None:
+        """Tell what the engine is made of."""
+        served = self._served
+        config = served.host.config
+        told = {
+            "model": served.names[0],
+            "block_size": served.host.config.page_size,
+            "num_gpu_blocks": served.host.config.num_pages,
+            "max_model_len": served.limits.max_model_len,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_num_seqs": config.max_num_seqs,
+            **self._facts,
+        }
+        await self._tell(exchange, told)
+
+    async def tell_event_sources(self, exchange: Exchange) -> None:
+        """Tell where KV events are published."""
+        await self._tell(exchange, self.event_sources)
+
+    # Tokens -----------------------------------------------------------------------------------------------
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """Return the tokens of a prompt or of a conversation."""
+        body = decoded(exchange.payload, _TokenizeBody)
+        text = self._served.text
+        if body.messages is not None:
+            options = {
+                "add_generation_prompt": body.add_generation_prompt is not False,
+                "tools": body.tools,
+                "chat_template": body.chat_template,
+            }
+            prompt = text.conversation(messages_of(body.messages), options)
+            tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+        elif body.prompt is not None:
+            tokens = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        else:
+            raise ApiError(400, "give a prompt or messages", param="prompt")
+        strings = [text.decode([token]) for token in tokens] if body.return_token_strs else None
+        limit = self._served.limits.max_model_len
+        await self._tell(
+            exchange, {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
+        )
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """Return the text of tokens."""
+        body = decoded(exchange.payload, _DetokenizeBody)
+        if any(not 0 <= token < self._served.host.vocab_size for token in body.tokens):
+            raise ApiError(400, f"token ids must be from 0 to {self._served.host.vocab_size - 1}", param="tokens")
+        await self._tell(exchange, {"prompt": self._served.text.decode(body.tokens)})
+
+    async def render_completion(self, exchange: Exchange) -> None:
+        """Return the token ids of each prompt of a completion, and generate nothing."""
+        body = decoded(exchange.payload, CompletionBody)
+        asks, _ = completion_asks(self._served, body, exchange.request_id)
+        rendered = [
+            {
+                "request_id": f"cmpl-{exchange.request_id}-{number}",
+                "token_ids": list(ask.tokens),
+                "sampling_params": _params(ask.params),
+                "model": body.model or self._served.names[0],
+                "stream": bool(body.stream),
+                "cache_salt": body.cache_salt,
+                "priority": body.priority or 0,
+                "kv_transfer_params": body.kv_transfer_params,
+            }
+            for number, ask in enumerate(asks[:: body.num_choices])
+        ]
+        await self._tell(exchange, rendered)
+
+    async def render_chat(self, exchange: Exchange) -> None:
+        """Return the token ids of the prompt of a conversation, and generate nothing."""
+        body = decoded(exchange.payload, ChatBody)
+        ask = chat_asks(self._served, body, exchange.request_id)[0]
+        await self._tell(
+            exchange,
+            {
+                "request_id": f"chatcmpl-{exchange.request_id}",
+                "token_ids": list(ask.tokens),
+                "sampling_params": _params(ask.params),
+                "model": body.model or self._served.names[0],
+                "stream": bool(body.stream),
+                "cache_salt": body.cache_salt,
+                "priority": body.priority or 0,
+                "kv_transfer_params": body.kv_transfer_params,
+            },
+        )
+
+    # Switches ---------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self, exchange: Exchange) -> None:
+        """Forget every cached page. Pages in use stay."""
+        await self._served.forget_cached()
+        await exchange.response.whole(b"")
+
+    async def sleep(self, exchange: Exchange) -> None:
+        """Take in nothing, and forget what is cached, until /wake_up."""
+        level = parse_qs(exchange.request.query).get("level", ["1"])[0]
+        if level not in ("0", "1", "2"):
+            raise ApiError(400, f"level must be 0, 1 or 2, got {level!r}", param="level")
+        self._served.sleep_level = max(1, int(level))
+        await self._served.forget_cached()
+        await exchange.response.whole(b"")
+
+    async def wake_up(self, exchange: Exchange) -> None:
+        """Take in requests again."""
+        self._served.sleep_level = 0
+        await exchange.response.whole(b"")
+
+    async def is_sleeping(self, exchange: Exchange) -> None:
+        """Tell whether it sleeps."""
+        await self._tell(exchange, {"is_sleeping": bool(self._served.sleep_level)})
+
+    async def abort_requests(self, exchange: Exchange) -> None:
+        """End all requests that are under way."""
+        self._served.abort_all()
+        await exchange.response.whole(b"")
+
+    async def load_adapter(self, exchange: Exchange) -> None:
+        """Give the model one more name, with KV of its own."""
+        name = decoded(exchange.payload, _AdapterBody).lora_name
+        adapters = self._served.adapters
+        if name in adapters or name in self._served.names:
+            raise ApiError(400, f"{name!r} is there already", param="lora_name")
+        adapters[name] = max(adapters.values(), default=0) + 1
+        told = f"Success: LoRA adapter '{name}' added successfully.".encode()
+        await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
+
+    async def unload_adapter(self, exchange: Exchange) -> None:
+        """Take such a name away."""
+        name = decoded(exchange.payload, _AdapterBody).lora_name
+        if name not in self._served.adapters:
+            raise ApiError(404, f"there is no adapter {name!r}", param="lora_name")
+        del self._served.adapters[name]
+        told = f"Success: LoRA adapter '{name}' removed successfully.".encode()
+        await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
+
+    async def _tell(self, exchange: Exchange, told: Any) -> None:
+        await exchange.response.whole(encode(told), without_body=exchange.request.method == "HEAD")
+
+
+def _params(params: Any) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(params)
+    return told

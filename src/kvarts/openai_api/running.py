@@ -1,0 +1,264 @@
+"""A mock server in a thread of this process, for tests: what came, what was hit, and whether the client behaved."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvarts.config import EngineConfig
+from kvarts.event_log import EventReader
+from kvarts.llm.llm_engine import LLMEngine
+from kvarts.openai_api.app import Watcher
+from kvarts.openai_api.failures import FailureScript
+from kvarts.openai_api.opening import Door, Opened, open_mock
+from kvarts.openai_api.served import Limits
+from kvarts.openai_api.server import Address, OpenAIServer
+from kvarts.sim.config import ReplayConfig
+
+__all__ = ["RunningServer", "SeenRequest"]
+
+T = TypeVar("T")
+
+RETRYABLE = (408, 429, 500, 502, 503, 504)
+START_S = 30.0
+
+
+class SeenRequest(msgspec.Struct, kw_only=True):
+    """One request that generates, as it came. `status`: what it was answered with; 0: not yet, or by a closed line.
+
+    `is_whole`: the answer was written as far as the server wanted.
+    """
+
+    number: int
+    path: str
+    body: Any
+    headers: dict[str, str]
+    digest: str
+    status: int = 0
+    is_whole: bool = False
+    has_ended: bool = False
+
+
+class _Seen(Watcher):
+    """Owner of the requests that came."""
+
+    def __init__(self) -> None:
+        self.requests: list[SeenRequest] = []
+
+    def began(self, number: int, path: str, payload: bytes, headers: dict[bytes, bytes]) -> None:
+        """Note a request."""
+        try:
+            body = msgspec.json.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            body = payload
+        told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+        digest = hashlib.sha256(path.encode() + payload).hexdigest()
+        self.requests.append(SeenRequest(number=number, path=path, body=body, headers=told, digest=digest))
+
+    def ended(self, number: int, status: int, *, is_whole: bool) -> None:
+        """Note its end."""
+        seen = self.requests[number - 1]
+        seen.status, seen.is_whole, seen.has_ended = status, is_whole, True
+
+
+class RunningServer:
+    """A mock with a free port on the loopback address, until `stop`.
+
+    `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: of the engine, by default with steps of
+    a millisecond. `seed`: of texts and failures. `fail`: a script of failures. `speedup`: steps take an Xth of their
+    time. `settings`: more of ReplayConfig. `readers`: of all events of the engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str = "mock",
+        pages: int = 4096,
+        page_size: int = 16,
+        max_seqs: int = 256,
+        max_batched_tokens: int = 8192,
+        cost: Any = None,
+        seed: int = 0,
+        speedup: float = 1.0,
+        fail: str = "",
+        api_key: str | None = None,
+        max_queued: int = 1024,
+        max_model_len: int = 131_072,
+        output_tokens: int | None = None,
+        is_recording: bool = False,
+        readers: Sequence[EventReader] = (),
+        **settings: Any,
+    ) -> None:
+        from kvarts.executor.cost import LinearCost, parse_cost
+
+        cost = LinearCost(step_ms=1.0) if cost is None else cost
+        config = ReplayConfig(
+            num_pages=pages,
+            page_size=page_size,
+            max_num_seqs=min(max_seqs, max_batched_tokens),
+            max_num_batched_tokens=max_batched_tokens,
+            cost=parse_cost(cost) if isinstance(cost, str) else cost,
+            **settings,
+        )
+        door = Door(
+            names=(model,),
+            api_keys=() if api_key is None else (api_key,),
+            limits=Limits(max_queued=max_queued, max_model_len=max_model_len, default_tokens=output_tokens),
+            fail=fail,
+            seed=seed,
+            is_recording=is_recording,
+        )
+        self.model = model
+        self.config: EngineConfig = config
+        self.seed = seed
+        self._seen = _Seen()
+        self._steps = _Steps()
+        self.opened: Opened = open_mock(
+            config, door, model=model, speedup=speedup, readers=(*readers, self._steps), watcher=self._seen
+        )
+        self._excused: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._started: Future[str] = Future()
+        self._thread = threading.Thread(target=self._run, name="kvarts-server", daemon=True)
+        self._thread.start()
+        self.url = self._started.result(START_S)
+        """Of the server: http://127.0.0.1:PORT."""
+
+    @property
+    def base_url(self) -> str:
+        """What an SDK of OpenAI's is pointed at."""
+        return f"{self.url}/v1"
+
+    # What happened ----------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> list[SeenRequest]:
+        """The requests that generate, in the order in which they came."""
+        return list(self._seen.requests)
+
+    def cache_hits(self) -> int:
+        """Return how many prompt tokens were found in the cache."""
+        return self._between_steps(lambda: self.opened.served.meter.num_hit_tokens)
+
+    def timeline(self) -> list[dict[str, int]]:
+        """Return the steps so far: when each began and how long it took, pages, requests and tokens."""
+        return self._between_steps(lambda: list(self._steps.rows))
+
+    def assert_conserved(self) -> None:
+        """Assert that every page is accounted for, and, if no request is under way, that none is in use."""
+
+        def check() -> None:
+            core = self.opened.served.host.core
+            core.scheduler.check()
+            if not core.scheduler.has_work:
+                assert core.scheduler.cache.num_used == 0, "no request runs, and pages are in use"
+
+        self._between_steps(check)
+
+    def fail_next(self, script: str) -> None:
+        """Let things go wrong from now on, as `script` says, counted from the next request."""
+        self.opened.app.script = FailureScript(script, seed=self.seed)
+
+    # Whether the client behaved ---------------------------------------------------------------------------
+
+    def excuse(self, what: str) -> None:
+        """Say that this test's client may do `what`: "unread stream" or "missing retry"."""
+        assert what in ("unread stream", "missing retry"), what
+        self._excused.add(what)
+
+    def complaints(self) -> list[str]:
+        """Return what was wrong with the client: streams that it did not read, and refusals that it took for good."""
+        self.settle()
+        told = []
+        requests = self._seen.requests
+        for index, seen in enumerate(requests):
+            if seen.status in RETRYABLE and "missing retry" not in self._excused:
+                if not any(later.digest == seen.digest for later in requests[index + 1 :]):
+                    told.append(
+                        f"request {seen.number} to {seen.path} was answered {seen.status} and was not sent again"
+                    )
+            elif not seen.is_whole and "unread stream" not in self._excused:
+                told.append(f"the answer to request {seen.number} to {seen.path} was not read to its end")
+        return told
+
+    def settle(self, timeout_s: float = 1.0) -> None:
+        """Wait until nothing is under way any more: what a client has left just now is noticed a moment later."""
+        deadline = monotonic() + timeout_s
+        while monotonic() < deadline and not all(seen.has_ended for seen in self._seen.requests):
+            sleep(0.005)
+
+    # Its life ---------------------------------------------------------------------------------------------
+
+    def stop(self, drain_s: float = 0.2) -> None:
+        """Stop serving; what is under way is given up after `drain_s`."""
+        if self._loop is None or not self._thread.is_alive():
+            return
+        self._drain_s = drain_s
+        assert self._stopping is not None
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(START_S)
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    _drain_s = 0.2
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._stopping = asyncio.Event()
+            try:
+                server = OpenAIServer(self.opened.app, self.opened.served, Address(port=0))
+                await server.start()
+            except BaseException as error:
+                self._started.set_exception(error)
+                raise
+            self._started.set_result(server.url)
+            await self._stopping.wait()
+            await server.stop(self._drain_s)
+
+        asyncio.run(serve())
+
+    def _between_steps(self, task: Callable[[], T]) -> T:
+        def run(_: LLMEngine) -> T:
+            return task()
+
+        return self.opened.served.host.loop.call(run)
+
+
+class _Steps:
+    """An EventReader of steps."""
+
+    wants_details = False
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, int]] = []
+
+    def observe(self, events: Sequence[Any]) -> None:
+        """Note steps."""
+        for event in events:
+            if hasattr(event, "num_admitted"):
+                self.rows.append(
+                    {
+                        "step": event.step,
+                        "start_ns": event.start_ns,
+                        "duration_ns": event.duration_ns,
+                        "used_pages": event.num_used,
+                        "cached_pages": event.num_cached,
+                        "running": event.num_running,
+                        "waiting": event.num_waiting,
+                        "tokens": event.num_tokens,
+                        "preemptions": len(event.preemptions),
+                    }
+                )

@@ -1,0 +1,197 @@
+"""The server around the application: uvicorn, a socket, signals, and an end without loose ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kvarts.errors import ConfigError
+from kvarts.openai_api.app import ABORT, OpenAIApp
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.served import Served
+
+__all__ = ["Address", "OpenAIServer", "serve_until_signal"]
+
+BACKLOG = 4096
+LATE_S = 0.1
+"""A mock that is later than this says so."""
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a server listens; port 0: a free one. Raises ConfigError for one that others reach and nothing protects."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    has_keys: bool = False
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"must be from 0 to 65535, got {self.port}", field="port")
+        if not (self.insecure or self.has_keys or _is_loopback(self.host)):
+            raise ConfigError(
+                f"other machines can reach {self.host}, and nothing would be asked of them",
+                field="host",
+                hint="Give --api-key, listen on 127.0.0.1, or add --insecure.",
+            )
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens. Raise ConfigError where that is not possible."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listening = socket.socket(family)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((self.host, self.port))
+            listening.listen(BACKLOG)
+        except OSError as error:
+            listening.close()
+            raise ConfigError(
+                f"cannot listen on {self.host}:{self.port} ({error.strerror or error})",
+                field="port",
+                hint="Is the port taken, or the host not here?",
+            ) from None
+        return listening
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Protocol(HttpToolsProtocol):
+    """HTTP that can be cut off by the application, for failures on purpose, with errors in the envelope."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        body = ApiError(400, msg).body
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close"
+        self.transport.write(head % len(body) + b"\r\n\r\n" + body)
+        self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """Let the application know how, before it is called."""
+        super().on_headers_complete()
+        self.scope.setdefault("extensions", {})[ABORT] = {"call": self.transport.abort}
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+
+class OpenAIServer:
+    """One application on one socket, in the event loop that runs `start`."""
+
+    def __init__(self, app: OpenAIApp, served: Served, address: Address) -> None:
+        self._served = served
+        self._socket = address.listen()
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            date_header=True,
+            backlog=BACKLOG,
+            timeout_keep_alive=75,
+        )
+        self._server = _Server(config)
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to take connections."""
+        self._served.open()
+        self._running = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            if self._running.done():
+                await self._running
+                raise ConfigError("the server did not start", field="port")
+            await asyncio.sleep(0.001)
+
+    async def stop(self, drain_s: float = 30.0) -> bool:
+        """Take in nothing more, wait for what is under way, and close. Return whether all of it came to its end."""
+        is_whole = await self._served.drained(drain_s)
+        if not is_whole:
+            self._served.abort_all()
+        self._server.should_exit = True
+        self._server.config.timeout_graceful_shutdown = 2
+        if self._running is not None:
+            await self._running
+        return is_whole
+
+
+async def serve_until_signal(
+    server: OpenAIServer,
+    served: Served,
+    listening: Callable[[str], None],
+    *,
+    startup_delay_s: float = 0.0,
+    drain_s: float = 30.0,
+    say: Callable[[str], object] = lambda _: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, and then drain; a second signal ends the process at once.
+
+    `listening` is called with the URL once clients may come. Until `startup_delay_s` is over, the server answers that
+    it is starting. `say` is told of lag.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def stop() -> None:
+        stopping.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    served.is_starting = startup_delay_s > 0
+    await server.start()
+    listening(server.url)
+    starting = asyncio.ensure_future(_start_later(served, startup_delay_s))
+    watching = asyncio.ensure_future(_watch_lag(served, say))
+    try:
+        await stopping.wait()
+    finally:
+        starting.cancel()
+        watching.cancel()
+        if served.num_live:
+            say(f"{served.num_live} requests are under way: they have {drain_s:g} s")
+        if not await server.stop(drain_s):
+            say("not all of them ended in time")
+
+
+async def _start_later(served: Served, delay_s: float) -> None:
+    await asyncio.sleep(delay_s)
+    served.is_starting = False
+
+
+async def _watch_lag(served: Served, say: Callable[[str], object]) -> None:
+    """Say it when a mock is later than its own clock, and again when it got worse by half."""
+    clock: Any = served.host.clock
+    told_ns = 0
+    while True:
+        await asyncio.sleep(1.0)
+        most_ns = getattr(clock, "most_late_ns", 0)
+        if most_ns > max(LATE_S * 1e9, 1.5 * told_ns):
+            told_ns = most_ns
+            say(f"the mock is late: a step ended {most_ns / 1e9:.2f} s after its time. Timings of clients include that")

@@ -1,0 +1,128 @@
+"""The tokens of a mock: words, and pieces of what is no word of its own.
+
+Text and tokens are the same thing in two forms: `decode(encode(text)) == text` for any text, without a file. What the
+mock itself writes are common English words in lower case, with a space before each but the first. Byte-level and
+SentencePiece vocabularies read such text back unchanged, and have nearly all of these words as single tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["NUM_WORDS", "VOCABULARY_SIZE", "WORDS", "WordTokenizer", "vary_words"]
+
+TEXT = """
+    the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
+    one you were her all she there would their we him been has when will more no if out so said what up its about
+    into than them can only other new some could time these two may then do first any my now such like our over man
+    me even most made after also did many before must through back years where much your way well down should
+    because each just those people too little state good very make world still own see men work long get here
+    between both life being under never day same another know while last might us great old year off come since
+    against go came right used take three place part small found thought went say general once upon school every
+    until always away something fact though water less public put thing almost hand enough far took head yet better
+    set told nothing night end why called find going look asked later point knew city next program business give
+    group days young let room side present given order national possible rather second face per among form often
+    things early white large case become need big four within felt along children saw best church ever least power
+    development light family interest want members mind country area others turned although open service law problem
+    certain different door thus god house war name kind line able human history car body full close field left local
+    study book words major half money known seen month street week level free office party result market paper
+    question system real ground control air story effect action short true idea hard age feet death tax view sense
+    cost strong common value change move table read women mother north south west east river land tree fire food
+    music art plan data test code page model file list number letter color red blue green black gold silver king
+    court army sea ship island road bridge wall window garden floor wood stone glass iron steel cloth cotton bread
+    fish meat fruit rice milk sugar salt coffee tea wine bird dog cat horse cow sheep summer winter spring morning
+    evening hour minute century season period moment future past event game play team player film song dance voice
+    sound speech language word sentence reader writer author teacher student class lesson course subject science
+    theory method research report answer reason cause purpose goal success failure risk chance hope fear love peace
+    truth doubt trust care help support growth trade price sale bank account credit loan debt share stock fund
+    profit loss
+"""
+WORDS = tuple(TEXT.split())
+"""What a mock writes."""
+
+NUM_WORDS = len(WORDS)
+BARE = NUM_WORDS
+"""A word is a token with a space before it, or `BARE` later, without."""
+
+SPECIALS = 2 * NUM_WORDS
+SPECIAL_TEXTS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+BYTES = SPECIALS + 16
+"""One byte, then two, then three: ids are those of their big-endian values in turn."""
+
+PAIRS = BYTES + 256
+TRIPLES = PAIRS + 256**2
+VOCABULARY_SIZE = 1 << 32
+"""Ids that a mock accepts in prompts: what clients and routers keep in 32 bits. Those past the pieces have no text."""
+
+_SPLIT = re.compile(r"<\|im_start\|>|<\|im_end\|>|<\|endoftext\|>| ?[A-Za-z]+| ?[0-9]{1,3}|\s|[^\sA-Za-z0-9]+")
+_SPACED = {f" {word}": index for index, word in enumerate(WORDS)}
+_KNOWN = {
+    **_SPACED,
+    **{word: BARE + index for index, word in enumerate(WORDS)},
+    **{text: SPECIALS + index for index, text in enumerate(SPECIAL_TEXTS)},
+}
+_PIECES = tuple(f" {word}" for word in WORDS) + WORDS
+_BASES = (BYTES, PAIRS, TRIPLES)
+_END = TRIPLES + 256**3
+
+
+class WordTokenizer:
+    """Text to tokens and back. Every text has tokens, and every token below 2**32 is one, if perhaps of no text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`."""
+        tokens: list[int] = []
+        known = _KNOWN
+        for part in _SPLIT.findall(text):
+            token = known.get(part)
+            if token is not None:
+                tokens.append(token)
+                continue
+            payload = part.encode("utf-8", "surrogatepass")
+            for start in range(0, len(payload), 3):
+                piece = payload[start : start + 3]
+                tokens.append(_BASES[len(piece) - 1] + int.from_bytes(piece, "big"))
+        return tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of `tokens`."""
+        return b"".join(self._bytes_of(token) for token in tokens).decode("utf-8", "replace")
+
+    def piece(self, token: int) -> str:
+        """Return the text of one token."""
+        if token < SPECIALS:
+            return _PIECES[token]
+        return self._bytes_of(token).decode("utf-8", "replace")
+
+    @staticmethod
+    def _bytes_of(token: int) -> bytes:
+        if token < SPECIALS:
+            return _PIECES[token].encode()
+        if token < BYTES:
+            index = token - SPECIALS
+            return SPECIAL_TEXTS[index].encode() if index < len(SPECIAL_TEXTS) else b""
+        if token >= _END:
+            return b""
+        length = 1 + (token >= PAIRS) + (token >= TRIPLES)
+        return (token - _BASES[length - 1]).to_bytes(length, "big")
+
+
+def vary_words(before: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return `drawn` words, each with a space before it unless what is before ends a line or is a mark."""
+    if not (before >= SPECIALS).any():
+        return drawn
+    has_no_space = np.isin(before, _STARTS)
+    return drawn + np.uint64(BARE) * has_no_space.astype(np.uint64)
+
+
+def _starts() -> Sequence[int]:
+    """Return the tokens after which a text begins."""
+    spaces = [BYTES + code for code in b" \n\t\r"]
+    return [*range(SPECIALS, BYTES), *spaces]
+
+
+_STARTS = np.array(_starts(), np.uint64)

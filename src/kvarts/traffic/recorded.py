@@ -1,0 +1,80 @@
+"""Reader and rows of what a live engine recorded: JSON lines, one a request, with its tokens, in arrival order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kvarts.content import pack_units
+from kvarts.errors import ConfigError, InputError, parts_of
+from kvarts.files import read_text
+from kvarts.traffic.trace import Trace, TraceRequest
+
+__all__ = ["RecordedRow", "load_recorded", "recorded_trace"]
+
+
+class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One request. `output`: the tokens that it generated. `ended`: its state when the record was written.
+
+    A request that was refused, because it could never have its pages, generated nothing: `num_output_tokens` is what it
+    asked for, so that a replay refuses it as well.
+    """
+
+    arrival_ns: int
+    prompt: list[int]
+    num_output_tokens: int
+    output: list[int] = []
+    max_tokens: int = 0
+    priority: int = 0
+    tenant: str | None = None
+    request_id: str | None = None
+    ended: str = "finished"
+
+
+def load_recorded(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
+    """Read a recorded run. Raise MissingFileError, or InputError with file and line."""
+    path = Path(path)
+    rows: list[RecordedRow] = []
+    num_skipped = 0
+    decoder = msgspec.json.Decoder(RecordedRow)
+    for number, line in enumerate(read_text(path, hint="Check the path of the trace.").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = decoder.decode(line)
+            _request(0, row, 0)
+        except (msgspec.DecodeError, ConfigError) as error:
+            if not skip_bad_lines:
+                what, field = parts_of(error)
+                raise InputError(what, path=path, line=number, field=field) from error
+            num_skipped += 1
+        else:
+            rows.append(row)
+    if not rows:
+        raise InputError("has no requests", path=path, hint="A line is a request of a recorded run.")
+    return recorded_trace(rows, name=path.name, num_skipped_lines=num_skipped)
+
+
+def recorded_trace(rows: list[RecordedRow], *, name: str = "recorded", num_skipped_lines: int = 0) -> Trace:
+    """Return recorded rows as a trace, without requests that were cancelled before they had a token."""
+    first_ns = min((row.arrival_ns for row in rows), default=0)
+    kept = [row for row in rows if row.num_output_tokens]
+    requests = [_request(index, row, first_ns) for index, row in enumerate(kept)]
+    requests.sort(key=lambda request: request.arrival_ns)
+    return Trace(requests, has_output_tokens=True, name=name, num_skipped_lines=num_skipped_lines)
+
+
+def _request(index: int, row: RecordedRow, first_ns: int) -> TraceRequest:
+    is_whole = len(row.output) == row.num_output_tokens
+    return TraceRequest(
+        index,
+        row.arrival_ns - first_ns,
+        pack_units(row.prompt),
+        len(row.prompt),
+        row.num_output_tokens,
+        pack_units(row.output) if is_whole else None,
+        row.priority,
+        request_id=row.request_id,
+        tenant=row.tenant,
+    )

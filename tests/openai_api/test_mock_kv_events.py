@@ -1,0 +1,60 @@
+"""`kvarts mock --kv-events`: what a consumer holds after requests over HTTP, and where it finds the sockets."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq")
+
+from builders.kv_event_client import open_client
+from oracles.naive_kv_events import NaiveConsumer
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def test_a_consumer_holds_what_the_mock_has_computed() -> None:
+    command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--speedup", "1000", "--page-size", "4"]
+    command += ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            line = server.stderr.readline()
+            found = re.search(r"http://[\d.:]+", line)
+            assert found is not None, line
+            threading.Thread(target=server.stderr.read, daemon=True).start()
+            base = found[0]
+            (source,) = ask(f"{base}/kv_event_sources")
+            assert source["data_parallel_rank"] == 0 and source["topic"] == ""
+            prompt = list(range(100, 120))
+            model = ask(f"{base}/v1/models")["data"][0]["id"]
+            answer = ask(f"{base}/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 4})
+            assert answer["usage"]["prompt_tokens"] == 20
+            consumer = NaiveConsumer()
+            with open_client(source["endpoint"], source["replay_endpoint"]) as client:
+                for _, seq, payload in client.replay(0):
+                    consumer.take(seq, payload)
+                held = {tokens for _, tokens in consumer.content()["GPU"].values()}
+                assert {tuple(prompt[start : start + 4]) for start in range(0, 20, 4)} <= held
+                ask(f"{base}/reset_prefix_cache", {})
+                consumer = NaiveConsumer()
+                for _, seq, payload in client.replay(0):
+                    consumer.take(seq, payload)
+                assert not any(consumer.content().values())
+        finally:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 0

@@ -1,0 +1,128 @@
+"""A real model, tiny and with random weights, behind the same door."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvarts.config import EngineConfig
+from kvarts.executor.torch.tiny import write_tiny
+from kvarts.llm.llm import LLM
+from kvarts.openai_api.opening import Door, open_model
+from kvarts.openai_api.server import Address, OpenAIServer
+from kvarts.sampling import SamplingParams
+
+from builders.http_client import call, events_of
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CONFIG = EngineConfig(num_pages=256, page_size=4, max_num_batched_tokens=64, max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny("qwen3", path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def url(directory: str) -> Iterator[str]:
+    opened = open_model(directory, Door(names=("tiny",)), config=CONFIG, audit=True)
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        server = OpenAIServer(opened.app, opened.served, Address(port=0))
+        await server.start()
+        stopping = asyncio.Event()
+        started.set_result((server.url, asyncio.get_running_loop(), stopping))
+        await stopping.wait()
+        await server.stop(1.0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    address, loop, stopping = started.result(30)
+    yield address
+    loop.call_soon_threadsafe(stopping.set)
+    thread.join(30)
+    opened.served.host.loop.call(lambda _: opened.served.host.core.scheduler.check())
+
+
+def complete(url: str, **body: Any) -> Any:
+    reply = call(url, COMPLETIONS, {"temperature": 0, **body})
+    assert reply.status == 200, reply.payload
+    return reply.json
+
+
+def test_what_comes_over_http_is_what_the_model_says_in_process(url: str, directory: str) -> None:
+    llm = LLM(directory, config=CONFIG)
+    prompts = ["once upon a time", "once upon a hill", "the sea"]
+    expected = llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+    told = complete(url, prompt=prompts, max_tokens=12, ignore_eos=True)
+    assert [choice["text"] for choice in told["choices"]] == [completion.text for completion in expected]
+    reply = call(url, COMPLETIONS, {"prompt": prompts[0], "max_tokens": 12, "ignore_eos": True, "temperature": 0,
+                                    "stream": True})  # fmt: skip
+    assert "".join(event["choices"][0]["text"] for event in events_of(reply.payload)) == expected[0].text
+    ids = [list(map(int, llm.tokenizer(prompt)["input_ids"])) for prompt in prompts]
+    assert complete(url, prompt=ids, max_tokens=12, ignore_eos=True)["choices"] == told["choices"]
+
+
+def test_likeliest_tokens_are_told_in_a_stream_and_whole(url: str) -> None:
+    body = {"prompt": "abc", "max_tokens": 4, "logprobs": 3, "ignore_eos": True, "temperature": 0}
+    (choice,) = complete(url, **body)["choices"]
+    logprobs = choice["logprobs"]
+    assert all(len(top) <= 3 for top in logprobs["top_logprobs"])
+    for logprob, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert max(top.values()) == pytest.approx(logprob)
+    events = events_of(call(url, COMPLETIONS, {**body, "stream": True}).payload)
+    streamed = [value for event in events for value in event["choices"][0]["logprobs"]["token_logprobs"]]
+    assert streamed == pytest.approx(logprobs["token_logprobs"])
+
+
+def test_penalties_and_min_tokens_change_what_is_chosen(url: str) -> None:
+    def tokens(**more: Any) -> list[str]:
+        told = complete(url, prompt="aaaa", max_tokens=24, ignore_eos=True, logprobs=0, **more)
+        return list(told["choices"][0]["logprobs"]["tokens"])
+
+    def repeated(found: list[str]) -> int:
+        return len(found) - len(set(found))
+
+    assert repeated(tokens(presence_penalty=2.0, frequency_penalty=2.0)) <= repeated(tokens())
+    (first, *_) = call(
+        url, "/tokenize", {"prompt": complete(url, prompt="aaaa", max_tokens=2)["choices"][0]["text"]}
+    ).json["tokens"]
+    told = complete(url, prompt="aaaa", max_tokens=6, ignore_eos=True, stop_token_ids=[first])
+    assert (told["usage"]["completion_tokens"], told["choices"][0]["finish_reason"]) == (1, "stop")
+    told = complete(url, prompt="aaaa", max_tokens=6, min_tokens=6, ignore_eos=True, stop_token_ids=[first])
+    assert told["usage"]["completion_tokens"] == 6
+
+
+def test_a_seed_gives_the_same_text_and_choices_differ(url: str) -> None:
+    def texts(**more: Any) -> list[str]:
+        told = complete(url, prompt="seed", max_tokens=10, temperature=1.0, ignore_eos=True, **more)
+        return [choice["text"] for choice in told["choices"]]
+
+    assert texts(seed=3, n=2) == texts(seed=3, n=2)
+    assert len(set(texts(seed=3, n=3))) == 3
+
+
+def test_chats_hits_and_errors(url: str) -> None:
+    messages = [{"role": "user", "content": "tell me of the sea"}]
+    body = {"messages": messages, "max_tokens": 5, "ignore_eos": True, "cache_salt": "chat"}
+    first, second = (call(url, CHAT, body).json["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 4 * 4
+    assert call(url, COMPLETIONS, {"prompt": [99_999]}).error["param"] == "prompt"
+    assert call(url, COMPLETIONS, {"prompt": "x", "max_tokens": 10**6}).status == 400
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    reply = call(url, CHAT, {"messages": messages, "tools": tools, "tool_choice": "required"})
+    assert reply.error["param"] == "tool_choice"
+    assert json.loads(call(url, "/v1/models").payload)["data"][0]["max_model_len"] == 256 * 4
