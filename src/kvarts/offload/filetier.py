@@ -9,8 +9,8 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.keys import BlockKeys, root_key
-from kvarts.offload.index import ALL, Segment
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
+from kvarts.offload.tier_run import ALL, Segment
 
 __all__ = ["FileTier"]
 
@@ -73,8 +73,16 @@ class FileTier(MemoryTier):
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find consecutive pages, also of earlier processes, and pin them for `holder`."""
-        self._find(content, start, limit)
+        self._recognise(content, 0, min(limit, content.num_known_pages))
         return super().lookup(holder, content, start, limit)
+
+    def read(self, content: Content, start: int, end: int) -> TierLoad | None:
+        """Begin to read consecutive pages, also of earlier processes; their slots are keys."""
+        self._recognise(content, 0, min(end, content.num_known_pages))
+        load = super().read(content, start, end)
+        if load is not None:
+            load.segments = self._named(load.content, load.segments)
+        return load
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are stored, also by earlier processes."""

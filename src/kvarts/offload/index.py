@@ -8,79 +8,19 @@ goes first, so what remains of a sequence is always a prefix of it. A pin is its
 the root is pinned. A run that leaves the tree while it is pinned is *doomed*: it cannot be found, and its pages are
 given back when the last pin ends.
 
-Longer than other files: runs, pins, placements and recency are one data structure, and all its operations keep the same
-laws, which `check` states.
+Longer than other files: pins, placements and recency are of one tree, and all its operations keep the same laws, which
+`index_laws.py` states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import IntEnum
 
-import msgspec
-
-from kvarts.content import Content, PageKey
+from kvarts.content import Content
 from kvarts.kv.pool import CountPool, IdPool, PageId, Pool
+from kvarts.offload.tier_run import ALL, NOTHING, NodeState, Placement, Segment, TierRun
 
-__all__ = ["ALL", "NodeState", "Placement", "Segment", "TierIndex", "TierRun"]
-
-
-class NodeState(IntEnum):
-    """The state of the pages of a run."""
-
-    HOLE = 0
-    COMING = 1
-    STORED = 2
-    DOOMED = 3
-
-
-class TierRun(msgspec.Struct, eq=False):
-    """Pages [start, end) of `content`. Written by TierIndex only.
-
-    `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
-    coming run belongs to. `older` and `newer`: neighbours in the order of recency, for stored runs.
-    """
-
-    content: Content
-    key: PageKey
-    start: int
-    end: int
-    parent: TierRun | None
-    state: NodeState
-    pins: int = 0
-    children: dict[PageKey, TierRun] | None = None
-    slots: list[PageId] | None = None
-    placement: Placement | None = None
-    older: TierRun = None  # type: ignore[assignment]
-    newer: TierRun = None  # type: ignore[assignment]
-
-    @property
-    def num_pages(self) -> int:
-        """The number of pages of the run."""
-        return self.end - self.start
-
-    def __repr__(self) -> str:
-        return f"TierRun(pages {self.start}..{self.end}, {self.state.name}, pins {self.pins})"
-
-
-class Segment(msgspec.Struct, frozen=True):
-    """Pages [start, end) of a sequence, and the tier's pages that they are copied to or from, if these have ids."""
-
-    start: int
-    end: int
-    slots: tuple[PageId | bytes, ...] | None
-
-
-class Placement(msgspec.Struct, eq=False):
-    """Pages that are coming: `num_pages` in `segments`, in order of position. `run` is the deepest; it is pinned."""
-
-    run: TierRun
-    segments: tuple[Segment, ...]
-    num_pages: int
-
-
-ALL = 1 << 62
-NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
+__all__ = ["TierIndex"]
 
 
 class TierIndex:
@@ -169,10 +109,45 @@ class TierIndex:
         self._pin(node)
         return node
 
-    def unpin(self, run: TierRun) -> None:
-        """End one pin; `run` is what `pin` returned."""
+    def pin_stored(self, content: Content, start: int, limit: int) -> TierRun | None:
+        """Pin what `find` finds, with all runs before it; return the deepest run of it, or None if that is nothing."""
+        position = 0
+        node = self._roots.get(content.salt)
+        while node is not None and position < limit and node.children:
+            child = node.children.get(content.key(position))
+            if child is None:
+                break
+            common = content.common_pages(child.content, position, child.end if child.end < limit else limit)
+            if common > start and child.state is not NodeState.STORED:
+                break
+            position = common
+            if common < child.end:
+                node = self._split(child, common) if common > start else child
+                break
+            node = child
+        if node is None or position <= start:
+            return None
+        self._pin(node)
+        return node
+
+    def unpin_from(self, run: TierRun, end: int) -> TierRun:
+        """End one pin of `run` for the pages from `end` on, and keep it for those before; return their deepest run."""
         node = run
-        while node.parent is not None:
+        while node.start >= end:
+            assert node.parent is not None
+            node = node.parent
+        if node.end > end:
+            node = self._split(node, end)
+        self.unpin(run, node)
+        return node
+
+    def unpin(self, run: TierRun, stop: TierRun | None = None) -> None:
+        """End one pin; `run` is what `pin` returned, and may be no run of the tree any more.
+
+        `stop`: what is pinned on, with all before it.
+        """
+        node = run
+        while node is not stop and node.parent is not None:
             node.pins -= 1
             assert node.pins >= 0, f"{node} was unpinned more often than it was pinned"
             if node.pins == 0:
@@ -184,6 +159,12 @@ class TierIndex:
                     assert node.state is NodeState.HOLE, f"{node} is coming, and nothing pins it"
                     self._unlink(node)
             node = node.parent
+        if run.state is NodeState.STORED and run.children is not None and len(run.children) == 1:
+            (child,) = run.children.values()
+            if child.pins == run.pins and child.state is NodeState.STORED and child.newer is run:
+                child.newer = run.newer
+                run.newer.older = child
+                self._join(run, child)
 
     def slots_of(self, run: TierRun, start: int) -> tuple[PageId, ...] | None:
         """Return the ids of the pages from `start` to the end of `run`, all of which are stored."""
@@ -200,14 +181,29 @@ class TierIndex:
     def touch(self, run: TierRun) -> None:
         """Make all runs from `run` to the root the most recent, deeper ones older."""
         ring = self._ring
+        stored = NodeState.STORED
+        below: TierRun | None = None
         node: TierRun | None = run
         while node is not None:
-            if node.state is NodeState.STORED:
+            parent = node.parent
+            if node.state is stored:
                 if node.newer is not None:
                     node.older.newer = node.newer
                     node.newer.older = node.older
-                _list_before(ring, node)
-            node = node.parent
+                if (
+                    below is not None
+                    and below.pins == node.pins
+                    and node.children is not None
+                    and len(node.children) == 1
+                ):
+                    # Nothing else follows it, and no pin ends at it: it has the history of what follows.
+                    self._join(node, below)
+                else:
+                    _list_before(ring, node)
+                    below = node
+            else:
+                below = None
+            node = parent
 
     # Coming and going -------------------------------------------------------------------------------------
 
@@ -248,7 +244,9 @@ class TierIndex:
                 holes = [hole for hole in holes if hole.end > start]
             num_missing = min(num_missing, room)
         placement = Placement(deepest, (), num_missing)
-        self._evict(num_missing - self.pool.num_empty)
+        num_short = num_missing - self.pool.num_empty
+        if num_short > 0:
+            self._evict(num_short)
         segments = []
         num_left = num_missing
         for hole in holes:
@@ -281,7 +279,8 @@ class TierIndex:
         """End a placement: its pages are stored, or will never come."""
         node: TierRun = placement.run
         arrived = []
-        while node.parent is not None:
+        first = placement.segments[0].start
+        while node.parent is not None and node.end > first:
             if node.placement is placement:
                 node.placement = None
                 if node.state is NodeState.COMING:
@@ -294,12 +293,13 @@ class TierIndex:
                         self.pool.give(node.num_pages, node.slots)
                         node.slots = None
             node = node.parent
-        self.unpin(placement.run)
-        if is_stored:
-            self.touch(placement.run)
         if self.on_stored is not None:
             for node in reversed(arrived):
                 self.on_stored(node)
+        # Last: what arrived may be joined to what was before it, or follows it.
+        if is_stored:
+            self.touch(placement.run)
+        self.unpin(placement.run)
 
     def drop(self, content: Content, page: int) -> None:
         """Forget `page` and all pages after it."""
@@ -311,6 +311,8 @@ class TierIndex:
 
     def lose(self, content: Content, start: int, end: int) -> None:
         """Take note that the device no longer has pages [start, end): pages after a hole there cannot be used."""
+        if not self.num_holes:
+            return
         for run, _, position in self._path(content, end):
             if run.state is NodeState.HOLE and position > start:
                 if run.start < start:
@@ -418,8 +420,21 @@ class TierIndex:
         head.children = {run.key: run}
         return head
 
+    def _join(self, head: TierRun, tail: TierRun) -> None:
+        """Make `head`, which is in no list, and `tail`, which alone follows it, one run, which is `tail`."""
+        parent = head.parent
+        assert parent is not None and parent.children is not None
+        if head.slots is not None:
+            assert tail.slots is not None
+            head.slots += tail.slots
+            tail.slots = head.slots
+        tail.start = head.start
+        tail.key = head.key
+        tail.parent = parent
+        parent.children[tail.key] = tail
+
     def _evict(self, count: int) -> None:
-        """Make `count` cached pages empty, if it is above 0."""
+        """Make `count` cached pages empty."""
         while count > 0:
             run = self._ring.newer
             while run.pins:
@@ -484,7 +499,7 @@ class TierIndex:
             del parent.children[run.key]
             self.num_holes -= run.state is NodeState.HOLE
 
-    # Laws -------------------------------------------------------------------------------------------------
+    # Looking ----------------------------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[TierRun]:
         """Iterate over all runs of the tree, holes included, parents before children."""
@@ -500,45 +515,6 @@ class TierIndex:
         while run is not self._ring:
             yield run
             run = run.newer
-
-    def check(self, is_above: Callable[[Content, int], bool]) -> None:
-        """Assert laws L1 and L3. `is_above`: whether a faster tier has the first n pages of a content."""
-        num_cached = num_pinned = 0
-        slots: list[PageId] = []
-        listed = {id(run): index for index, run in enumerate(self.recency())}
-        useful: set[int] = set()
-        for run in self.runs():
-            assert run.start < run.end, f"L1: {run} has no pages"
-            assert run.parent is not None
-            assert run.parent.parent is None or run.parent.end == run.start, f"L3: {run} does not follow its parent"
-            assert run.pins >= sum(child.pins for child in (run.children or {}).values()), f"L2: pins of {run}"
-            assert (run.state is NodeState.STORED) == (id(run) in listed), f"L2: {run} is in the wrong list"
-            assert run.state is not NodeState.DOOMED, f"L3: {run} can be found"
-            assert run.state is not NodeState.HOLE or run.children or run.pins, f"L1: {run} is of no use"
-            assert run.state is not NodeState.COMING or run.pins, f"L2: {run} is coming, and nothing pins it"
-            if run.state is NodeState.STORED and not run.pins:
-                num_cached += run.num_pages
-            elif run.state is not NodeState.HOLE:
-                num_pinned += run.num_pages
-            slots += run.slots or ()
-            if run.state is NodeState.STORED:
-                node = run.parent
-                while node.parent is not None:
-                    useful.add(id(node))
-                    assert node.pins or id(node) not in listed or listed[id(node)] > listed[id(run)], (
-                        f"L3: {node} would go before {run}"
-                    )
-                    node = node.parent
-        num_holes = sum(run.state is NodeState.HOLE for run in self.runs())
-        assert num_holes == self.num_holes, f"L1: {num_holes} holes, counted as {self.num_holes}"
-        for run in self.runs():
-            if run.state is NodeState.HOLE and id(run) in useful:
-                assert is_above(run.content, run.end), f"L3: what follows {run} cannot be reached"
-        assert num_cached == self.num_cached, f"L1: {num_cached} pages cached, counted as {self.num_cached}"
-        assert self.num_used >= num_pinned, f"L1: {num_pinned} pages pinned or coming, {self.num_used} in use"
-        if self.pool.has_ids:
-            slots += self.pool.empty_ids
-            assert len(set(slots)) == len(slots), "L1: a page of the tier has two owners"
 
 
 def _root() -> TierRun:

@@ -10,6 +10,7 @@ transfers under way, and their parts would hand each other all of these.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from heapq import heappop, heappush
@@ -34,56 +35,19 @@ from kvarts.kv.transfer import (
     TransferTotals,
     Weighed,
 )
-from kvarts.kv.tree import Match, Node, Path
+from kvarts.kv.tree import Node
 from kvarts.offload.channel import Channel
-from kvarts.offload.measured import MeasuredPrefill
+from kvarts.offload.marks import Marks
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import StorePolicy, precedes
 from kvarts.offload.tier import ConnectedTier, Tier, TierLoad, TierStore
+from kvarts.offload.under_way import ALL, OffloadCounts, UnderWay
+from kvarts.offload.weigher import Weigher
 
-__all__ = ["OffloadCounts", "Offloader"]
+__all__ = ["Offloader"]
 
 NEVER_NS = 1 << 62
-ALL = 1 << 62
 PRUNE_AT = 10_000
-
-
-class OffloadCounts(msgspec.Struct):
-    """What happened so far. Pages by tier are those of loads and stores that ended well."""
-
-    num_stores: int = 0
-    num_loads: int = 0
-    num_failed: int = 0
-    num_late: int = 0
-    """Failed transfers that were not reported before their deadline."""
-    num_stray_reports: int = 0
-    """Reports that were late, repeated, or about a transfer that is not known."""
-    num_pages_without_room: int = 0
-    """Pages that were to be stored and found no room."""
-
-
-class _UnderWay(msgspec.Struct, eq=False):
-    """A transfer of `num_pages` pages that has begun. `waiting_for`: workers that have not reported it."""
-
-    direction: Direction
-    num_pages: int
-    waiting_for: set[int]
-    num_good_pages: int = ALL
-    stores: tuple[tuple[Tier, TierStore], ...] = ()
-    held: tuple[tuple[HeldPages, ...], ...] = ()
-    loads: tuple[tuple[Tier, TierLoad], ...] = ()
-    request: int = -1
-    start_page: int = 0
-    deadline_ns: int = ALL
-    lane: str = ""
-    """The channel that a load waits for."""
-    begin_ns: int = 0
-    duration_ns: int = 0
-    """How long it took, if an executor says so: what the slowest of its workers says."""
-    lanes: tuple[tuple[Channel, int], ...] = ()
-    """The channels with what they carry, in bytes."""
-    since_ns: list[int] = []
-    """When each request that waits for a load began to."""
 
 
 class Offloader:
@@ -119,8 +83,7 @@ class Offloader:
         self._order = order
         self._tell = tell
         self._with_page_ids = with_page_ids
-        self._measured = MeasuredPrefill()
-        self._prefill: PrefillTimes = self._measured if prefill is None else prefill
+        self._weigher = Weigher(self._connected, page_bytes, prefill)
         self._store_within_ns = store_within_ns
         self._deadline_ns = deadline_ns
         self._num_workers = workers
@@ -140,25 +103,24 @@ class Offloader:
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.on_removed = self._on_evicted
         cache.on_evicted = self._lose_gone
+        self._marks = Marks(cache, self.tiers, order)
         if order is not None:
-            order.on_grown = self._mark_as_held
+            order.on_grown = self._marks.mark_as_held
             # What is safe may be in the second tier alone, and files may be there that this process never wrote.
             order.hears_all = len(self.tiers) > 1
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, UnderWay] = {}
         self.num_transfers = 0
         """Transfers begun so far; also the number of the next."""
         self._due: list[tuple[int, int]] = []
-        self._num_good_loads = 0
         self._waited_ns = {connected.read.name: 0 for connected in tiers}
         self._planned: list[Transfer] = []
         self._loaded: list[Loaded] = []
-        self._spills: list[list[tuple[Content, int, int]]] = [[] for _ in self.tiers]
+        self._spills: list[deque[tuple[Content, int, int]]] = [deque() for _ in self.tiers]
         """By tier, what has come to it and is to go on to the next."""
         self._is_behind = [False] * len(tiers)
         """By tier, whether the way to the next is behind: nothing goes there before a transfer has ended."""
         self._prune_at = PRUNE_AT
         """How many runs may wait to go on before those are left out that have gone since."""
-        self._removed: list[tuple[Content, int, int]] = []
         self._now_ns = 0
 
     @property
@@ -213,41 +175,11 @@ class Offloader:
     ) -> Weighed:
         """Return how many pages of `offer`, which begins at page `start`, to load for a prompt of `num_known` tokens.
 
-        Loading keeps the request waiting, and the time that computing would take goes to the `num_behind` requests
-        behind it instead: it pays if what all of them gain is no less than the wait. Where loads have failed, it is
-        worth as much less. `awaited`: what another load brings, where one does.
+        `num_behind`: requests that wait behind it. `awaited`: what another load brings, where one does.
         """
-        prefill = self._prefill
-        compute_ns = prefill.prefill_ns(start * page_size, num_known)
-        if compute_ns is None:
-            return Weighed(offer.num_pages, offer.by_tier, is_awaited=awaited is not None)
-        num_good, num_loads = self._num_good_loads + 1, self.counts.num_loads + 1
-
-        def worth_ns(num_pages: int) -> int:
-            left_ns = prefill.prefill_ns((start + num_pages) * page_size, num_known) or 0
-            return (compute_ns - left_ns) * (1 + num_behind) * num_good // num_loads
-
-        best, best_gain_ns, worth, load_ns = 0, 0, 0, 0
-        position = 0
-        for connected, num_pages in zip(self._connected, offer.by_tier, strict=True):
-            if num_pages:
-                position += num_pages
-                load_ns = max(load_ns, connected.read.within_ns(self._now_ns, num_pages * self.page_bytes))
-                worth = worth_ns(position)
-                if worth - load_ns >= best_gain_ns:
-                    best, best_gain_ns = position, worth - load_ns
-        if awaited is not None:
-            wait_ns = max(0, awaited.end_ns - self._now_ns)
-            if worth_ns(awaited.num_pages) - wait_ns >= best_gain_ns:
-                return Weighed(0, (0,) * len(offer.by_tier), is_awaited=True)
-        by_tier = []
-        num_left = best
-        for connected, num_pages in zip(self._connected, offer.by_tier, strict=True):
-            by_tier.append(min(num_left, num_pages))
-            num_left -= by_tier[-1]
-            if by_tier[-1] < num_pages:
-                connected.read.passed_over()
-        return Weighed(best, tuple(by_tier), load_ns=load_ns, worth_ns=worth)
+        return self._weigher.weigh(
+            self._now_ns, offer, start, page_size, num_known, num_behind=num_behind, awaited=awaited
+        )
 
     def forget(self, request: int) -> None:
         """End the pins of what was offered to `request`."""
@@ -287,7 +219,7 @@ class Offloader:
                 end_ns, lane = read_ns, connected.read.name
             position += count
             num_left -= count
-        under_way = _UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
+        under_way = UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
         under_way.start_page = start
         under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
         self._begin(under_way, end_ns, moves)
@@ -295,7 +227,7 @@ class Offloader:
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Take note of how long a step of a real executor took, transfers apart; `num_tokens`: of prompts."""
-        self._measured.measure(num_tokens, num_decodes, duration_ns)
+        self._weigher.measure(num_tokens, num_decodes, duration_ns)
 
     def follow(self, transfer: int) -> None:
         """Take note that one more request waits for a load that is under way."""
@@ -409,7 +341,7 @@ class Offloader:
         """Forget what the tiers hold. Transfers under way end as they would have; what they store is not kept."""
         for tier in self.tiers:
             tier.reset()
-        self._unmark_removed(Below.NOT)
+        self._marks.unmark_removed(Below.NOT)
 
     # Stores -----------------------------------------------------------------------------------------------
 
@@ -434,17 +366,17 @@ class Offloader:
         self.counts.num_pages_without_room += num_refused
         order = self._order
         if order is not None:
-            self._unmark_removed()
+            self._marks.unmark_removed()
             if num_refused:
                 self._policy.refuse()
             if store is None and not num_refused:
-                self._mark_as_held(content, start, end)
+                self._marks.mark_as_held(content, start, end)
         if store is None:
             return None
         pages = tuple([self._cache.hold(path, segment.start, segment.end) for segment in store.segments])
         if order is not None:
             for part in pages:
-                self._mark_part(order, part, Below.COMING)
+                self._marks.mark_part(part, Below.COMING)
         held.append(pages)
         return store
 
@@ -460,52 +392,54 @@ class Offloader:
                     moves.append(Move(self.tiers[0].name, tuple(self._cache.page_ids(part)), segment.slots))
         lane = self._connected[0].write
         end_ns = lane.submit(self._now_ns, num_pages * self.page_bytes)
-        under_way = _UnderWay(Direction.STORE, num_pages, self._workers(), stores=tuple(stores), held=tuple(held))
+        under_way = UnderWay(Direction.STORE, num_pages, self._workers(), stores=tuple(stores), held=tuple(held))
         under_way.lanes = ((lane, num_pages * self.page_bytes),)
         self._begin(under_way, end_ns, moves)
 
     def _begin_spills(self, place: int) -> None:
         """Begin to copy what came to the tier at `place` to the next."""
         upper, lower = self.tiers[place], self.tiers[place + 1]
-        wanted, self._spills[place] = self._spills[place], []
+        wanted = self._spills[place]
         stores = []
         sources: list[TierLoad] = []
         num_pages = 0
         moves: list[Move] = []
         room = self._connected[place + 1].write.num_within(self._now_ns, self._store_within_ns, self.page_bytes)
-        for index, (content, start, end) in enumerate(wanted):
-            store, position = None, start
-            if room and (num_found := upper.find(content, start, end)):
-                num_refused = lower.num_refused
-                store = lower.prepare_store(content, start, start + num_found, limit=room)
-                self.counts.num_pages_without_room += lower.num_refused - num_refused
-            if store is not None:
-                source = upper.read(content, store.segments[0].start, store.segments[-1].end)
-                stores.append((lower, store))
-                sources.append(source)
-                num_pages += store.num_pages
-                room -= store.num_pages
-                position = store.segments[-1].end
-                if self._with_page_ids:
-                    first, slots = source.segments[0].start, source.segments[0].slots
-                    assert slots is not None
-                    for segment in store.segments:
-                        assert segment.slots is not None
-                        part = slots[segment.start - first : segment.end - first]
-                        moves.append(Move(lower.name, part, segment.slots))
-            if not room:
+        while wanted and room:
+            content, start, end = wanted.popleft()
+            source = upper.read(content, start, end)
+            if source is None:
+                continue
+            num_refused = lower.num_refused
+            store = lower.prepare_store(content, start, source.segments[0].end, limit=room)
+            self.counts.num_pages_without_room += lower.num_refused - num_refused
+            if store is None:
+                upper.end_read(source)
+                continue
+            position = store.segments[-1].end
+            upper.end_read_from(source, position)
+            stores.append((lower, store))
+            sources.append(source)
+            num_pages += store.num_pages
+            room -= store.num_pages
+            if self._with_page_ids:
+                slots = source.segments[0].slots
+                assert slots is not None
+                for segment in store.segments:
+                    assert segment.slots is not None
+                    part = slots[segment.start - start : segment.end - start]
+                    moves.append(Move(lower.name, part, segment.slots))
+            if not room and position < end:
                 # What was begun is not begun again, also if it fails.
-                self._spills[place] = [] if position >= end else [(content, position, end)]
-                self._spills[place] += wanted[index + 1 :]
-                self._is_behind[place] = True
-                break
-        self._unmark_removed()
+                wanted.appendleft((content, position, end))
+        self._is_behind[place] = not room
+        self._marks.unmark_removed()
         if not stores:
             return
         lane = self._connected[place + 1].write
         end_ns = lane.submit(self._now_ns, num_pages * self.page_bytes)
         loads = tuple((upper, source) for source in sources)
-        under_way = _UnderWay(Direction.SPILL, num_pages, self._workers(), stores=tuple(stores), loads=loads)
+        under_way = UnderWay(Direction.SPILL, num_pages, self._workers(), stores=tuple(stores), loads=loads)
         under_way.lanes = ((lane, num_pages * self.page_bytes),)
         self._begin(under_way, end_ns, moves)
 
@@ -514,7 +448,7 @@ class Offloader:
     def _workers(self) -> set[int]:
         return set(range(self._num_workers))
 
-    def _begin(self, under_way: _UnderWay, end_ns: int, moves: list[Move]) -> None:
+    def _begin(self, under_way: UnderWay, end_ns: int, moves: list[Move]) -> None:
         transfer_id = self.num_transfers
         self.num_transfers += 1
         self._under_way[transfer_id] = under_way
@@ -546,7 +480,7 @@ class Offloader:
             del self._under_way[report.transfer_id]
             self._end(report.transfer_id, under_way)
 
-    def _end(self, transfer_id: int, under_way: _UnderWay) -> None:
+    def _end(self, transfer_id: int, under_way: UnderWay) -> None:
         duration_ns = under_way.duration_ns or self._now_ns - under_way.begin_ns
         is_measured = len(under_way.lanes) == 1 and under_way.num_good_pages >= under_way.num_pages
         for lane, num_bytes in under_way.lanes:
@@ -558,7 +492,7 @@ class Offloader:
         else:
             self._end_store(transfer_id, under_way)
 
-    def _end_store(self, transfer_id: int, under_way: _UnderWay) -> None:
+    def _end_store(self, transfer_id: int, under_way: UnderWay) -> None:
         is_stored = under_way.num_good_pages >= under_way.num_pages
         self.counts.num_stores += 1
         self.counts.num_failed += not is_stored
@@ -572,7 +506,7 @@ class Offloader:
         if under_way.direction is Direction.SPILL and is_stored:
             for _, store in under_way.stores:
                 for segment in store.segments:
-                    self._mark_as_held(store.content, segment.start, segment.end)
+                    self._marks.mark_as_held(store.content, segment.start, segment.end)
         if not is_stored:
             self._lose_after_failed(under_way.stores)
         order = self._order
@@ -581,15 +515,15 @@ class Offloader:
                 is_whole = is_stored and self.tiers[0].is_stored(store)
                 for part, segment in zip(pages, store.segments, strict=True):
                     if is_whole:
-                        has_orphans = self._mark_part(order, part, Below.STORED)
+                        has_orphans = self._marks.mark_part(part, Below.STORED)
                     else:
                         # Stored again and again, the pages would be held for ever, with a request waiting for them.
-                        self._mark_part(order, part, Below.NOT if is_stored else Below.FAILED)
+                        self._marks.mark_part(part, Below.NOT if is_stored else Below.FAILED)
                         has_orphans = True
                     if has_orphans:
-                        self._mark_held(order, store.content, segment.start, segment.end)
+                        self._marks.mark_held(store.content, segment.start, segment.end)
             order.regroup()
-        self._unmark_removed()
+        self._marks.unmark_removed()
         for pages in under_way.held:
             for part in pages:
                 self._cache.unhold(part)
@@ -602,7 +536,7 @@ class Offloader:
                 if num_above < segment.end:
                     tier.lose(store.content, max(segment.start, num_above), segment.end)
 
-    def _end_load(self, transfer_id: int, under_way: _UnderWay) -> None:
+    def _end_load(self, transfer_id: int, under_way: UnderWay) -> None:
         num_left = under_way.num_good_pages
         by_tier = dict.fromkeys((tier.name for tier in self.tiers), 0)
         is_whole = True
@@ -612,13 +546,13 @@ class Offloader:
             by_tier[tier.name] = num_good
             is_whole = is_whole and num_good == load.num_pages
             tier.complete_load(load, num_good)
-        self._unmark_removed()
+        self._marks.unmark_removed()
         num_pages = sum(by_tier.values())
         if under_way.lane:
             self._waited_ns[under_way.lane] += len(under_way.since_ns) * self._now_ns - sum(under_way.since_ns)
         self.counts.num_loads += 1
         self.counts.num_failed += not is_whole
-        self._num_good_loads += is_whole
+        self._weigher.loaded(is_whole=is_whole)
         if self._tell is not None:
             self._tell(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns))
         loaded = Loaded(under_way.request, under_way.start_page + num_pages, tuple(by_tier.values()))
@@ -643,7 +577,7 @@ class Offloader:
                 for tier in self.tiers:
                     tier.lose(content, position, end)
                     position += tier.find(content, position, end)
-            self._unmark_removed()
+            self._marks.unmark_removed()
         gone.clear()
 
     def _num_above(self, place: int, content: Content, end: int) -> int:
@@ -663,71 +597,17 @@ class Offloader:
             spills.append((content, start, end))
             if len(spills) > self._prune_at:
                 find = self.tiers[place].find
-                spills[:] = [run for run in spills if find(*run)]
+                spills = self._spills[place] = deque(run for run in spills if find(*run))
                 self._prune_at = max(PRUNE_AT, 2 * len(spills))
 
     def _on_removed(self, place: int, content: Content, start: int, end: int) -> None:
         if self._tell is not None:
             self._tell(PagesRemoved(content, start, end, self.tier_names[place]))
         if self._order is not None:
-            self._removed.append((content, start, end))
+            self._marks.removed.append((content, start, end))
         for below in range(place + 1, len(self.tiers)):
-            self.tiers[below].lose(content, max(start, self._num_above(below, content, end)), end)
-
-    def _unmark_removed(self, below: Below = Below.FAILED) -> None:
-        """Mark pages that were removed below, as `below` says: they are lost if the device evicts them.
-
-        They are not stored again while the device has them: a tier that is too small would be filled in turns, for
-        ever.
-        """
-        order = self._order
-        if not self._removed or order is None:
-            return
-        for content, start, end in self._removed:
-            if self._cache.tree.has(content, start):
-                self._mark_match(order, self._cache.match(content, end), start, below)
-                if len(self.tiers) > 1:
-                    self._mark_held(order, content, start, end)
-        self._removed.clear()
-        order.regroup()
-
-    def _mark_as_held(self, content: Content, start: int, end: int) -> int:
-        """Mark those of pages [start, end), which the device has, that a tier has as well; return how many."""
-        order = self._order
-        if order is None:
-            return 0
-        num_held = self._mark_held(order, content, start, end)
-        if num_held:
-            order.regroup()
-        return num_held
-
-    def _mark_held(self, order: SafeFirst, content: Content, start: int, end: int) -> int:
-        if len(self.tiers) == 1:
-            # Nothing can be found below after something that cannot, neither there nor on the device.
-            num_held = self.tiers[0].find(content, start, end)
-            if num_held:
-                self._mark_match(order, self._cache.match(content, start + num_held), start, Below.STORED)
-            return num_held
-        num_held = 0
-        for tier in self.tiers:
-            for first, last in tier.held(content, start, end):
-                num_held += last - first
-                self._mark_match(order, self._cache.match(content, last), first, Below.STORED)
-        return num_held
-
-    def _mark_match(self, order: SafeFirst, match: Match, start: int, below: Below) -> None:
-        """Mark the pages of `match` from `start` on."""
-        self._mark(order, self._cache.tree.cut(match), start, match.num_pages, below)
-
-    def _mark_part(self, order: SafeFirst, part: HeldPages, below: Below) -> bool:
-        """Mark what is held and still in the tree; return whether something is not."""
-        nodes = list(self._cache.tree.walk(part.runs, part.start))
-        resident = [node for node in nodes if not node.is_orphan]
-        order.mark(resident, below)
-        return len(resident) < len(nodes)
-
-    def _mark(self, order: SafeFirst, path: Path, start: int, end: int, below: Below) -> None:
-        order.mark(self._cache.tree.isolate(path, start, end), below)
+            if self.tiers[below].has_holes:
+                self.tiers[below].lose(content, max(start, self._num_above(below, content, end)), end)
 
     # Laws -------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from kvarts.content import Content
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.tree import Node, Path
-from kvarts.offload.safe_first import Below, SafeFirst
+from kvarts.offload.safe_first import SafeFirst
 
 __all__ = ["EagerPolicy", "LazyPolicy", "StorePolicy", "precedes"]
 
@@ -195,18 +195,20 @@ class LazyPolicy:
     def _scan(self) -> tuple[list[tuple[Content, int, int, Node]], int]:
         """Return what to store, with its deepest run, and how many pages can be taken without loss once it is."""
         order = self._order
+        target = self._target_free
         num_covered = self._cache.pool.num_empty + order.num_safe
         chosen: list[tuple[Content, int, int, Node]] = []
+        if num_covered >= target:
+            return chosen, num_covered
         for node in order.unsafe_nodes():
-            if num_covered >= self._target_free:
-                break
+            # Most runs are on their way already (`below` is not Below.NOT): this is spelled out to pass them quickly.
             start, end = node.start, node.end
-            if order.below(node) == Below.NOT and start < node.content.num_known_pages:
+            if not node.notes.below and start < node.content.num_known_pages:
                 known_end = min(end, node.content.num_known_pages)
                 num_covered += end - known_end
-                if num_covered >= self._target_free:
+                if num_covered >= target:
                     break
-                start = max(start, known_end - (self._target_free - num_covered))
+                start = max(start, known_end - (target - num_covered))
                 num_covered += known_end - start
                 if chosen and precedes(node.content, known_end, chosen[-1][0], chosen[-1][1]):
                     content, _, known_end, node = chosen.pop()  # noqa: PLW2901
@@ -215,6 +217,8 @@ class LazyPolicy:
                     chosen.append((node.content, start, known_end, node))
             else:
                 num_covered += end - start
+            if num_covered >= target:
+                break
         return chosen, num_covered
 
 

@@ -13,7 +13,9 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.offload.channel import Channel
-from kvarts.offload.index import ALL, NodeState, Placement, Segment, TierIndex, TierRun
+from kvarts.offload.index import TierIndex
+from kvarts.offload.index_laws import check_index
+from kvarts.offload.tier_run import ALL, NodeState, Placement, Segment, TierRun
 
 __all__ = ["ConnectedTier", "MemoryTier", "OnRemoved", "OnStored", "Tier", "TierLoad", "TierStore"]
 
@@ -121,11 +123,14 @@ class Tier(Protocol):
     def is_stored(self, store: TierStore) -> bool:
         """Return whether all of a store that ended is here."""
 
-    def read(self, content: Content, start: int, end: int) -> TierLoad:
-        """Begin to read pages [start, end), which are stored, on their way to the next tier; no holder asked for them.
+    def read(self, content: Content, start: int, end: int) -> TierLoad | None:
+        """Begin to read those of pages [start, end) that `find` finds, on their way to the next tier; None if none.
 
-        `end_read` must follow.
+        No holder asked for them. `end_read` must follow.
         """
+
+    def end_read_from(self, load: TierLoad, end: int) -> None:
+        """End what `read` began for the pages from `end` on; at least one page is before it."""
 
     def end_read(self, load: TierLoad) -> None:
         """End what `read` began; it was no use of these pages that should keep them longer."""
@@ -235,10 +240,30 @@ class MemoryTier:
         pin = self._pins.get(holder)
         return 0 if pin is None else pin.end - pin.start
 
-    def read(self, content: Content, start: int, end: int) -> TierLoad:
-        """Begin a load, without an offer, of pages [start, end), all of which are stored."""
-        pin = _Pin(content, start, end, self.index.pin(content, end))
-        return TierLoad(content, (Segment(start, end, self.index.slots_of(pin.run, start)),), end - start, pin)
+    def read(self, content: Content, start: int, end: int) -> TierLoad | None:
+        """Begin a load, without an offer, of the consecutive pages from `start` on that are stored."""
+        run = self.index.pin_stored(content, start, end)
+        if run is None:
+            return None
+        end = run.end
+        return TierLoad(
+            content,
+            (Segment(start, end, self.index.slots_of(run, start)),),
+            end - start,
+            _Pin(content, start, end, run),
+        )
+
+    def end_read_from(self, load: TierLoad, end: int) -> None:
+        """End what `read` began for the pages from `end` on."""
+        (segment,) = load.segments
+        pin = load.ticket
+        assert isinstance(pin, _Pin) and segment.start < end
+        if end < segment.end:
+            pin.run = self.index.unpin_from(pin.run, end)
+            pin.end = end
+            num_pages = load.num_pages = end - segment.start
+            slots = None if segment.slots is None else segment.slots[:num_pages]
+            load.segments = (Segment(segment.start, end, slots),)
 
     def end_read(self, load: TierLoad) -> None:
         """End what `read` began, without making the pages more recent."""
@@ -250,11 +275,11 @@ class MemoryTier:
         """Find consecutive pages from `start` on and pin them for `holder`."""
         if self._pins:
             self.forget(holder)
-        num_pages = self.index.find(content, start, limit)
-        if num_pages:
-            end = start + num_pages
-            self._pins[holder] = _Pin(content, start, end, self.index.pin(content, end))
-        return num_pages
+        run = self.index.pin_stored(content, start, limit)
+        if run is None:
+            return 0
+        self._pins[holder] = _Pin(content, start, run.end, run)
+        return run.end - start
 
     def forget(self, holder: int) -> None:
         """End the pin of `lookup` for `holder`, if there is one."""
@@ -325,7 +350,7 @@ class MemoryTier:
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
         """Assert laws L1 to L3. `is_above`: whether a faster tier has the first n pages of a content."""
-        self.index.check(is_above)
+        check_index(self.index, is_above)
 
 
 def _as_stored(run: TierRun) -> tuple[Content, int, int, Content | None]:

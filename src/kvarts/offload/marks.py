@@ -1,0 +1,83 @@
+"""What the eviction order of the device is told about the tiers: which runs these hold, will hold, or hold no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvarts.content import Content
+from kvarts.kv.cache import PageCache
+from kvarts.kv.node import HeldPages
+from kvarts.kv.tree import Match
+from kvarts.offload.safe_first import Below, SafeFirst
+from kvarts.offload.tier import Tier
+
+__all__ = ["Marks"]
+
+
+class Marks:
+    """Writes in `order` whether `tiers` hold the runs of `cache`. Without an order it does nothing.
+
+    `removed`: pages that left a tier and may be marked still, content, first page, page after the last;
+    `unmark_removed` takes them.
+    """
+
+    def __init__(self, cache: PageCache, tiers: Sequence[Tier], order: SafeFirst | None) -> None:
+        self._cache = cache
+        self._tiers = tiers
+        self._order = order
+        self.removed: list[tuple[Content, int, int]] = []
+
+    def unmark_removed(self, below: Below = Below.FAILED) -> None:
+        """Mark pages that were removed below, as `below` says: they are lost if the device evicts them.
+
+        They are not stored again while the device has them: a tier that is too small would be filled in turns, for
+        ever.
+        """
+        order = self._order
+        if not self.removed or order is None:
+            return
+        for content, start, end in self.removed:
+            if self._cache.tree.has(content, start):
+                self._mark_match(self._cache.match(content, end), start, below)
+                if len(self._tiers) > 1:
+                    self.mark_held(content, start, end)
+        self.removed.clear()
+        order.regroup()
+
+    def mark_as_held(self, content: Content, start: int, end: int) -> int:
+        """Mark those of pages [start, end), which the device has, that a tier has as well; return how many."""
+        if self._order is None:
+            return 0
+        num_held = self.mark_held(content, start, end)
+        if num_held:
+            self._order.regroup()
+        return num_held
+
+    def mark_held(self, content: Content, start: int, end: int) -> int:
+        """Do the same; `regroup` of the order, which there must be, must follow."""
+        if len(self._tiers) == 1:
+            # Nothing can be found below after something that cannot, neither there nor on the device.
+            num_held = self._tiers[0].find(content, start, end)
+            if num_held:
+                self._mark_match(self._cache.match(content, start + num_held), start, Below.STORED)
+            return num_held
+        num_held = 0
+        for tier in self._tiers:
+            for first, last in tier.held(content, start, end):
+                num_held += last - first
+                self._mark_match(self._cache.match(content, last), first, Below.STORED)
+        return num_held
+
+    def mark_part(self, part: HeldPages, below: Below) -> bool:
+        """Mark what is held and still in the tree; return whether something is not. `regroup` must follow."""
+        assert self._order is not None
+        nodes = list(self._cache.tree.walk(part.runs, part.start))
+        resident = [node for node in nodes if not node.is_orphan]
+        self._order.mark(resident, below)
+        return len(resident) < len(nodes)
+
+    def _mark_match(self, match: Match, start: int, below: Below) -> None:
+        """Mark the pages of `match` from `start` on."""
+        assert self._order is not None
+        tree = self._cache.tree
+        self._order.mark(tree.isolate(tree.cut(match), start, match.num_pages), below)

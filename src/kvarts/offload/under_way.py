@@ -1,0 +1,52 @@
+"""A transfer that has begun, and the counts of those that ended."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvarts.kv.node import HeldPages
+from kvarts.kv.transfer import Direction
+from kvarts.offload.channel import Channel
+from kvarts.offload.tier import Tier, TierLoad, TierStore
+
+__all__ = ["ALL", "OffloadCounts", "UnderWay"]
+
+ALL = 1 << 62
+
+
+class OffloadCounts(msgspec.Struct):
+    """What happened so far. Pages by tier are those of loads and stores that ended well."""
+
+    num_stores: int = 0
+    num_loads: int = 0
+    num_failed: int = 0
+    num_late: int = 0
+    """Failed transfers that were not reported before their deadline."""
+    num_stray_reports: int = 0
+    """Reports that were late, repeated, or about a transfer that is not known."""
+    num_pages_without_room: int = 0
+    """Pages that were to be stored and found no room."""
+
+
+class UnderWay(msgspec.Struct, eq=False):
+    """A transfer of `num_pages` pages that has begun. `waiting_for`: workers that have not reported it."""
+
+    direction: Direction
+    num_pages: int
+    waiting_for: set[int]
+    num_good_pages: int = ALL
+    stores: tuple[tuple[Tier, TierStore], ...] = ()
+    held: tuple[tuple[HeldPages, ...], ...] = ()
+    loads: tuple[tuple[Tier, TierLoad], ...] = ()
+    request: int = -1
+    start_page: int = 0
+    deadline_ns: int = ALL
+    lane: str = ""
+    """The channel that a load waits for."""
+    begin_ns: int = 0
+    duration_ns: int = 0
+    """How long it took, if an executor says so: what the slowest of its workers says."""
+    lanes: tuple[tuple[Channel, int], ...] = ()
+    """The channels with what they carry, in bytes."""
+    since_ns: list[int] = []
+    """When each request that waits for a load began to."""
