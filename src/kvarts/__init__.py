@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from kvarts.audit.auditor import AuditError as AuditError
     from kvarts.audit.auditor import Auditor as Auditor
     from kvarts.audit.auditor import Finding as Finding
-    from kvarts.audit.ledger import BlockInUseError as BlockInUseError
-    from kvarts.audit.ledger import BlocksRemoved as BlocksRemoved
-    from kvarts.audit.ledger import BlocksStored as BlocksStored
-    from kvarts.audit.ledger import Deref as Deref
-    from kvarts.audit.ledger import Destroy as Destroy
-    from kvarts.audit.ledger import FullBlock as FullBlock
-    from kvarts.audit.ledger import Keep as Keep
-    from kvarts.audit.ledger import LedgerError as LedgerError
-    from kvarts.audit.ledger import NotUniqueError as NotUniqueError
     from kvarts.audit.ledger import PageLedger as PageLedger
-    from kvarts.audit.ledger import PartialBlock as PartialBlock
-    from kvarts.audit.ledger import PrefillCost as PrefillCost
-    from kvarts.audit.ledger import Promote as Promote
-    from kvarts.audit.ledger import Unkeep as Unkeep
-    from kvarts.audit.ledger import UnknownBlockError as UnknownBlockError
-    from kvarts.audit.ledger import Use as Use
+    from kvarts.audit.signals import BlockInUseError as BlockInUseError
+    from kvarts.audit.signals import BlocksRemoved as BlocksRemoved
+    from kvarts.audit.signals import BlocksStored as BlocksStored
+    from kvarts.audit.signals import Deref as Deref
+    from kvarts.audit.signals import Destroy as Destroy
+    from kvarts.audit.signals import FullBlock as FullBlock
+    from kvarts.audit.signals import Keep as Keep
+    from kvarts.audit.signals import LedgerError as LedgerError
+    from kvarts.audit.signals import NotUniqueError as NotUniqueError
+    from kvarts.audit.signals import PartialBlock as PartialBlock
+    from kvarts.audit.signals import PrefillCost as PrefillCost
+    from kvarts.audit.signals import Promote as Promote
+    from kvarts.audit.signals import Unkeep as Unkeep
+    from kvarts.audit.signals import UnknownBlockError as UnknownBlockError
+    from kvarts.audit.signals import Use as Use
     from kvarts.config import EngineConfig as EngineConfig
     from kvarts.content import Content as Content
     from kvarts.errors import ConfigError as ConfigError
@@ -84,42 +84,42 @@ __version__ = "0.1.0"
 _HOMES = {
     "AuditError": "kvarts.audit.auditor",
     "Auditor": "kvarts.audit.auditor",
-    "BlockInUseError": "kvarts.audit.ledger",
-    "BlocksRemoved": "kvarts.audit.ledger",
-    "BlocksStored": "kvarts.audit.ledger",
+    "BlockInUseError": "kvarts.audit.signals",
+    "BlocksRemoved": "kvarts.audit.signals",
+    "BlocksStored": "kvarts.audit.signals",
     "ConfigError": "kvarts.errors",
     "Content": "kvarts.content",
     "CountPool": "kvarts.kv.pool",
-    "Deref": "kvarts.audit.ledger",
-    "Destroy": "kvarts.audit.ledger",
+    "Deref": "kvarts.audit.signals",
+    "Destroy": "kvarts.audit.signals",
     "EngineConfig": "kvarts.config",
     "Finding": "kvarts.audit.auditor",
-    "FullBlock": "kvarts.audit.ledger",
+    "FullBlock": "kvarts.audit.signals",
     "HitLedger": "kvarts.explain.hits",
     "IdPool": "kvarts.kv.pool",
     "InputError": "kvarts.errors",
     "Journal": "kvarts.explain.reading",
     "JournalWriter": "kvarts.record.journal",
-    "Keep": "kvarts.audit.ledger",
+    "Keep": "kvarts.audit.signals",
     "KvartsError": "kvarts.errors",
     "LLM": "kvarts.llm.llm",
-    "LedgerError": "kvarts.audit.ledger",
+    "LedgerError": "kvarts.audit.signals",
     "LinearCost": "kvarts.executor.cost",
     "LiveTimeline": "kvarts.record.live",
     "LruOrder": "kvarts.kv.eviction",
     "MissingFileError": "kvarts.errors",
     "ModelShare": "kvarts.sharing.config",
-    "NotUniqueError": "kvarts.audit.ledger",
+    "NotUniqueError": "kvarts.audit.signals",
     "OffloadConfig": "kvarts.offload.config",
     "OutputError": "kvarts.errors",
     "PageCache": "kvarts.kv.cache",
     "PageError": "kvarts.kv.pool",
     "PageLedger": "kvarts.audit.ledger",
-    "PartialBlock": "kvarts.audit.ledger",
+    "PartialBlock": "kvarts.audit.signals",
     "PolynomialCost": "kvarts.executor.cost",
-    "PrefillCost": "kvarts.audit.ledger",
+    "PrefillCost": "kvarts.audit.signals",
     "PrefixTree": "kvarts.kv.tree",
-    "Promote": "kvarts.audit.ledger",
+    "Promote": "kvarts.audit.signals",
     "ReplayConfig": "kvarts.sim.config",
     "Report": "kvarts.report.report",
     "RooflineCost": "kvarts.executor.roofline",
@@ -130,9 +130,9 @@ _HOMES = {
     "Timeline": "kvarts.record.timeline",
     "Trace": "kvarts.traffic.trace",
     "TraceRequest": "kvarts.traffic.trace",
-    "Unkeep": "kvarts.audit.ledger",
-    "UnknownBlockError": "kvarts.audit.ledger",
-    "Use": "kvarts.audit.ledger",
+    "Unkeep": "kvarts.audit.signals",
+    "UnknownBlockError": "kvarts.audit.signals",
+    "Use": "kvarts.audit.signals",
     "Verdict": "kvarts.verify.verifier",
     "Workload": "kvarts.traffic.workload",
     "hit_ledger": "kvarts.explain.hits",

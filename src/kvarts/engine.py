@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventLog
-from kvarts.events import Arrived, AtRest, CacheCleared, Cancelled, Rejected, StepDone, StepEnded, StepStarted
+from kvarts.events import Arrived, AtRest, CacheCleared, Cancelled, Rejected, StepEnded, StepStarted
 from kvarts.executor.base import Executor
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.moved import moved_name
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
+from kvarts.sched.step_events import at_rest, step_done
 
 __all__ = ["Engine"]
 
@@ -119,31 +120,7 @@ class Engine:
             num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
             self.tiers.measure(num_tokens, batch.num_decodes, result.duration_ns - moving_ns)
         if log.tell is not None:
-            mark = scheduler.mark
-            num_tokens = batch.num_decodes
-            for chunk in batch.chunks:
-                num_tokens += chunk.num_tokens
-            log.tell(
-                StepDone(
-                    plan.step,
-                    now_ns,
-                    result.duration_ns,
-                    mark.used,
-                    mark.cached,
-                    mark.released,
-                    scheduler.running.num_running,
-                    scheduler.num_waiting,
-                    scheduler.blocked,
-                    batch.num_decodes,
-                    num_tokens,
-                    len(plan.admitted),
-                    plan.preemptions,
-                    () if self.tiers is None else self.tiers.num_pages(),
-                    num_withheld,
-                    scheduler.cache.num_reserved,
-                    0 if scheduler.loads is None else scheduler.loads.num_waiting,
-                )
-            )
+            log.tell(step_done(scheduler, plan, now_ns, result.duration_ns, num_withheld))
         self.now_ns = now_ns + result.duration_ns
         if self.now_ns > LATEST_NS:
             raise TooLateError
@@ -172,12 +149,8 @@ class Engine:
     def _tell_rest(self) -> None:
         """Tell that the engine has run out of work."""
         self._is_at_rest = True
-        step = self.scheduler.wheel.step
-        if self.log.tell is not None and step:
-            cache = self.scheduler.cache
-            tier_pages = () if self.tiers is None else self.tiers.num_pages()
-            counts = cache.num_used, cache.num_cached, cache.num_released
-            rest = AtRest(step - 1, self.now_ns, *counts, tier_pages, cache.num_reserved)
+        if self.log.tell is not None and self.scheduler.wheel.step:
+            rest = at_rest(self.scheduler, self.now_ns)
             if rest != self._last_rest:  # what came and went at one moment, and left everything as it was
                 self._last_rest = rest
                 self.log.tell(rest)

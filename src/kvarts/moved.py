@@ -60,7 +60,6 @@ MOVED = {
     "kvarts.timeline.auditor": "kvarts.audit.auditor",
     "kvarts.timeline.chunk": "kvarts.verify.chunk",
     "kvarts.timeline.hits": "kvarts.explain.hits",
-    "kvarts.timeline.ledger": "kvarts.audit.ledger",
     "kvarts.timeline.live": "kvarts.record.live",
     "kvarts.timeline.page": "kvarts.report.page",
     "kvarts.timeline.reader": "kvarts.verify.reader",
@@ -91,12 +90,12 @@ MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "kvarts.sched.rows": {"kvarts.sched.input_batch": ("LiveRows=InputBatch",)},
     "kvarts.timeline": {
         "kvarts.audit.auditor": ("AuditError", "Auditor", "Finding"),
-        "kvarts.audit.ledger": (
+        "kvarts.audit.ledger": ("PageLedger",),
+        "kvarts.audit.signals": (
             "BlockInUseError",
             "FullBlock",
             "LedgerError",
             "NotUniqueError",
-            "PageLedger",
             "PartialBlock",
             "UnknownBlockError",
         ),
@@ -135,9 +134,33 @@ MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "kvarts.record.journal": ("JournalWriter",),
     },
+    "kvarts.timeline.ledger": {
+        "kvarts.audit.ledger": ("PageLedger",),
+        "kvarts.audit.signals": (
+            "Block",
+            "BlockInUseError",
+            "BlocksRemoved",
+            "BlocksStored",
+            "Deref",
+            "Destroy",
+            "FullBlock",
+            "Keep",
+            "LedgerError",
+            "LedgerEvent",
+            "NotUniqueError",
+            "PartialBlock",
+            "PrefillCost",
+            "Promote",
+            "Signal",
+            "Unkeep",
+            "UnknownBlockError",
+            "Use",
+        ),
+    },
     "kvarts.timeline.rules": {
         "kvarts.verify.rule": ("MAX_LISTED", "RuleResult", "Status", "Violation"),
-        "kvarts.verify.rules": ("Limits", "make_rules"),
+        "kvarts.verify.limits": ("Limits",),
+        "kvarts.verify.rules": ("make_rules",),
     },
     "kvarts.timeline.rundir": {
         "kvarts.report.run_directory": (

@@ -12,6 +12,7 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.kv.cache import PageCache
+from kvarts.kv.node import walk
 from kvarts.sim.replica import Replica
 
 from builders.engines import make_replica
@@ -57,7 +58,7 @@ def test_a_double_free_is_found() -> None:
             num_releases += 1
             if num_releases == 1:
                 # As if every other holder had dropped the shared prefix, too.
-                *_, first = tree.walk(path)
+                *_, first = walk(path)
                 for _ in range(first.refs - 1):
                     original([first])
             original(path)

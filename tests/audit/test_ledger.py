@@ -9,7 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvarts.audit.ledger import (
+from kvarts.audit.ledger import PageLedger
+from kvarts.audit.signals import (
     Block,
     BlockInUseError,
     BlocksRemoved,
@@ -21,7 +22,6 @@ from kvarts.audit.ledger import (
     LedgerError,
     LedgerEvent,
     NotUniqueError,
-    PageLedger,
     PartialBlock,
     Promote,
     Unkeep,

@@ -55,3 +55,26 @@ def good() -> Body:
         "peak_used_pct": 0.98,
         "preemption_count": 1,
     }
+
+
+def series(used: list[int]) -> Body:
+    rows = [
+        {
+            "step": step,
+            "t_ms": float(step),
+            "used_blocks": value,
+            "free_blocks": 10_000 - value,
+            "used_pct": value / 10_000,
+            "active_seqs": 1,
+            "preempted_seqs": 0,
+        }
+        for step, value in enumerate(used)
+    ]
+    peak = max(used, default=0) / 10_000
+    return {
+        "timeline": rows,
+        "block_size_tokens": 1,
+        "total_blocks": 10_000,
+        "peak_used_pct": peak,
+        "preemption_count": 0,
+    }

@@ -11,9 +11,10 @@ from kvarts.content import Content
 from kvarts.events import Event
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
 from kvarts.kv.pool import CountPool, IdPool
-from kvarts.kv.tree import Match, PrefixTree
+from kvarts.kv.tree import PrefixTree
 
 from builders.holding import hold_found
 from builders.pages import evicted_names, page_name

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvarts.kv.cache import PageCache
+from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
-from kvarts.kv.tree import Match
 
 __all__ = ["hold_found"]
 

@@ -33,6 +33,7 @@ from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
 from kvarts.units import parse_bytes, parse_duration_s, parse_rate
 
 from builders.calls import CALLS, commands
+from builders.rooms import missing_room
 
 Run = Callable[..., tuple[int, bytes, str]]
 
@@ -121,6 +122,8 @@ def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says
     ],
 )
 def test_nothing_that_is_given_twice_is_dropped(arguments: str, here: Path, call: Run) -> None:
+    if missing_room("[models.]") is not None:
+        pytest.skip("needs kvarts.sharing")
     code, _, err = call("replay", "--device", "h100-80gb", *arguments.split())
     assert (code, "is given twice" in err) == (2, True), err
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvarts.audit.auditor import AuditError, Finding
-from kvarts.audit.ledger import FullBlock
+from kvarts.audit.signals import FullBlock
 from kvarts.audit.tiers import EvictionsTold, Followers, TierBooks
 from kvarts.config import EngineConfig
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted

@@ -12,9 +12,10 @@ from hypothesis.stateful import invariant, precondition, rule
 from kvarts.content import Content
 from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
 from kvarts.kv.pool import CountPool
-from kvarts.kv.tree import Match, PrefixTree
+from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.opening import open_offloader
 from kvarts.offload.safe_first import Below, SafeFirst

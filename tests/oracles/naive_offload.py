@@ -2,6 +2,8 @@
 
 What it adds to naive.py, in the order of a step: transfers that are due end; loaded requests can run; what the policy
 asks for begins to be stored; and a waiting request that finds pages below the device begins to load them.
+
+Longer than other files: it is read from top to bottom, beside the guide, and is to be obvious in that order.
 """
 
 from __future__ import annotations

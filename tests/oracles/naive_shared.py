@@ -1,6 +1,8 @@
 """Naive models on one device: page by page, turn by turn, and budgets poured out drop by drop.
 
 Restates the rules of docs/guide-sharing.md on top of the naive engine, and shares no code with kvarts.
+
+Longer than other files: it is read from top to bottom, beside the guide, and is to be obvious in that order.
 """
 
 from __future__ import annotations

@@ -8,24 +8,16 @@ told, in order; with the pages the engine counts as used and cached; and, where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from uuid import UUID
+from collections.abc import Callable, Sequence
 
-from kvarts.audit.comparison import PageAccount, find_different_event, find_different_pages, find_different_private
+from kvarts.audit.beside import PagesBeside
+from kvarts.audit.comparison import PageAccount, find_different_pages, find_different_private
 from kvarts.audit.digests import PageDigests
-from kvarts.audit.finding import AuditError, Finding
+from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.known import KnownRequest
-from kvarts.audit.ledger import (
-    Block,
-    BlocksRemoved,
-    BlocksStored,
-    FullBlock,
-    LedgerError,
-    LedgerEvent,
-    PageLedger,
-    PartialBlock,
-)
-from kvarts.audit.tiers import EvictionsTold, Followers, KeptPages, TierBooks
+from kvarts.audit.resident import LOST, ResidentPages
+from kvarts.audit.signals import Block, LedgerError
+from kvarts.audit.tiers import TierBooks
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,
@@ -53,8 +45,6 @@ from kvarts.events import (
 
 __all__ = ["AuditError", "Auditor", "Finding", "PageAccount"]
 
-LOST = "removed while a transfer kept it"
-
 
 class Auditor:
     """A reader of the events of one engine with `num_pages` pages, from its beginning. `findings` grows.
@@ -78,22 +68,20 @@ class Auditor:
         page_counts: Callable[[], PageAccount] | None = None,
     ) -> None:
         self._page_counts = page_counts
-        self.findings: list[Finding] = []
+        self._found = Findings()
         self._books = TierBooks(full_prompt_hits=full_prompt_hits)
-        self._copies: dict[bytes, list[FullBlock]] = {}
-        """The resident copies of each page, the one that is found first."""
-        self._digest_of: dict[FullBlock, bytes] = {}
-        self._followers = Followers()
+        self._digests = PageDigests()
+        self._pages = ResidentPages(
+            num_pages,
+            page_size,
+            self._digests,
+            self._found,
+            books=self._books if safe_first else None,
+            is_told=safe_first or not is_lru,
+        )
+        self.ledger = self._pages.ledger
         self._leaders: dict[int, int] = {}
         """The request of each load under way."""
-        self._evictions: EvictionsTold | None = None
-        if safe_first or not is_lru:
-            books, find = self._books if safe_first else None, self._find_digest
-            self._evictions = EvictionsTold(
-                books, self._copies, self._digest_of, self._followers, find, self._is_evictable
-            )
-        self.ledger = PageLedger(num_pages, page_size, sink=self._on_ledger_event, choose=self._choose)
-        self._kept = KeptPages(self.ledger, self._copies)
         self._page_size = page_size
         self._requests: dict[int, KnownRequest] = {}
         self._decoding: dict[int, None] = {}
@@ -102,42 +90,38 @@ class Auditor:
         self._takers: list[int] = []
         """Decodes that still need their page in this step."""
         self._is_served = True
-        """Whether the decodes of `_step` were asked whether they need one."""
-        self._step = -1
+        """Whether the decodes of the step were asked whether they need one."""
         self._is_settled = True
-        """Whether the decodes of `_step` have computed their tokens."""
+        """Whether the decodes of the step have computed their tokens."""
         self._num_admitted = 0
-        self._num_partials = 0
         self._loaded: list[int] = []
         """Requests with a load that has ended since the last step began."""
-        self._digests = PageDigests()
         self._with_own_pages: set[int] = set()
-        self._reserved: list[Block] = []
-        self._pinned: dict[int, list[Block]] = {}
-        self._expected: list[tuple[int, str, bytes]] = []
-        self._told: list[tuple[int, str, bytes]] = []
+        self._beside = PagesBeside(self._pages, self._digests, self._found)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What does not add up, so far."""
+        return self._found.all
 
     # Events -----------------------------------------------------------------------------------------------
 
     def observe(self, events: Sequence[Event]) -> None:
         """Check `events` against the ledger. Raise AuditError for what does not add up, if page counts are compared."""
-        if self._evictions is not None:
-            for event in events:
-                if isinstance(event, CopiesRemoved):
-                    self._evictions.told.extend((digest, event.copy) for digest in self._digests_of(event))
-                elif isinstance(event, PagesRemoved) and event.medium == "device" and not event.is_held:
-                    self._evictions.told.extend((digest, 0) for digest in self._digests_of(event))
+        self._pages.hear(events)
         for event in events:
             try:
                 self._follow(event)
             except LedgerError as error:
                 self._find(str(error))
-        self._compare_events()
+        self._pages.compare_events()
+        if self._page_counts is not None:
+            self.compare(self._page_counts())
 
     def _follow(self, event: Event) -> None:
         match event:
             case PagesStored() if event.medium == "device":
-                self._told_stored(event)
+                self._pages.hear_stored(event)
             case PagesStored():
                 for page in range(event.start_page, event.end_page):
                     if not self._books.add(event.medium, self._digest(event.content, page)):
@@ -150,7 +134,7 @@ class Auditor:
                 what = "copy removed"
                 if isinstance(event, PagesRemoved):
                     what = LOST if event.is_held else "removed"
-                self._told += [(self._step, what, digest) for digest in self._digests_of(event)]
+                self._pages.hear_gone(what, event)
             case CacheCleared():
                 self._settle()
                 self.ledger.clear()
@@ -160,13 +144,13 @@ class Auditor:
                 self._end_transfer(event)
             case PagesReserved():
                 self._settle()
-                self._reserve(event.num_pages)
+                self._beside.reserve(event.num_pages)
             case PagesPinned():
                 self._settle()
-                self._pin(event)
+                self._beside.pin(event)
             case PagesUnpinned():
                 self._settle()
-                self.ledger.deref(self._pinned.pop(event.pin))
+                self._beside.unpin(event.pin)
             case Arrived() if event.has_own_pages:
                 self._with_own_pages.add(event.request)
             case Arrived():
@@ -216,18 +200,18 @@ class Auditor:
     def _pass_steps(self, last: int) -> None:
         """Account for all steps up to `last`, which have been planned: in those not told of, requests only decoded."""
         self._settle()
-        while self._step < last:
-            self._begin(self._step + 1)
+        while self._found.step < last:
+            self._begin(self._found.step + 1)
             self._settle()
 
     def _begin(self, step: int) -> None:
-        self._step = step
+        self._found.step = step
         self._is_settled = self._is_served = False
         loaded, self._loaded = self._loaded, []
         for request in loaded:
             known = self._requests[request]
             assert known.load is not None
-            self._fill(known, known.load.stop)
+            self._pages.fill(known, known.load.stop)
             if known.is_cancelled:
                 self._release(request)
                 del self._requests[request]
@@ -267,7 +251,7 @@ class Auditor:
         # Of two that fill the same page, the one that is further along and was admitted first goes first.
         filled.sort(key=lambda known: (-known.computed, known.admission))
         for known in filled:
-            self._fill(known, min(known.computed // self._page_size, known.content.num_known_pages))
+            self._pages.fill(known, min(known.computed // self._page_size, known.content.num_known_pages))
 
     # Requests ---------------------------------------------------------------------------------------------
 
@@ -290,14 +274,14 @@ class Auditor:
     def _hit(self, known: KnownRequest, request: int, num_hit_pages: int) -> None:
         blocks: list[Block] = []
         for page in range(num_hit_pages):
-            copies = self._copies.get(self._digest(known.content, page))
+            copies = self._pages.copies.get(self._digest(known.content, page))
             if not copies:
                 self._find("was hit and is not resident", request, page)
                 break
             blocks.append(copies[0])
         limit = (known.known - 1) // self._page_size
         hit = len(blocks)
-        if hit == num_hit_pages < limit and self._copies.get(self._digest(known.content, hit)):
+        if hit == num_hit_pages < limit and self._pages.copies.get(self._digest(known.content, hit)):
             self._find("is resident and was not hit", request, hit)
         if not self.ledger.use(blocks):
             self._find("was hit where there is no room for it", request, 0)
@@ -324,7 +308,7 @@ class Auditor:
             )
         self._take(known, -(-event.end // self._page_size) - len(known.blocks))
         known.computed = event.end
-        self._fill(known, min(event.end // self._page_size, known.content.num_known_pages))
+        self._pages.fill(known, min(event.end // self._page_size, known.content.num_known_pages))
         if event.end == event.num_known_tokens:
             self._completing.append(event.request)
 
@@ -346,7 +330,7 @@ class Auditor:
     def _release(self, request: int) -> None:
         known = self._requests[request]
         self._decoding.pop(request, None)
-        self._fill(known, known.computed // self._page_size)
+        self._pages.fill(known, known.computed // self._page_size)
         full, partial = known.blocks[: known.num_full], known.blocks[known.num_full :]
         known.blocks = []
         known.num_full = 0
@@ -411,11 +395,11 @@ class Auditor:
             return  # from host memory, which keeps its own pages
         for content, start, end in event.runs:
             for page in range(start, end):
-                if not self._kept.keep(event.transfer, self._digest(content, page)):
+                if not self._pages.kept.keep(event.transfer, self._digest(content, page)):
                     self._find("is to be stored and is not resident", content.owner, page)
 
     def _end_transfer(self, event: TransferEnded) -> None:
-        self._kept.end(event.transfer)
+        self._pages.kept.end(event.transfer)
         self._leaders.pop(event.transfer, None)
         if event.request >= 0:
             known = self._requests[event.request]
@@ -427,143 +411,13 @@ class Auditor:
 
     def _take(self, known: KnownRequest, count: int) -> None:
         for _ in range(count):
-            block = PartialBlock(UUID(int=self._num_partials))
-            self._num_partials += 1
-            if not self.ledger.use([block]):
+            block = self._pages.take()
+            if block is None:
                 self._find("was taken where none is free", known.content.owner, len(known.blocks))
                 return
             known.blocks.append(block)
 
-    def _pin(self, event: PagesPinned) -> None:
-        """Hold pages that are resident, the copies that are found first."""
-        blocks: list[Block] = []
-        for page in range(event.num_pages):
-            copies = self._copies.get(self._digest(event.content, page))
-            if not copies:
-                self._find("was pinned and is not resident", event.content.owner, page)
-                break
-            blocks.append(copies[0])
-        if not self.ledger.use(blocks):
-            self._find("was pinned where there is no room for it", event.content.owner, 0)
-        self._pinned[event.pin] = blocks
-
-    def _reserve(self, num_pages: int) -> None:
-        """Take pages that no request of the ledger has, or give them back."""
-        while len(self._reserved) < num_pages:
-            block = PartialBlock(UUID(int=self._num_partials))
-            self._num_partials += 1
-            if not self.ledger.use([block]):
-                self._find("pages were reserved where none is free")
-                return
-            self._reserved.append(block)
-        self.ledger.destroy(self._reserved[num_pages:])
-        del self._reserved[num_pages:]
-
-    def _fill(self, known: KnownRequest, num_full: int) -> None:
-        """Count the first `num_full` pages of a request as full. A page that is resident already gets one copy more."""
-        for page in range(known.num_full, min(num_full, len(known.blocks))):
-            digest = self._digest(known.content, page)
-            partial = known.blocks[page]
-            assert isinstance(partial, PartialBlock)
-            is_copy = digest in self._copies
-            block = FullBlock(digest + partial.uuid.bytes if is_copy else digest)
-            self._digest_of[block] = digest
-            parent = known.blocks[page - 1] if page else None
-            known.blocks[page] = block
-            self.ledger.promote(
-                partial.uuid, block, parent_hash=parent.block_hash if isinstance(parent, FullBlock) else None
-            )
-            self._kept.add_copy(digest, block)
-            if not is_copy:
-                self._followers.born(digest, self._digest(known.content, page - 1) if page else None)
-            self._copies.setdefault(digest, []).append(block)
-            self._digests.where[digest] = known.content.owner, page
-        known.num_full = max(known.num_full, num_full)
-
     # Comparing --------------------------------------------------------------------------------------------
-
-    def _on_ledger_event(self, event: LedgerEvent) -> None:
-        if isinstance(event, BlocksStored):
-            for block_hash in event.block_hashes:
-                block = FullBlock(block_hash)
-                digest = self._digest_of[block]
-                if digest not in self._copies:
-                    self._expected.append((self._step, "stored", digest))
-        elif isinstance(event, BlocksRemoved):
-            for block_hash in event.block_hashes:
-                block = FullBlock(block_hash)
-                digest = self._digest_of.pop(block)
-                copies = self._copies[digest]
-                copies.remove(block)
-                if not copies:
-                    del self._copies[digest]
-                    self._followers.died(digest)
-                self._expected.append((self._step, "copy removed" if copies else "removed", digest))
-
-    def _choose(self, candidates: Iterator[FullBlock]) -> FullBlock:
-        """Return the block to evict: the least recently used with nothing after it, or what the engine says.
-
-        Where something that is kept comes after every block that can go, that is lost with the first.
-        """
-        if self._evictions is not None:
-            block = self._evictions.choose(candidates)
-        else:
-            first = block = next(candidates)
-            while not self._is_alone(block):
-                another = next(candidates, None)
-                if another is None:
-                    block = first
-                    break
-                block = another
-        digest = self._digest_of[block]
-        if not self._is_alone(block):
-            if any(map(self._is_alone, self.ledger.evictable())):
-                self._find_digest("was evicted before what follows it", digest)
-            self._lose_after(digest)
-        return block
-
-    def _is_alone(self, block: FullBlock) -> bool:
-        """Return whether nothing is lost with this copy of a page."""
-        digest = self._digest_of[block]
-        return digest not in self._followers or len(self._copies[digest]) > 1
-
-    def _lose_after(self, digest: bytes) -> None:
-        """Lose what comes after a page, the last first; transfers must keep it."""
-        for follower in reversed(self._followers.of(digest)):
-            self._lose_after(follower)
-            blocks = self._copies[follower]
-            try:
-                self._kept.lose(follower, blocks)
-            except LedgerError:
-                continue  # it is found as evicted before what follows it
-            for block in blocks:
-                del self._digest_of[block]
-            del self._copies[follower]
-            self._followers.died(follower)
-            self._expected.append((self._step, LOST, follower))
-
-    def _told_stored(self, event: PagesStored) -> None:
-        content, start = event.content, event.start_page
-        before = self._digest(content, start - 1) if start else None
-        parent = self._digest(event.parent, start - 1) if event.parent is not None and start else None
-        if before != parent:
-            other = "no page" if parent is None else "page {1} of request {0}".format(*self._digests.place(parent))
-            self._find(f"was stored after {other}, which does not precede it", content.owner, start)
-        for page in range(start, event.end_page):
-            self._told.append((self._step, "stored", self._digest(content, page)))
-
-    def _compare_events(self) -> None:
-        expected, told = self._expected, self._told
-        if expected != told:
-            self.findings.append(find_different_event(expected, told, self._digests))
-        for _, what, digest in expected:
-            if what in ("removed", LOST) and digest not in self._copies:
-                self._digests.where.pop(digest, None)
-        self._expected, self._told = [], []
-        if self._evictions is not None:
-            self._evictions.told.clear()
-        if self._page_counts is not None:
-            self.compare(self._page_counts())
 
     def compare(self, account: PageAccount) -> None:
         """Compare what the engine says of its pages with the ledger. Raise AuditError for all findings so far."""
@@ -576,9 +430,9 @@ class Auditor:
                 f"the ledger {num_used} and {num_cached}"
             )
             # Name the pages that the engine and the ledger do not hold alike.
-            find_different_pages(account, ledger, self._copies, self._digests, self._find)
+            find_different_pages(account, ledger, self._pages.copies, self._digests, self._find)
             find_different_private(account, ledger, self._requests, self._find)
-        num_reserved = len(self._reserved) + len({block for blocks in self._pinned.values() for block in blocks})
+        num_reserved = self._beside.num_pages
         if account.num_reserved != num_reserved:
             self._find(f"the engine counts {account.num_reserved} pages reserved or pinned, the ledger {num_reserved}")
         if self.findings:
@@ -588,14 +442,5 @@ class Auditor:
     def _digest(self, content: Content, page: int) -> bytes:
         return self._digests.of(content, page)
 
-    def _digests_of(self, event: PagesRemoved | CopiesRemoved) -> list[bytes]:
-        return self._digests.backwards(event.content, event.start_page, event.end_page)
-
-    def _is_evictable(self, block: FullBlock) -> bool:
-        return self.ledger.is_evictable(block)
-
-    def _find_digest(self, what: str, digest: bytes) -> None:
-        self._find(what, *self._digests.place(digest))
-
     def _find(self, what: str, request: int | None = None, page: int | None = None) -> None:
-        self.findings.append(Finding(self._step, what, request, page))
+        self._found.add(what, request, page)

@@ -9,7 +9,8 @@ from typing import Protocol
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import Finding
 from kvarts.audit.known import KnownRequest
-from kvarts.audit.ledger import FullBlock, PageLedger, PartialBlock
+from kvarts.audit.ledger import PageLedger
+from kvarts.audit.signals import FullBlock, PartialBlock
 from kvarts.content import Content
 
 __all__ = ["PageAccount", "find_different_event", "find_different_pages", "find_different_private"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["AuditError", "Finding"]
+__all__ = ["AuditError", "Finding", "Findings"]
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -28,3 +28,15 @@ class AuditError(AssertionError):
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = tuple(findings)
         super().__init__("\n".join(map(str, findings)))
+
+
+class Findings:
+    """What an audit has found so far, and the step that it looks at."""
+
+    def __init__(self) -> None:
+        self.all: list[Finding] = []
+        self.step = -1
+
+    def add(self, what: str, request: int | None = None, page: int | None = None) -> None:
+        """Add something that does not add up in this step."""
+        self.all.append(Finding(self.step, what, request, page))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvarts.audit.ledger import Block
+from kvarts.audit.signals import Block
 from kvarts.content import Content
 
 __all__ = ["KnownRequest"]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from kvarts.audit.ledger import FullBlock, PageLedger
+from kvarts.audit.ledger import PageLedger
+from kvarts.audit.signals import FullBlock
 
 __all__ = ["EvictionsTold", "Followers", "KeptPages", "TierBooks"]
 

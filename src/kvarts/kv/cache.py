@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from kvarts.content import Content
-from kvarts.kv.node import HeldPages
+from kvarts.kv.match import Match
+from kvarts.kv.node import HeldPages, walk
 from kvarts.kv.pool import PageError, PageId, Pool
-from kvarts.kv.tree import Match, Node, Path, PrefixTree
+from kvarts.kv.tree import Node, Path, PrefixTree
 
 __all__ = ["Holding", "PageCache", "PageError"]
 
@@ -160,7 +161,7 @@ class PageCache:
     def page_ids(self, pages: HeldPages) -> list[PageId]:
         """Return the ids of what is held, in order of position."""
         page_ids: list[PageId] = []
-        for node in reversed(list(self.tree.walk(pages.runs, pages.start))):
+        for node in reversed(list(walk(pages.runs, pages.start))):
             assert node.page_ids is not None
             page_ids += node.page_ids
         return page_ids
@@ -239,7 +240,7 @@ class PageCache:
         transferred: Counter[int] = Counter()
         orphans: dict[int, Node] = {}
         for pages in holds:
-            for node in self.tree.walk(pages.runs, pages.start):
+            for node in walk(pages.runs, pages.start):
                 for copy in node.twins or (node,):
                     transferred[id(copy)] += 1
                     if copy.is_orphan:
@@ -247,7 +248,7 @@ class PageCache:
         num_private = 0
         for holding, num_pages in holdings:
             position = None
-            for node in self.tree.walk(holding.path):
+            for node in walk(holding.path):
                 held[id(node)] += 1
                 assert position is None or node.end == position, f"L2: the path has a gap before page {position}"
                 position = node.start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from kvarts.content import Content, PageKey
 from kvarts.kv.pool import PageId
 
-__all__ = ["NOTHING", "HeldPages", "Node", "Path"]
+__all__ = ["NOTHING", "HeldPages", "Node", "Path", "walk"]
 
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 """The content of a node that holds no pages."""
@@ -58,3 +59,15 @@ class HeldPages(msgspec.Struct, frozen=True, eq=False):
 
     runs: Path
     start: int
+
+
+def walk(path: Path, start: int = 0) -> Iterator[Node]:
+    """Return the runs that `path` holds, deepest first; `start`: its first page."""
+    for index in range(len(path) - 1, -1, -1):
+        node = path[index]
+        floor = path[index - 1].end if index else start
+        yield node
+        while node.start > floor:
+            assert node.parent is not None
+            node = node.parent
+            yield node

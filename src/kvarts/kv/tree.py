@@ -24,29 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import CopiesRemoved, PagesRemoved, PagesStored
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.node import NOTHING, HeldPages, Node, Path
+from kvarts.kv.match import Match
+from kvarts.kv.node import NOTHING, HeldPages, Node, Path, walk
 from kvarts.kv.pool import PageId
 from kvarts.kv.watcher import TreeWatcher
 
-__all__ = ["Match", "Node", "Path", "PrefixTree"]
-
-
-class Match(msgspec.Struct, eq=False):
-    """The longest resident prefix of a content. Valid until the tree changes.
-
-    `num_pages`: its length. `num_shared`: how many of these pages are in use. `nodes`: the runs; the last
-    one may reach beyond `num_pages`.
-    """
-
-    nodes: Path
-    num_pages: int
-    num_shared: int
+__all__ = ["Node", "Path", "PrefixTree"]
 
 
 class PrefixTree:
@@ -142,7 +129,7 @@ class PrefixTree:
 
     def hold_pages(self, pages: HeldPages) -> None:
         """Keep `pages`, in all their copies, from being evicted, each in its place, until `unhold`."""
-        for node in self.walk(pages.runs, pages.start):
+        for node in walk(pages.runs, pages.start):
             for copy in node.twins or (node,):
                 if not (copy.refs or copy.holds):
                     self.num_cached -= copy.end - copy.start
@@ -154,7 +141,7 @@ class PrefixTree:
     def keep(self, path: Path) -> int:
         """Note that `path`, which is pinned, is kept for later; return how many of its pages were not yet."""
         num_pages = 0
-        for node in self.walk(path):
+        for node in walk(path):
             if not node.pins:
                 num_pages += node.end - node.start
             node.pins += 1
@@ -163,7 +150,7 @@ class PrefixTree:
     def unkeep(self, path: Path) -> int:
         """End what `keep` began; return how many pages are not kept any more."""
         num_pages = 0
-        for node in self.walk(path):
+        for node in walk(path):
             node.pins -= 1
             assert node.pins >= 0, f"{node} was kept less often"
             if not node.pins:
@@ -173,7 +160,7 @@ class PrefixTree:
     def unhold(self, pages: HeldPages) -> list[Node]:
         """End what `hold_pages` began; return the orphans that nothing holds any more, to be given back."""
         orphans = []
-        for node in self.walk(pages.runs, pages.start):
+        for node in walk(pages.runs, pages.start):
             for copy in node.twins or (node,):
                 assert copy.holds > 0, f"{copy} was let go more often than it was held"
                 copy.holds -= 1
@@ -264,17 +251,6 @@ class PrefixTree:
         if released:
             self.order.released(released)
 
-    def walk(self, path: Path, start: int = 0) -> Iterator[Node]:
-        """Return the runs that `path` holds, deepest first; `start`: its first page."""
-        for index in range(len(path) - 1, -1, -1):
-            node = path[index]
-            floor = path[index - 1].end if index else start
-            yield node
-            while node.start > floor:
-                assert node.parent is not None
-                node = node.parent
-                yield node
-
     def isolate(self, path: Path, start: int, end: int) -> list[Node]:
         """Return the runs of pages [start, end) of `path`, split where these begin and end; deepest first."""
         nodes: list[Node] = []
@@ -287,7 +263,7 @@ class PrefixTree:
                 self._split(last, start)
             nodes.append(last)
             return nodes
-        for node in self.walk(path):
+        for node in walk(path):
             if node.end <= start:
                 break
             if node.start >= end:

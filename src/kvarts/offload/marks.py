@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kvarts.content import Content
 from kvarts.kv.cache import PageCache
-from kvarts.kv.node import HeldPages
-from kvarts.kv.tree import Match
+from kvarts.kv.match import Match
+from kvarts.kv.node import HeldPages, walk
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.tier import Tier
 
@@ -71,7 +71,7 @@ class Marks:
     def mark_part(self, part: HeldPages, below: Below) -> bool:
         """Mark what is held and still in the tree; return whether something is not. `regroup` must follow."""
         assert self._order is not None
-        nodes = list(self._cache.tree.walk(part.runs, part.start))
+        nodes = list(walk(part.runs, part.start))
         resident = [node for node in nodes if not node.is_orphan]
         self._order.mark(resident, below)
         return len(resident) < len(nodes)

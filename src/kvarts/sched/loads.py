@@ -16,9 +16,9 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import LoadAwaited, LoadStarted, LoadWeighed
 from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
 from kvarts.kv.transfer import Awaited, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
-from kvarts.kv.tree import Match
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import WaitingQueue
 

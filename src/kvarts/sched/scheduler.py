@@ -15,7 +15,7 @@ from collections import deque
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
-from kvarts.events import Admitted, Blocked, ChunkComputed, Finished, HeadBlocked, Preemption
+from kvarts.events import Admitted, Blocked, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import PageCache
 from kvarts.kv.pins import Pins
 from kvarts.request import Request, RequestState
@@ -27,6 +27,7 @@ from kvarts.sched.page_source import PageSource
 from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
 from kvarts.sched.policy import AdmissionPolicy, WaitingQueue
 from kvarts.sched.preemption import PageMark, Preemptor
+from kvarts.sched.prefill import Prefill
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
 
@@ -77,9 +78,10 @@ class Scheduler:
         """The head that waits because of `blocked`."""
         self.num_pages_wanted = 0
         """How many pages the blocked head needs, if it waits for pages."""
+        self._prefill = Prefill(
+            self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell
+        )
         self._horizon = Horizon(self.running, self.waiting, cache, pages, self.loads, orders_matter=tell is not None)
-        self._completing: list[Request] = []
-        """Requests that compute the last of their known tokens in the scheduled step, off the wheel."""
         self._batch = batch
         self._page_size = config.page_size
         self._pool_tokens = config.pool_tokens
@@ -209,9 +211,9 @@ class Scheduler:
         chunks: list[Chunk] = []
         chunked = self.running.chunked
         if chunked is not None and budget > 0:  # a part of a budget may be just enough for the decodes
-            budget -= self._continue_chunked(chunked, budget, now_ns, chunks)
+            budget -= self._prefill.resume(chunked, budget, now_ns, chunks)
         if self.running.num_sharing:
-            self._publish_filled(1)
+            self._prefill.publish_filled(1)
         admitted: tuple[int, ...] = ()
         if self.waiting_with_pages:
             admitted, budget = self._admit_with_pages(now_ns, budget, chunks)
@@ -246,8 +248,10 @@ class Scheduler:
             self.blocked = Blocked.NOT
         if self.own_pages.computed:
             self.own_pages.settle()
-        if self._completing:
-            self._commit_completing(end_ns, finished, stopped)
+        if self._prefill.completing:
+            for request in self._prefill.complete(end_ns, stopped):
+                finished.append(request)
+                self._finish(request, end_ns)
         if finished:
             self.blocked = Blocked.NOT
         return finished
@@ -275,7 +279,7 @@ class Scheduler:
             assert not self.cache.has_page_ids, "page ids are handed out one step at a time"
             self.cache.take(num_due)
         if self.running.num_sharing:
-            self._publish_filled(num_steps)
+            self._prefill.publish_filled(num_steps)
         return due
 
     def commit_many(self, num_steps: int, end_ns: int, stopped: frozenset[Request] = frozenset()) -> list[Request]:
@@ -298,27 +302,7 @@ class Scheduler:
             self.blocked = Blocked.NOT
         return finished
 
-    # Inside: prompts --------------------------------------------------------------------------------------
-
-    def _continue_chunked(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
-        """Compute the next chunk of the chunked request; return the tokens used up of `budget`.
-
-        Preempts for its pages.
-        """
-        start = request.num_computed
-        num_known = request.num_prompt_tokens + request.num_output_tokens
-        num_tokens = num_known - start
-        if num_tokens > budget:
-            num_tokens = budget
-        if request.own is not None:
-            num_tokens = request.own.most_tokens(start, num_tokens)
-        else:
-            assert request.holding is not None
-            num_pages = -(-(start + num_tokens) // self._page_size) - request.holding.num_pages
-            if num_pages > self.cache.num_free and not self.preemptor.make_room(request, num_pages, now_ns):
-                return 0
-        self._compute_chunk(request, num_tokens, num_known, chunks)
-        return budget if request is self.running.chunked else num_tokens
+    # Inside: admissions --------------------------------------------------------------------------------------
 
     def _admit_with_pages(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[tuple[int, ...], int]:
         """Admit requests that bring their pages, in the order in which they came; return them and what is left.
@@ -332,7 +316,7 @@ class Scheduler:
             request = waiting.popleft()
             if self._tell is not None:
                 self._tell(Admitted(request.index, request.content, 0))
-            budget -= self._enter(request, request.start, budget, now_ns, chunks)
+            budget -= self._prefill.start(request, request.start, budget, now_ns, chunks)
             admitted.append(request.index)
         return tuple(admitted), budget
 
@@ -347,7 +331,7 @@ class Scheduler:
             hit_tokens = loads.resume(request, loaded)
             if tell is not None:
                 tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
-            budget -= self._enter(request, hit_tokens, budget, now_ns, chunks)
+            budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if pages.is_draining:
             return tuple(admitted)  # what was loaded has its pages and its place already
@@ -378,7 +362,7 @@ class Scheduler:
             if tell is not None:
                 tell(Admitted(request.index, request.content, match.num_pages))
             request.holding = cache.open(match)
-            budget -= self._enter(request, hit_tokens, budget, now_ns, chunks)
+            budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if self.blocked is not Blocked.NOT:
             self.blocked_head = request
@@ -387,76 +371,6 @@ class Scheduler:
                 num_pages_short = max(0, self.num_pages_wanted - cache.num_free)
                 tell(HeadBlocked(request.index, self.blocked, num_pages_short))
         return tuple(admitted)
-
-    def _enter(self, request: Request, hit_tokens: int, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
-        """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens used up of `budget`.
-
-        A request that does not get all its tokens uses up all, so that at most one is chunked.
-        """
-        self.running.enter(request, hit_tokens, now_ns)
-        num_known = request.num_prompt_tokens + request.num_output_tokens
-        num_tokens = num_known - hit_tokens
-        if num_tokens > budget:
-            num_tokens = budget
-        if request.own is not None:
-            num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
-        self._compute_chunk(request, num_tokens, num_known, chunks)
-        return budget if request is self.running.chunked else num_tokens
-
-    def _compute_chunk(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
-        """Take the pages of a chunk and count it as computed; its full pages can be hit from now on."""
-        start = request.num_computed
-        end = request.num_computed = start + num_tokens
-        if self._tell is not None:
-            self._tell(ChunkComputed(request.index, start, end, num_known))
-        own = request.own
-        if own is not None:
-            self.own_pages.compute(own, start, end)
-        else:
-            cache, page_size = self.cache, self._page_size
-            holding, content = request.holding, request.content
-            assert holding is not None
-            cache.grow(holding, -(-end // page_size))
-            # No other request can hit a page of unknown tokens; its own can, once it has released the page.
-            num_full = min(end // page_size, content.num_known_pages)
-            cache.publish(holding, content, num_full)
-            if self.loads is not None and num_full > start // page_size:
-                self.loads.add_computed(content, num_full, holding)
-        running = self.running
-        if end == num_known:
-            self._completing.append(request)
-            if request is running.chunked:
-                running.chunked = None
-        else:
-            running.chunked = request
-        if self._batch is not None:
-            chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
-        elif own is None and not request.computes_only:
-            chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
-        else:
-            keeps = None if own is None else own.keeps
-            samples = not request.computes_only
-            chunk = Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps)
-            chunks.append(chunk.as_seen())
-
-    def _commit_completing(self, end_ns: int, finished: list[Request], stopped: frozenset[Request]) -> None:
-        """Count the sampled token of each request that computed its last known token off the wheel."""
-        for request in self._completing:
-            if request.computes_only:
-                finished.append(request)
-                self._finish(request, end_ns)
-                continue
-            request.num_output_tokens += 1
-            if request.first_token_ns < 0:
-                request.first_token_ns = end_ns
-            else:
-                request.stalls_ns += (end_ns - request.last_token_ns,)
-            if request.num_output_tokens == request.max_tokens or request in stopped:
-                finished.append(request)
-                self._finish(request, end_ns)
-            else:
-                self.running.start_decoding(request)
-        self._completing = []
 
     # Inside: ends -----------------------------------------------------------------------------------------
 
@@ -470,24 +384,6 @@ class Scheduler:
         for request in earlier:
             self.wheel.leave(request)
         return sorted([*finished, *earlier], key=lambda request: request.admission)
-
-    def _publish_filled(self, num_steps: int) -> None:
-        """Make pages findable that decodes fill in the next `num_steps` steps, if their tokens are known."""
-        wheel, cache, batch = self.wheel, self.cache, self._batch
-        page_size = self._page_size
-        for request in wheel.completing_page(num_steps):
-            num_computed = wheel.num_computed(request) + num_steps
-            if batch is not None:
-                # The token computed in this step is the one sampled in the step before.
-                batch.append_sampled(request, num_computed, wheel.step)
-            if request.own is not None:
-                continue
-            num_full = min(num_computed // page_size, request.content.num_known_pages)
-            holding = request.holding
-            assert holding is not None
-            cache.publish(holding, request.content, num_full)
-            if self.loads is not None and num_full > (num_computed - num_steps) // page_size:
-                self.loads.add_computed(request.content, num_full, holding)
 
     def _finish(self, request: Request, end_ns: int) -> None:
         """Finish `request`, which is off the wheel and has generated its last token."""

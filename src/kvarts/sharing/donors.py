@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvarts.kv.node import walk
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 
@@ -51,7 +52,7 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
         assert holding is not None
         num_private = scheduler.running.num_pages_of(request) - (holding.path[-1].end if holding.path else 0)
         num_pages += num_private
-        for node in scheduler.cache.tree.walk(holding.path):
+        for node in walk(holding.path):
             held[id(node)] += 1
             if held[id(node)] == node.refs and not node.holds:
                 num_pages += node.end - node.start

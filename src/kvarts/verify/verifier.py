@@ -12,9 +12,11 @@ import msgspec
 
 from kvarts.errors import InputError
 from kvarts.verify.chunk import Chunk, is_count
+from kvarts.verify.limits import Limits
 from kvarts.verify.reader import BodyRecording, Recording, TextRecording, open_recording
 from kvarts.verify.rule import Rule, RuleResult, Violation
-from kvarts.verify.rules import Limits, Schema, make_rules
+from kvarts.verify.rules import make_rules
+from kvarts.verify.schema import Schema
 
 __all__ = ["Limits", "RuleResult", "Verdict", "Violation", "verify", "verify_file"]
 

@@ -1,0 +1,165 @@
+"""Prefill: the chunks of prompts that the steps of a scheduler compute, and the pages that they fill."""
+
+from __future__ import annotations
+
+from kvarts.event_log import Tell
+from kvarts.events import ChunkComputed
+from kvarts.kv.cache import PageCache
+from kvarts.request import Request
+from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.loads import Loads
+from kvarts.sched.own_pages import OwnPagesInUse
+from kvarts.sched.plan import Chunk
+from kvarts.sched.preemption import Preemptor
+from kvarts.sched.running import Running
+
+__all__ = ["Prefill"]
+
+
+class Prefill:
+    """Known tokens that are computed off the wheel, of requests that were admitted."""
+
+    __slots__ = (
+        "_batch",
+        "_cache",
+        "_loads",
+        "_own_pages",
+        "_page_size",
+        "_preemptor",
+        "_running",
+        "_tell",
+        "completing",
+    )
+
+    def __init__(
+        self,
+        running: Running,
+        cache: PageCache,
+        own_pages: OwnPagesInUse,
+        preemptor: Preemptor,
+        *,
+        loads: Loads | None,
+        batch: InputBatch | None,
+        tell: Tell | None,
+    ) -> None:
+        self.completing: list[Request] = []
+        """Requests that compute the last of their known tokens in the scheduled step."""
+        self._running = running
+        self._cache = cache
+        self._own_pages = own_pages
+        self._preemptor = preemptor
+        self._loads = loads
+        self._batch = batch
+        self._page_size = running.wheel.page_size
+        self._tell = tell
+
+    def start(self, request: Request, hit_tokens: int, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
+        """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens used up of `budget`.
+
+        A request that does not get all its tokens uses up all, so that at most one is chunked.
+        """
+        self._running.enter(request, hit_tokens, now_ns)
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        num_tokens = num_known - hit_tokens
+        if num_tokens > budget:
+            num_tokens = budget
+        if request.own is not None:
+            num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
+        self._compute(request, num_tokens, num_known, chunks)
+        return budget if request is self._running.chunked else num_tokens
+
+    def resume(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
+        """Compute the next chunk of the chunked `request`; return the tokens used up of `budget`.
+
+        Preempt for its pages.
+        """
+        start = request.num_computed
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        num_tokens = num_known - start
+        if num_tokens > budget:
+            num_tokens = budget
+        if request.own is not None:
+            num_tokens = request.own.most_tokens(start, num_tokens)
+        else:
+            assert request.holding is not None
+            num_pages = -(-(start + num_tokens) // self._page_size) - request.holding.num_pages
+            if num_pages > self._cache.num_free and not self._preemptor.make_room(request, num_pages, now_ns):
+                return 0
+        self._compute(request, num_tokens, num_known, chunks)
+        return budget if request is self._running.chunked else num_tokens
+
+    def complete(self, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
+        """Count the sampled token of each request that computed its last known token; return those that have ended.
+
+        Those in `stopped` end with this token, and others go on the wheel.
+        """
+        ended: list[Request] = []
+        for request in self.completing:
+            if request.computes_only:
+                ended.append(request)
+                continue
+            request.num_output_tokens += 1
+            if request.first_token_ns < 0:
+                request.first_token_ns = end_ns
+            else:
+                request.stalls_ns += (end_ns - request.last_token_ns,)
+            if request.num_output_tokens == request.max_tokens or request in stopped:
+                ended.append(request)
+            else:
+                self._running.start_decoding(request)
+        self.completing = []
+        return ended
+
+    def publish_filled(self, num_steps: int) -> None:
+        """Make pages findable that decodes fill in the next `num_steps` steps, if their tokens are known."""
+        wheel, cache, batch = self._running.wheel, self._cache, self._batch
+        page_size = self._page_size
+        for request in wheel.completing_page(num_steps):
+            num_computed = wheel.num_computed(request) + num_steps
+            if batch is not None:
+                # The token computed in this step is the one sampled in the step before.
+                batch.append_sampled(request, num_computed, wheel.step)
+            if request.own is not None:
+                continue
+            num_full = min(num_computed // page_size, request.content.num_known_pages)
+            holding = request.holding
+            assert holding is not None
+            cache.publish(holding, request.content, num_full)
+            if self._loads is not None and num_full > (num_computed - num_steps) // page_size:
+                self._loads.add_computed(request.content, num_full, holding)
+
+    def _compute(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
+        """Take the pages of a chunk and count it as computed; its full pages can be hit from now on."""
+        start = request.num_computed
+        end = request.num_computed = start + num_tokens
+        if self._tell is not None:
+            self._tell(ChunkComputed(request.index, start, end, num_known))
+        own = request.own
+        if own is not None:
+            self._own_pages.compute(own, start, end)
+        else:
+            cache, page_size = self._cache, self._page_size
+            holding, content = request.holding, request.content
+            assert holding is not None
+            cache.grow(holding, -(-end // page_size))
+            # No other request can hit a page of unknown tokens; its own can, once it has released the page.
+            num_full = min(end // page_size, content.num_known_pages)
+            cache.publish(holding, content, num_full)
+            if self._loads is not None and num_full > start // page_size:
+                self._loads.add_computed(content, num_full, holding)
+        running = self._running
+        if end == num_known:
+            self.completing.append(request)
+            if request is running.chunked:
+                running.chunked = None
+        else:
+            running.chunked = request
+        if self._batch is not None:
+            chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
+        elif own is None and not request.computes_only:
+            chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
+        else:
+            keeps = None if own is None else own.keeps
+            samples = not request.computes_only
+            chunk = Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps)
+            chunks.append(chunk.as_seen())

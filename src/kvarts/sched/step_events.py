@@ -1,0 +1,53 @@
+"""What a scheduler can be seen to hold, as events: after a step was planned, and at rest."""
+
+from __future__ import annotations
+
+from kvarts.events import AtRest, StepDone
+from kvarts.sched.plan import StepPlan
+from kvarts.sched.scheduler import Scheduler
+
+__all__ = ["at_rest", "step_done"]
+
+
+def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: int, num_withheld: int) -> StepDone:
+    """Return the event of the step that starts at `now_ns`, for which the scheduler has just made `plan`.
+
+    `num_withheld`: pages that other models kept from this one when the step was planned.
+    """
+    mark, tiers, loads = scheduler.mark, scheduler.tiers, scheduler.loads
+    num_tokens = num_decodes = plan.batch.num_decodes
+    for chunk in plan.batch.chunks:
+        num_tokens += chunk.num_tokens
+    return StepDone(
+        plan.step,
+        now_ns,
+        duration_ns,
+        mark.used,
+        mark.cached,
+        mark.released,
+        scheduler.running.num_running,
+        scheduler.num_waiting,
+        scheduler.blocked,
+        num_decodes,
+        num_tokens,
+        len(plan.admitted),
+        plan.preemptions,
+        () if tiers is None else tiers.num_pages(),
+        num_withheld,
+        scheduler.cache.num_reserved,
+        0 if loads is None else loads.num_waiting,
+    )
+
+
+def at_rest(scheduler: Scheduler, now_ns: int) -> AtRest:
+    """Return the event of a scheduler that has run out of work at `now_ns`, between steps."""
+    cache, tiers = scheduler.cache, scheduler.tiers
+    return AtRest(
+        scheduler.wheel.step - 1,
+        now_ns,
+        cache.num_used,
+        cache.num_cached,
+        cache.num_released,
+        () if tiers is None else tiers.num_pages(),
+        cache.num_reserved,
+    )
