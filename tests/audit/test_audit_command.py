@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import pytest
 from kvarts.audit.auditor import AuditError, Auditor, Finding
 
 Kvarts = Callable[..., tuple[int, str, str]]
+
+DATA = Path(str(files("kvarts") / "data"))
 
 
 def test_what_the_audit_finds_is_said_and_ends_with_5(kvarts: Kvarts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +34,11 @@ def test_a_failed_audit_leaves_no_files(kvarts: Kvarts, monkeypatch: pytest.Monk
     assert code == 5 and not list(tmp_path.iterdir())
 
 
-def test_an_audited_replay_says_the_same(kvarts: Kvarts) -> None:
-    code, out, _ = kvarts("replay", "--pages", 700, "--page-size", 512, "--replicas", 2, "--json")
-    assert code == 0
-    assert kvarts("replay", "--pages", 700, "--page-size", 512, "--replicas", 2, "--json", "--audit")[:2] == (0, out)
+def test_an_audited_replay_says_the_same(kvarts: Kvarts, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with (DATA / "mooncake-conversation-1000.jsonl").open() as rows:
+        trace.write_text("".join(islice(rows, 200)))
+    command = ["replay", trace, "--pages", 200, "--page-size", 512, "--replicas", 2, "--json"]
+    code, out, _ = kvarts(*command)
+    assert code == 0 and json.loads(out)["num_evicted_pages"] > 0
+    assert kvarts(*command, "--audit")[:2] == (0, out)

@@ -81,6 +81,11 @@ SPELLINGS = {
 """What else an example says that needs a room, by the room: commands, options and tables of files."""
 
 
+def has_every_room() -> bool:
+    """Whether no room is missing."""
+    return {*NAMES, *SPELLINGS} <= ROOMS
+
+
 def missing_room(text: str) -> str | None:
     """The first room that an example needs and the project lacks."""
     for room in sorted({*NAMES, *SPELLINGS} - ROOMS):

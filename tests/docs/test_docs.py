@@ -41,6 +41,9 @@ NEEDS = {
 }
 """What the examples of a page need, by its name."""
 
+SLOW = {"guide-kv-events.md-2", "guide-offload.md-1", "guide-plan.md-3", "guide-policies.md-2", "guide-sessions.md-5"}
+"""Examples that take seconds, by their page and their place in it: they are marked `long`."""
+
 
 def defines_only(code: str) -> bool:
     """Whether `code` does nothing but import and define classes and functions."""
@@ -62,6 +65,8 @@ def blocks(kind: str) -> list[Any]:
                 missing = missing_room(text)
                 if missing is not None:
                     marks.append(pytest.mark.skip(f"needs kvarts.{missing}"))
+                if f"{page.name}-{index}" in SLOW:
+                    marks.append(pytest.mark.long)
                 found.append(pytest.param(defined + text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
                 if kind == "python" and defines_only(text):
                     defined += text
@@ -85,6 +90,11 @@ def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     shutil.copytree(str(files("kvarts") / "data" / "vllm-rtx4090"), tmp_path / "vllm-rtx4090")
     monkeypatch.chdir(tmp_path)
     return trace
+
+
+def test_slow_examples_are_there() -> None:
+    found = {f"{page.name}-{index}" for page in PAGES for index, _ in enumerate(BLOCK.findall(page.read_text()))}
+    assert found >= SLOW
 
 
 @pytest.mark.parametrize(("text", "output"), blocks("python"))

@@ -32,7 +32,7 @@ from kvarts.sim.hardware import DeviceSettings
 from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
 from kvarts.units import parse_bytes, parse_duration_s, parse_rate
 
-from builders.calls import CALLS, commands
+from builders.calls import CALLS, commands, present
 from builders.rooms import missing_room
 
 Run = Callable[..., tuple[int, bytes, str]]
@@ -57,7 +57,11 @@ def valued(name: str) -> list[click.Parameter]:
     ]
 
 
-NAMES = [name for name, call in CALLS.items() if not call.is_slow and name not in ("chat", "serve sessions", "watch")]
+NAMES = [
+    name
+    for name, call in present(CALLS).items()
+    if not call.is_slow and name not in ("chat", "serve sessions", "watch")
+]
 
 
 def words(name: str, param: click.Parameter, value: str) -> list[str]:

@@ -189,6 +189,7 @@ def test_the_page_in_a_browser(run_dir: Path, tmp_path: Path, browser: Callable[
     assert "admitted after" in wait.find_element("tag name", "pre").text
 
 
+@pytest.mark.long
 def test_two_hundred_thousand_steps_stay_usable(
     report: Report, run_dir: Path, tmp_path: Path, browser: Callable[[bool], Any]
 ) -> None:

@@ -98,6 +98,7 @@ def pairs(
     return num_bytes, models, page_bytes, guarantees
 
 
+@pytest.mark.laws
 @given(pairs())
 def test_the_outputs_of_both_equal_undisturbed_runs(
     case: tuple[int, dict[str, tuple[list[Arrival], EngineConfig]], dict[str, int], dict[str, int]],

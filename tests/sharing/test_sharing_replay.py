@@ -80,11 +80,13 @@ def test_baselines_are_reported_worst_first(
     assert "of contested time by weight" in printed
 
 
-def test_a_split_is_what_the_baseline_says(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_is_what_the_baseline_says(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], short_traces: list[str]
+) -> None:
     """The TTFT beside it is that of a replay with --static-split."""
-    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--static-split", "--json") == 0
+    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--static-split", "--json") == 0
     split = msgspec.json.decode(capsys.readouterr().out)["models"]
-    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--baselines", "--json") == 0
+    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--baselines", "--json") == 0
     shared = msgspec.json.decode(capsys.readouterr().out)
     for name, model in shared["models"].items():
         for figure in ("mean", "p99"):
@@ -95,17 +97,18 @@ def test_a_split_is_what_the_baseline_says(run_command: Callable[..., int], caps
 
 
 def test_a_configuration_file_says_the_same(
-    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:
     config = tmp_path / "share.toml"
+    chat, code = (option.partition("=")[2] for option in short_traces[1::2])
     config.write_text(
         'device = "h100-80gb"\nkv_memory = "4GiB"\n'
-        f'[models.chat]\nmodel = "llama-3.1-8b"\nweight = 2\ntrace = "{CHAT}"\n'
-        f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{CODE}"\n'
+        f'[models.chat]\nmodel = "llama-3.1-8b"\nweight = 2\ntrace = "{chat}"\n'
+        f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{code}"\n'
     )
     assert run_command("replay", "--config", config, "--json") == 0
     from_file = capsysbinary.readouterr().out
-    assert run_command("replay", *MODELS, *TRACES, *DEVICE, "--json") == 0
+    assert run_command("replay", *MODELS, *short_traces, *DEVICE, "--json") == 0
     assert capsysbinary.readouterr().out == from_file
     assert run_command("replay", "--config", config, "--model", "chat=:weight=1", "--json") == 0
     models = msgspec.json.decode(capsysbinary.readouterr().out)["models"]

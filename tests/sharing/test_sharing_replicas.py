@@ -259,17 +259,16 @@ def test_the_report_has_each_device_and_all_together() -> None:
 
 # The command line -----------------------------------------------------------------------------------------
 
-CHAT, CODE = DATA / "azure-conv-1000.csv", DATA / "azure-code-1000.csv"
 COMMAND = [
-    "replay", "--model", "chat=llama-3.1-8b:weight=2", "--model", "code=qwen3-8b:weight=1", "--trace", f"chat={CHAT}",
-    "--trace", f"code={CODE}", "--device", "h100-80gb", "--kv-memory", "2GiB", "--replicas", "2",
+    "replay", "--model", "chat=llama-3.1-8b:weight=2", "--model", "code=qwen3-8b:weight=1",
+    "--device", "h100-80gb", "--kv-memory", "2GiB", "--replicas", "2",
 ]  # fmt: skip
 
 
 def test_the_command_says_the_same_observed(
-    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:
-    command = [*COMMAND, "--router", "prefix", "--json"]
+    command = [*COMMAND, *short_traces, "--router", "prefix", "--json"]
     assert run_command(*command, "--run-dir", tmp_path / "run", "--loans", tmp_path / "loans.jsonl") == 0
     printed = capsysbinary.readouterr().out
     assert run_command(*command) == 0
@@ -279,17 +278,18 @@ def test_the_command_says_the_same_observed(
 
 
 def test_a_file_says_the_same_and_the_table_names_the_devices(
-    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:
+    chat, code = (option.partition("=")[2] for option in short_traces[1::2])
     config = tmp_path / "share.toml"
     config.write_text(
         'device = "h100-80gb"\nkv_memory = "2GiB"\nreplicas = 2\nrouter = "least-loaded"\n'
-        f'[models.chat]\nmodel = "llama-3.1-8b"\nweight = 2\ntrace = "{CHAT}"\n'
-        f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{CODE}"\n'
+        f'[models.chat]\nmodel = "llama-3.1-8b"\nweight = 2\ntrace = "{chat}"\n'
+        f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{code}"\n'
     )
     assert run_command("replay", "--config", config) == 0
     from_file = capsysbinary.readouterr().out
-    assert run_command(*COMMAND, "--router", "least-loaded") == 0
+    assert run_command(*COMMAND, *short_traces, "--router", "least-loaded") == 0
     assert capsysbinary.readouterr().out == from_file
     table = from_file.decode()
     assert table.startswith("2 models on 2 devices, shared: 2.1 GB of KV memory, 8,192 tokens a round each\n")

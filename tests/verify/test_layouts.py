@@ -47,7 +47,7 @@ def test_the_layout_of_a_file_does_not_matter(
 ) -> None:
     """Blocks so small that every row is cut, and rows with brackets and quotes in strings."""
     monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
-    for damage, _ in [(None, ""), *DAMAGES]:
+    for damage, _ in [(None, ""), *DAMAGES[:: 8 if block_bytes < 1000 else 2]]:
         body = good()
         for index, row in enumerate(body["timeline"]):
             row["comment"] = '}],"\\' * (index % 3) + "é"
