@@ -26,9 +26,10 @@ class PageMark:
     def look(self) -> None:
         """Set the mark here if more pages are in use than at the mark so far."""
         cache = self._cache
-        num_used = cache.num_used
+        num_cached = cache.tree.num_cached
+        num_used = cache.pool.num_taken - num_cached  # `num_used`, spelled out: this runs in every step
         if num_used > self.used:
-            self.used, self.cached, self.released = num_used, cache.num_cached, cache.num_released
+            self.used, self.cached, self.released = num_used, num_cached, cache.num_released
 
 
 class Preemptor:

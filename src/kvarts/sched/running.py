@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.request import Request, RequestState
+from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.wheel import DecodeWheel
 
 __all__ = ["Running", "RunningOrder"]
+
+PREFILLING, DECODING = RequestState.PREFILLING, RequestState.DECODING
 
 
 class RunningOrder:
@@ -82,7 +84,8 @@ class Running(RunningOrder):
 
     def enter(self, request: Request, hit_tokens: int, now_ns: int) -> None:
         """Let `request` run from `now_ns` on, admitted last, with its first `hit_tokens` tokens in pages."""
-        request.become(RequestState.PREFILLING)
+        assert PREFILLING in NEXT_STATES[request.state]  # `become`, spelled out: this runs for every request
+        request.state = PREFILLING
         request.admission = self._num_admitted
         self._num_admitted += 1
         self.add(request)
@@ -100,7 +103,8 @@ class Running(RunningOrder):
 
     def start_decoding(self, request: Request) -> None:
         """Put `request`, all known tokens of which are computed, on the wheel."""
-        request.become(RequestState.DECODING)
+        assert DECODING in NEXT_STATES[request.state]
+        request.state = DECODING
         self.wheel.join(request)
         if self.shares(request):
             self.num_sharing += 1

@@ -18,7 +18,7 @@ from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import PageCache
 from kvarts.kv.pins import Pins
-from kvarts.request import Request, RequestState
+from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
@@ -98,7 +98,8 @@ class Scheduler:
         config = self.config
         if request.num_prompt_tokens < 1 or request.max_tokens < (0 if request.computes_only else 1):
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
-        num_pages = self._most_pages(request)
+        num_tokens = request.num_prompt_tokens + request.max_tokens - 1
+        num_pages = -(-num_tokens // config.page_size) if num_tokens > 0 else 1
         num_reserved = self.own_pages.reserve.num_pages
         num_most = self.pages.num_most - num_reserved
         if request.own is None and num_pages > num_most:
@@ -154,7 +155,7 @@ class Scheduler:
         return max((self._most_pages(request) for request in requests if request.own is None), default=0)
 
     def _most_pages(self, request: Request) -> int:
-        """Return how many pages a request holds when it has generated all but its last token."""
+        """Return how many pages a request holds when it has generated all but its last token; `add` spells it out."""
         return self.config.pages_for(max(1, request.num_prompt_tokens + request.max_tokens - 1))
 
     @property
@@ -391,7 +392,8 @@ class Scheduler:
         if self._tell is not None:
             self._tell(Finished(request.index, request.content))
         self.running.release(request)
-        request.become(RequestState.FINISHED)
+        assert S.FINISHED in NEXT_STATES[request.state]  # `become`, spelled out: this runs for every request
+        request.state = S.FINISHED
 
     # Laws -------------------------------------------------------------------------------------------------
 

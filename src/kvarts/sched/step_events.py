@@ -15,6 +15,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
     `num_withheld`: pages that other models kept from this one when the step was planned.
     """
     mark, tiers, loads = scheduler.mark, scheduler.tiers, scheduler.loads
+    num_loading = 0 if loads is None else loads.num_waiting
     num_tokens = num_decodes = plan.batch.num_decodes
     for chunk in plan.batch.chunks:
         num_tokens += chunk.num_tokens
@@ -26,7 +27,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
         mark.cached,
         mark.released,
         scheduler.running.num_running,
-        scheduler.num_waiting,
+        scheduler.waiting.num_waiting + len(scheduler.waiting_with_pages) + num_loading,
         scheduler.blocked,
         num_decodes,
         num_tokens,
@@ -35,7 +36,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
         () if tiers is None else tiers.num_pages(),
         num_withheld,
         scheduler.cache.num_reserved,
-        0 if loads is None else loads.num_waiting,
+        num_loading,
     )
 
 
