@@ -160,7 +160,7 @@ def test_a_client_that_does_not_read_holds_up_only_itself(start: Any) -> None:
 
 
 def test_a_full_queue_says_when_to_come_again_and_takes_the_next_when_it_is_not_full(start: Any) -> None:
-    server = start(max_seqs=1, max_queued=1, cost="linear:step_ms=20")
+    server = start(max_seqs=1, max_queued=1, cost="linear:step_ms=5")
     server.excuse("missing retry")
     server.excuse("unread stream")
     body = hello(max_tokens=3000, stream=True)
@@ -168,8 +168,9 @@ def test_a_full_queue_says_when_to_come_again_and_takes_the_next_when_it_is_not_
         wait_for(lambda: live(server) == 2)
         reply = call(server.url, COMPLETIONS, hello())
         assert (reply.status, reply.headers["retry-after"]) == (429, "1") and reply.error["type"] == "RateLimitError"
+        waits = 'vllm:num_requests_waiting{engine="0",model_name="mock"} 1.0'
+        wait_for(lambda: waits in call(server.url, "/metrics").payload.decode())  # it is told once a step
         metrics = call(server.url, "/metrics").payload.decode()
-        assert 'vllm:num_requests_waiting{engine="0",model_name="mock"} 1.0' in metrics
         assert 'kvarts:requests_refused_total{engine="0",model_name="mock"} 1.0' in metrics
     wait_for(lambda: live(server) == 0)
     assert call(server.url, COMPLETIONS, hello()).status == 200
