@@ -1,15 +1,21 @@
 """What all sizes at once cost, beside one simulation a size: whole processes, in turns, in one run.
 
-    python benchmarks/plan_cost.py TRACE [--libcachesim PYTHON] [--million] [--sweep]
+    python benchmarks/plan_cost.py TRACE [--libcachesim PYTHON] [--lmcache PYTHON] [--latency] [--million] [--sweep]
 
-TRACE: Mooncake's conversation_trace.jsonl. PYTHON: an interpreter with libcachesim; its LRU looks at one size, on the
-same hash ids as keys, and does not know prefixes. `--million`: the trace again and again. `--sweep`: 100 points on one
-worker and on two.
+TRACE: Mooncake's conversation_trace.jsonl. PYTHON: an interpreter with libcachesim, or with LMCache. The LRU of
+libcachesim looks at one size, on the same hash ids as keys, and does not know prefixes; LMCache's sweep is 30 runs of
+its simulator in its fast mode, on the full blocks of each prompt. `--latency`: plans with replays, of the bundled
+sample and of the trace. `--million`: the trace again and again. `--sweep`: 100 points on one worker and on two.
+
+Times are those of whole processes, from start to end, and of the processors in brackets; of the peers, they are
+without start and reading. The load of the machine is said at the beginning and the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,6 +39,19 @@ cache = lcs.LRU(cache_size=int(sys.argv[2]))
 miss_ratio, _ = cache.process_trace(reader)
 print(time.perf_counter() - began, 1 - miss_ratio)
 """
+LMCACHE = """
+import json, sys, time
+from lmcache.tools.cache_simulator.plot_hit_rate import capacity_range_bytes
+from lmcache.tools.cache_simulator.simulator import simulate
+events = [
+    {"chunk_hashes": [str(each) for each in ids], "seq_len": tokens, "chunk_size": 512}
+    for ids, tokens in json.load(open(sys.argv[1]))
+]
+page_bytes = 512 * 131072
+began = time.perf_counter()
+found = [simulate(events, size, page_bytes, fast=True) for size in capacity_range_bytes(0.5, 500, 30)]
+print(len(found), time.perf_counter() - began)
+"""
 SWEEP = """
 trace = "{trace}"
 page_size = 512
@@ -49,7 +68,11 @@ def plan(trace: Path, page_size: int, *more: object) -> list[str]:
 
 def show(name: str, cost: Cost, base: Cost | None = None) -> None:
     ratio = "" if base is None else f"{cost.seconds / base.seconds:8.2f} times the first"
-    print(f"{name:<44}{cost.seconds:8.2f} s{cost.mebibytes:8.0f} MiB{ratio}", flush=True)
+    print(f"{name:<44}{cost.seconds:8.2f} s ({cost.cpu_seconds:.2f} s){cost.mebibytes:8.0f} MiB{ratio}", flush=True)
+
+
+def show_load() -> None:
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
 
 
 def beside_a_peer(python: str, trace: Path, folder: Path, base: Cost) -> None:
@@ -69,6 +92,33 @@ def beside_a_peer(python: str, trace: Path, folder: Path, base: Cost) -> None:
     seconds, hits = sorted(found)[RUNS // 2]
     print(f"libcachesim LRU, one size, without its start {seconds:8.2f} s{hits:14.1%} of blocks")
     print(f"  40 sizes of it beside all sizes here: {40 * seconds / base.seconds:.1f} times")
+
+
+def beside_lmcache(python: str, trace: Path, folder: Path, base: Cost) -> None:
+    rows = [
+        (np.frombuffer(spell(row.units), np.uint64)[: row.num_prompt_tokens // 512].tolist(), row.num_prompt_tokens)
+        for row in load_mooncake(trace)
+    ]
+    events = folder / "events.json"
+    events.write_text(json.dumps(rows))
+    script = folder / "lmcache_sweep.py"
+    script.write_text(LMCACHE)
+    found = []
+    for _ in range(3):
+        done = subprocess.run([python, str(script), str(events)], capture_output=True, text=True, check=True)
+        found.append(float(done.stdout.split()[-1]))
+    seconds = sorted(found)[1]
+    print(f"LMCache's sweep, 30 sizes, without its start {seconds:8.2f} s")
+    print(f"  beside all sizes here: {seconds / base.seconds:.1f} times")
+
+
+def latencies(trace: Path) -> None:
+    slo = ("--slo-ttft-ms", 3000, "--slo-share", 0.9)
+    show("the bundled sample, with its SLO", run(kvarts_command("plan", *slo, "--json")))
+    on = ("--page-size", 512, "--model", "llama-3.1-8b", "--device", "h100-80gb", "--json")
+    show("the trace, five latency points", run(kvarts_command("plan", trace, *on)))
+    slo = ("--slo-ttft-ms", 5000, "--slo-share", 0.95)
+    show("the trace, everything about an SLO", run(kvarts_command("plan", trace, *on, *slo)))
 
 
 def sweeps(trace: Path, folder: Path) -> None:
@@ -94,9 +144,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--libcachesim", metavar="PYTHON")
+    parser.add_argument("--lmcache", metavar="PYTHON")
+    parser.add_argument("--latency", action="store_true")
     parser.add_argument("--million", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
+    show_load()
     commands = {f"all sizes, pages of {size}": plan(arguments.trace, size, "--at", 4000) for size in (512, 16)}
     commands["the same with eleven sizes of the optimum"] = plan(arguments.trace, 512)
     costs: dict[str, list[Cost]] = {name: [] for name in commands}
@@ -111,12 +164,17 @@ def main() -> None:
         folder = Path(name)
         if arguments.libcachesim:
             beside_a_peer(arguments.libcachesim, arguments.trace, folder, base)
+        if arguments.lmcache:
+            beside_lmcache(arguments.lmcache, arguments.trace, folder, base)
+        if arguments.latency:
+            latencies(arguments.trace)
         if arguments.million:
             million = write_million(arguments.trace, folder / "million.jsonl")
             show("a million requests, all sizes", run(plan(million, 512, "--at", 4000)))
             show("the same with the optimum at ten sizes", run(plan(million, 512)))
         if arguments.sweep:
             sweeps(arguments.trace, folder)
+    show_load()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class Cost:
 
     seconds: float
     mebibytes: float
+    cpu_seconds: float
 
 
 def run(command: list[str]) -> Cost:
@@ -34,12 +35,16 @@ def run(command: list[str]) -> Cost:
     seconds = time.perf_counter() - start
     if status:
         sys.exit(f"{' '.join(command)} failed")
-    return Cost(seconds, usage.ru_maxrss / 1024)
+    return Cost(seconds, usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime)
 
 
 def median_of(costs: Sequence[Cost]) -> Cost:
-    """Median time, and the largest memory."""
-    return Cost(statistics.median(cost.seconds for cost in costs), max(cost.mebibytes for cost in costs))
+    """Median times, and the largest memory."""
+    return Cost(
+        statistics.median(cost.seconds for cost in costs),
+        max(cost.mebibytes for cost in costs),
+        statistics.median(cost.cpu_seconds for cost in costs),
+    )
 
 
 def kvarts_command(*arguments: object) -> list[str]:

@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "model": ("qwen3-8b", "qwen3-8b"),
     "kv_memory": ("3GiB", "3GiB"),
     "cost": ("linear:step_ms=3", "linear:step_ms=3"),
+    "eviction": ("arc", "arc"),
     "health": ("chat=dead@3", ("chat=dead@3",)),
     "offload.host_memory": ("9GiB", "9GiB"),
     "offload.disk_memory": ("9GiB", "9GiB"),

@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.executor.cost import CallableCost, CostModel, LinearCost, PolynomialCost, parse_cost
+from kvarts.executor.scaled import ScaledCost
+from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.sched.plan import Batch, Chunk
 
 MODELS = [
     PolynomialCost(),
     LinearCost(step_ms=4.0, chunk_token_ms=0.02, decode_ms=0.1, context_token_ms=1e-5),
     CallableCost(lambda batch: 3.0 + 0.01 * batch.num_tokens + 1e-6 * batch.decode_known_tokens),
+    ScaledCost(PolynomialCost(), 1.15),
 ]
 
 
@@ -49,6 +52,15 @@ def test_a_recompute_costs_its_prompt_part_and_one_decode() -> None:
 def test_the_linear_model_adds_up_its_parts() -> None:
     model = LinearCost(step_ms=5.0, chunk_token_ms=0.5, decode_ms=0.25, context_token_ms=0.125)
     assert model.step_ns(Batch((Chunk(0, 8, 8, 8),), 4, 40, 99)) == 15_000_000
+
+
+def test_a_factor_multiplies_each_step() -> None:
+    cost = LinearCost(step_ms=5.0, chunk_token_ms=0.5, decode_ms=0.25)
+    batch = Batch((Chunk(0, 8, 8, 8),), 4, 40, 99)
+    assert ScaledCost(cost, 1.5).step_ns(batch) == 15_000_000
+    assert ScaledCost(cost, 1.5).decode_ns(4, 40, 99, 2) == [9_000_000, 9_000_000]
+    with pytest.raises(TooLateError):
+        ScaledCost(cost, LATEST_NS).step_ns(batch)
 
 
 def test_a_cost_can_be_named_on_the_command_line() -> None:

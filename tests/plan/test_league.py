@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from kvarts.cli.plan import POLICY_NAMES
 from kvarts.errors import ConfigError
 from kvarts.kv.tree import PrefixTree
-from kvarts.plan.adaptive import AdaptiveOrder, RememberingOrder
+from kvarts.plan.adaptive import AdaptiveOrder, RememberingOrder, Weights
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.league import ALL_POLICIES, find_policy, serial_hits
 from kvarts.traffic.formats import load_trace
@@ -72,7 +75,7 @@ def test_no_policy_is_above_the_optimum(name: str, trace: Trace, page_size: int,
 @given(small_traces(), st.integers(1, 4), st.integers(1, 20))
 def test_a_bonus_of_nothing_is_lru(trace: Trace, page_size: int, num_pages: int) -> None:
     plan = CachePlan(trace, page_size)
-    hits = serial_hits(trace, page_size, num_pages, lambda: RememberingOrder(0, 0))
+    hits = serial_hits(trace, page_size, num_pages, lambda: RememberingOrder(Weights(0, 0)))
     assert hits == plan.curve.hit_pages(num_pages)
 
 
@@ -88,6 +91,16 @@ def test_what_adapts_keeps_what_comes_back_where_lru_loses_it() -> None:
     assert 0.8 * plan.optimum.hit_pages(154) < hits <= plan.optimum.hit_pages(154)
     fits = prompts(which for _ in range(30) for which in range(14))
     assert serial_hits(fits, 1, 154, AdaptiveOrder) == 14 * 29 * 10
+
+
+def test_what_is_used_to_stay_away_goes_before_what_comes_back_soon() -> None:
+    """Two prompts that come back every other time, eight that come back every twentieth, in a pool for three."""
+    trace = prompts(which for turn in range(200) for which in (turn % 2, 100 + turn % 8))
+    hits = {}
+    for malus in (0.0, 0.5):
+        hits[malus] = serial_hits(trace, 1, 33, partial(RememberingOrder, Weights(0, 0, malus, 30)))
+    assert hits[0.0] == CachePlan(trace, 1).curve.hit_pages(33)
+    assert hits[0.5] > 1.2 * hits[0.0]
 
 
 @pytest.mark.long
@@ -137,8 +150,46 @@ def test_a_policy_of_ones_own_takes_part(
     replayed = [row for row in plan["league"] if "replayed" in row]
     assert [row["policy"] for row in replayed] == ["lru", "my_policies:Newest", "arc"]
     assert all(row["ttft_ms"]["mean"] > 0 and row["goodput_per_s"] is not None for row in replayed)
+    for row in replayed:
+        words = shlex.split(row["command"])
+        assert words[:2] == ["kvarts", "replay"]
+        assert asked(*words[1:], "--json")["ttft_ms"] == row["ttft_ms"]
     assert run_command("plan", trace, *setting, "--policy", "my_policies:NoOrder") == 2
     assert b"makes no EvictionOrder" in capsysbinary.readouterr().err
+
+
+def test_a_replay_takes_a_policy_by_its_name(
+    asked: Callable[..., Any],
+    tmp_path: Path,
+    run_command: Callable[..., int],
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    """LRU by its name is the default, another policy is another replay, and a file and a sweep can name one too."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:400]))
+    setting = ("--page-size", 512, "--pages", 3000, "--cost", COST, "--replicas", 2)
+    plain = asked("replay", trace, *setting, "--json")
+    hits = {"lru": plain["prefix_hit_ratio"]}
+    for name in ALL_POLICIES:
+        summary = asked("replay", trace, *setting, "--eviction", name, "--json")
+        if name == "lru":
+            assert summary == plain
+        hits[name] = summary["prefix_hit_ratio"]
+    assert len(set(hits.values())) >= 4
+    config = tmp_path / "sweep.toml"
+    config.write_text(
+        f'trace = "trace.jsonl"\npage_size = 512\npages = 3000\nreplicas = 2\ncost = "{COST}"\n'
+        '[grid]\neviction = ["lru", "arc"]\n'
+    )
+    assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
+    rows = json.loads((tmp_path / "out" / "points.json").read_bytes())
+    assert {row["eviction"]: row["hit_ratio"] for row in rows} == {name: hits[name] for name in ("lru", "arc")}
+    capsysbinary.readouterr()
+    assert run_command("replay", trace, "--eviction", "nothing") == 2
+    assert b"--eviction: 'nothing' is no policy" in capsysbinary.readouterr().err
+    config.write_text(config.read_text().replace('"arc"', '"nothing"'))
+    assert run_command("sweep", config, "-o", tmp_path / "new", "--workers", 1) == 2
+    assert b"'nothing' is no policy" in capsysbinary.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nothing", "kvarts.plan.orders:Nothing", "no_such_module:X", "kvarts:__version__"])

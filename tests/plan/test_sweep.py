@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
+import shlex
 from collections.abc import Callable
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,19 @@ speedup = [1.0, 4.0]
 [[points]]
 pages = 3200
 slo.ttft_ms = 1000
+"""
+
+
+WORKLOAD = """
+pages = 500
+
+[workload]
+num_sessions = 3
+new_tokens = {kind = "fixed", tokens = 20}
+output_tokens = {kind = "fixed", tokens = 3}
+
+[grid]
+speedup = [1.0, 2.0]
 """
 
 
@@ -60,24 +71,6 @@ def test_one_row_a_point_and_the_same_bytes_on_any_number_of_workers(
     ]  # fmt: skip
     assert rows[-1]["slo_ratio"] is not None
     assert any(row["pareto"] for row in rows)
-
-
-def test_a_sweep_that_was_killed_goes_on(config: Path, tmp_path: Path, run_command: Callable[..., int]) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run_command("sweep", config, "-o", whole, "--workers", 1) == 0
-    command = [sys.executable, "-m", "kvarts", "sweep", str(config), "-o", str(cut), "--workers", "1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        journal = cut / "journal.jsonl"
-        until = time.monotonic() + 60
-        while not (journal.exists() and journal.stat().st_size) and time.monotonic() < until:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    done = journal.read_bytes()
-    journal.write_bytes(done + b'{"key": "half of a li')
-    assert run_command("sweep", config, "-o", cut, "--workers", 1) == 0
-    assert tables(whole) == tables(cut)
-    lines = [line for line in journal.read_bytes().splitlines() if b"half of" not in line]
-    assert len(lines) == len({json.loads(line)["key"] for line in lines}) == 7
 
 
 def test_no_point_runs_twice(tmp_path: Path) -> None:
@@ -112,6 +105,66 @@ def test_another_trace_of_the_same_name_is_another_point(
     trace.write_text("".join(trace.read_text().splitlines(keepends=True)[:100]))
     assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
     assert tables(tmp_path / "out") != before
+
+
+def test_the_page_has_every_point_and_its_command(
+    config: Path,
+    tmp_path: Path,
+    asked: Callable[..., Any],
+    run_command: Callable[..., int],
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
+    capsysbinary.readouterr()
+    page = (tmp_path / "out" / "points.html").read_bytes()
+    rows = json.loads((tmp_path / "out" / "points.json").read_bytes())
+    assert b"http://" not in page.replace(b"http://www.w3.org", b"")
+    for row in rows:
+        assert row["command"].encode() in page
+    words = shlex.split(rows[-1]["command"])
+    assert words[:2] == ["kvarts", "replay"]
+    summary = asked(*words[1:], "--json")
+    assert summary["ttft_ms"]["p99"] == rows[-1]["ttft_ms_p99"]
+    assert summary["goodput"]["ratio"] == rows[-1]["slo_ratio"]
+
+
+def test_a_point_without_a_command_of_its_own_has_that_of_the_sweep(
+    tmp_path: Path, run_command: Callable[..., int]
+) -> None:
+    config = tmp_path / "sweep.toml"
+    config.write_text(WORKLOAD)
+    out = tmp_path / "out"
+    assert run_command("sweep", config, "-o", out, "--workers", 1) == 0
+    assert all(row["command"] is None for row in json.loads((out / "points.json").read_bytes()))
+    assert f"kvarts sweep {config} -o {out}".encode() in (out / "points.html").read_bytes()
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_pictures_have_the_same_bytes_each_time(config: Path, tmp_path: Path, run_command: Callable[..., int]) -> None:
+    found = []
+    for _ in range(2):
+        assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1, "--plot") == 0
+        found.append([(tmp_path / "out" / f"points.{form}").read_bytes() for form in ("png", "svg")])
+    assert found[0] == found[1]
+    assert found[0][0].startswith(b"\x89PNG") and b"<svg" in found[0][1]
+
+
+def test_the_page_in_a_browser(
+    config: Path, tmp_path: Path, browser: Callable[[bool], Any], run_command: Callable[..., int]
+) -> None:
+    assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
+    driver = browser(True)
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    )
+    driver.get((tmp_path / "out" / "points.html").as_uri())
+    assert driver.get_log("browser") == []
+    assert not driver.execute_script("return document.documentElement.scrollWidth > innerWidth")
+    dots = driver.find_elements("css selector", "circle")
+    assert len(dots) == 3 * 7
+    driver.execute_script("arguments[0].dispatchEvent(new Event('click'))", dots[0])
+    shown = [element.text for element in driver.find_elements("css selector", ".chosen pre") if element.is_displayed()]
+    assert len(shown) == 1 and shown[0].startswith("kvarts replay")
 
 
 def test_a_front_has_what_no_other_row_beats() -> None:

@@ -15,7 +15,7 @@ from kvarts.errors import ConfigError, InputError
 from kvarts.traffic.editing import anonymized, merged, repeated, scaled, sliced, spread
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.mooncake import load_mooncake
-from kvarts.traffic.trace import Trace, TraceRequest, spell
+from kvarts.traffic.trace import Trace, spell
 from kvarts.traffic.working_set import working_set_pages
 from kvarts.traffic.writing import mooncake_lines
 
@@ -45,10 +45,24 @@ def test_what_is_converted_is_read_again(source: Path, tmp_path: Path) -> None:
     same(load_mooncake(path, trace_block_size=trace.unit_tokens), trace)
 
 
-def test_tenants_are_not_lost_in_silence() -> None:
-    row = TraceRequest(0, 0, (range(3),), 3, 1, tenant="a")
-    with pytest.raises(ConfigError, match="tenant"):
-        list(mooncake_lines(Trace([row])))
+def test_tenants_are_kept_and_share_nothing(tmp_path: Path) -> None:
+    """The same prompts, of one tenant, of two, and of none: read, written and read again."""
+    rows = [(0, None), (1, "a"), (2, "a"), (3, 7), (4, None)]
+    path = tmp_path / "tenants.jsonl"
+    row = {"input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
+    path.write_text("".join(json.dumps({"timestamp": ms, "tenant": tenant, **row}) + "\n" for ms, tenant in rows))
+    trace = load_mooncake(path)
+    assert [request.tenant for request in trace] == [None, "a", "a", "7", None]
+    assert working_set_pages(trace, 512) == 3
+    again = tmp_path / "again.jsonl"
+    again.write_bytes(b"".join(mooncake_lines(trace)))
+    assert [request.tenant for request in load_mooncake(again)] == [None, "a", "a", "7", None]
+    names = [request.tenant for request in anonymized(trace)]
+    assert names == [None, "tenant-0", "tenant-0", "tenant-1", None]
+    path.write_text(path.read_text() + json.dumps({"timestamp": 9, "tenant": ["x"], **row}))
+    with pytest.raises(InputError) as caught:
+        load_mooncake(path)
+    assert (caught.value.line, caught.value.field) == (6, "tenant")
 
 
 @given(st.integers(0, 400), st.integers(1, 400))

@@ -24,6 +24,7 @@ __all__ = ["Outputs", "Part", "Results", "Run", "load_parts"]
 PARTS: tuple[str, ...] = (
     "kv_events",
     "offload",
+    "plan_policy",
     "record",
     "session_replay",
     "sharing",

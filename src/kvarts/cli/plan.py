@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
+from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json
 from kvarts.cli.replay import all_sections, paths_in, read_settings
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["plan_command"]
 
 MOST_USERS = 100_000
+COST_ERROR = 0.15
+OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
 POLICY_NAMES = (
     "fifo, lfu, s3-fifo, arc, w-tinylfu, cost-aware, tail-first, adaptive, session-aware"  # and a test compares them
 )
@@ -159,6 +163,8 @@ class _Range(click.ParamType[Any]):
 )
 @latencies("--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
            help="An SLO is kept where this share of the requests keeps it. [0.99]")  # fmt: skip
+@latencies("--cost-error", metavar="X", default=COST_ERROR, type=click.FloatRange(0, 1, min_open=True, max_open=True),
+           help="How far the cost model may be off: the answer is looked for at both ends too. [0.15]")  # fmt: skip
 @latencies("--curves-only", is_flag=True, help="Replay nothing, also where model and device are given.")
 def plan_command(
     trace: Path | None,
@@ -168,6 +174,7 @@ def plan_command(
     count_outputs: bool,
     rate: float | None,
     slo_share: float,
+    cost_error: float,
     curves_only: bool,
     policies: tuple[str, ...],
     league: bool,
@@ -205,13 +212,17 @@ def plan_command(
 
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
+    check_policy(given)
     config = None
     if not curves_only and any(key in given for key in ("model", "device", "cost")):
         config = resolve_replay(given, sections)
     traffic = load_traffic(given, trace)
+    if config is not None:
+        config = with_policy(config, given, traffic)
     if not traffic.knows_prefixes:
         click.echo("kvarts: the trace does not tell what prompts have in common: no curve rises above 0", err=True)
-    asked = Asked(given, trace, config_file, traffic, config, slo_share)
+    outputs = ["--outputs"] if count_outputs else []
+    asked = Asked(given, trace, config_file, traffic, config, slo_share, cost_error, outputs)
     if users is not None:
         values = asked.users(*users)
         pictures.write(values)
@@ -223,7 +234,7 @@ def plan_command(
     if sizes is None and config is not None:
         sizes = sorted({*plan.default_sizes(), config.num_pages})
     values = plan.to_builtins(sizes)
-    values["command"] = asked.plan_command()
+    values["command"] = asked.plan_command(*_own_options(click.get_current_context()))
     for point in values["at"]:
         point["command"] = asked.plan_command("--at", str(point["pages"]))
     if policies or league:
@@ -236,6 +247,25 @@ def plan_command(
     pictures.write(values)
     if not pictures.are_printed:
         _print(values, as_json, plan_table.render)
+
+
+def _own_options(context: click.Context) -> list[str]:
+    """Return the options of this command that were typed and say what is planned, but for --outputs."""
+    words: list[str] = []
+    for param in context.command.params:
+        name = param.name or ""
+        if name not in OWN or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        value, flag = context.params[name], param.opts[0]
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, dict):
+            words += [flag, ",".join(f"{key}={number:g}" for key, number in value.items())]
+        elif name == "policies":
+            words += [word for policy in value for word in (flag, policy)]
+        else:
+            words += [flag, ",".join(map(str, value)) if isinstance(value, list) else f"{value:g}"]
+    return words
 
 
 def _sampled(

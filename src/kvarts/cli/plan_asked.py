@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.plan_command import command_line
+from kvarts.cli.plan_policy import find_on_path
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
 from kvarts.units import parse_bytes, parse_rate
@@ -31,7 +32,10 @@ SHORTEST, LONGEST = 1, 200
 
 
 class Asked:
-    """Everything that was given, and the trace. `config`: None where nothing is replayed."""
+    """Everything that was given, and the trace. `config`: None where nothing is replayed.
+
+    `options`: those of the command itself that belong into the command line of any part of the plan.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,8 @@ class Asked:
         traffic: Trace,
         config: ReplayConfig | None,
         slo_share: float,
+        cost_error: float,
+        options: Sequence[str],
     ) -> None:
         self._given = given
         self._trace = trace
@@ -48,12 +54,14 @@ class Asked:
         self._traffic = traffic
         self._config = config
         self._slo_share = slo_share
+        self._cost_error = cost_error
+        self._options = options
         self._num_replays = 0
 
     def plan_command(self, *more: str) -> str:
         """Return the command line of a plan with what was given, and `more` options."""
         words = shlex.split(self._replay_command({}))
-        return shlex.join(["kvarts", "plan", *words[2:], *more])
+        return shlex.join(["kvarts", "plan", *words[2:], *self._options, *more])
 
     def latency(self, plan: CachePlan) -> dict[str, Any]:
         """Return replays, options, and the largest rate."""
@@ -65,6 +73,7 @@ class Asked:
             self._config,
             command=self._replay_command,
             slo_share=self._slo_share,
+            cost_error=self._cost_error,
             router=self._given["router"] if "router" in self._given else "prefix",  # noqa: SIM401  (no dict)
             on_replay=self._on_replay,
         ).to_builtins()
@@ -77,14 +86,14 @@ class Asked:
         """Return a row for each policy: at the sizes given, or else the knee; replayed too where there is a model."""
         from kvarts.plan.league import ALL_POLICIES, League
 
-        if "" not in sys.path:
-            sys.path.append(str(Path.cwd()))  # where a policy of one's own is most often
         try:
             league = League(
                 plan,
                 [*(ALL_POLICIES if all_of_them else ()), *policies],
                 config=self._config,
+                find=find_on_path,
                 command=lambda name, pages: self.plan_command("--policy", name, "--at", str(pages)),
+                replay_command=lambda name: self._replay_command({"eviction": name}),
                 on_replay=self._on_replay,
             )
         except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sys
 import time
 from functools import cache, partial
@@ -15,6 +16,7 @@ import click
 from kvarts import __version__
 from kvarts.cli.options import Command
 from kvarts.cli.paths import DIRECTORY, INPUT
+from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.printing import print_bytes, print_json
 from kvarts.cli.replay import all_sections
 from kvarts.cli.table import as_number, as_percent
@@ -29,7 +31,8 @@ __all__ = ["sweep_command"]
 SMALLER = ("kv_tokens", "ttft_ms_p99")
 LARGER = ("request_throughput_per_s",)
 MEASURES = ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")
-JOURNAL, TABLE, PARQUET = "journal.jsonl", "points.json", "points.parquet"
+JOURNAL, TABLE, PARQUET, PAGE = "journal.jsonl", "points.json", "points.parquet", "points.html"
+PICTURES = ("png", "svg")
 
 
 @click.command("sweep", cls=Command)
@@ -40,22 +43,34 @@ JOURNAL, TABLE, PARQUET = "journal.jsonl", "points.json", "points.parquet"
 @click.option("--ray", "ray_address", metavar="ADDRESS",
               help="Run points on the Ray cluster at ADDRESS, or auto, instead. Needs kvarts[ray]; the trace must be "
               "at the same path on its nodes.")  # fmt: skip
+@click.option("--plot", "with_pictures", is_flag=True,
+              help="Write the charts of the page as points.png and points.svg too. Needs kvarts[plan].")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print all rows as JSON instead of the Pareto front.")
 def sweep_command(
-    config_file: Path, directory: Path, workers: int | None, ray_address: str | None, as_json: bool
+    config_file: Path,
+    directory: Path,
+    workers: int | None,
+    ray_address: str | None,
+    with_pictures: bool,
+    as_json: bool,
 ) -> None:
     """Replay every point of a grid.
 
     CONFIG is a file of `kvarts replay --config` with a table [grid] of lists, of which every combination is a point, or
-    tables [[points]]. DIR gets points.json, and points.parquet where pyarrow is installed: a row a point. The Pareto
-    front of KV memory, TTFT and throughput goes to standard output.
+    tables [[points]]. DIR gets points.json, and points.parquet where pyarrow is installed: a row a point; and
+    points.html, a page with charts. The Pareto front of KV memory, TTFT and throughput goes to standard output.
     """
     import msgspec
 
     from kvarts.directories import own_directory
     from kvarts.files import read_toml, write_whole
+    from kvarts.plan.page import render_page
+    from kvarts.plan.pictures import check_installed, draw
     from kvarts.plan.sweep import pareto, points_of, run_sweep, with_changes
+    from kvarts.plan.sweep_page import sweep_values
 
+    if with_pictures:
+        check_installed()
     values = read_toml(config_file, hint="Check the path of the configuration.")
     changes = points_of(values, config_file)
     points = [
@@ -74,14 +89,22 @@ def sweep_command(
             ray_address=ray_address,
             on_done=_Progress(),
         )
-        for row, on_front in zip(rows, pareto(rows, SMALLER, LARGER), strict=True):
-            row["pareto"] = on_front
+        sweep = shlex.join(["kvarts", "sweep", str(config_file), "-o", str(directory)])
+        rows = [
+            {**row, "pareto": on_front, "command": _replay_command(point)}
+            for point, row, on_front in zip(points, rows, pareto(rows, SMALLER, LARGER), strict=True)
+        ]
+        keys = sorted({key for changed in changes for key in changed})
+        drawn = sweep_values(config_file.name, rows, keys, sweep)
         write_whole(directory / TABLE, msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
         _write_parquet(rows, directory / PARQUET)
+        write_whole(directory / PAGE, render_page(drawn))
+        for form in PICTURES if with_pictures else ():
+            write_whole(directory / f"points.{form}", draw(drawn, form))
     if as_json:
         print_json(rows)
     else:
-        print_bytes(_front(rows, sorted({key for changed in changes for key in changed})).encode())
+        print_bytes(_front(rows, keys).encode())
 
 
 def run_point(point: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -94,7 +117,8 @@ def run_point(point: dict[str, Any], base: Path) -> dict[str, Any]:
     path = base / point["path"]
     given = given_in(point["values"], sections, path)
     config = resolve_replay(given, sections)
-    summary = replay(_traffic(str(path), _frozen(point["values"]), point["traffic"]), config).summary
+    traffic = _traffic(str(path), _frozen(point["values"]), point["traffic"])
+    summary = replay(traffic, with_policy(config, given, traffic)).summary
     goodput = summary["goodput"]
     row = {
         **point["changes"],
@@ -115,6 +139,25 @@ def run_point(point: dict[str, Any], base: Path) -> dict[str, Any]:
     }
 
 
+def _replay_command(point: dict[str, Any]) -> str | None:
+    """Return the command line that replays a point; None where a setting of it has no option."""
+    from kvarts.cli.plan_command import command_line
+    from kvarts.settings import Flags, Given, given_in
+
+    sections = all_sections()
+    in_file = given_in(point["values"], sections, Path(point["path"]))
+    given = Given()
+    trace = None
+    for setting in (setting for section in sections if not section.is_named for setting in section.settings):
+        if setting.key == "trace" and "trace" in in_file:
+            trace = in_file.path_of("trace")
+        elif setting.key in in_file:
+            if setting.flag is None or isinstance(in_file[setting.key], dict):
+                return None
+            given.add(setting, in_file[setting.key], Flags())
+    return command_line(given, sections, trace, None, {})
+
+
 def _checked(point: dict[str, Any], digests: dict[Path, str]) -> str:
     """Return what tells the traffic of a point from any other. Raise KvartsError for a point that cannot run."""
     from kvarts.settings import given_in
@@ -124,6 +167,7 @@ def _checked(point: dict[str, Any], digests: dict[Path, str]) -> str:
     try:
         given = given_in(point["values"], sections, Path(point["path"]))
         resolve_replay(given, sections)
+        check_policy(given)
         if "trace" not in given and "workload" not in given:
             raise ConfigError("is missing", path=point["path"], field="trace", hint="Give trace or [workload].")
         if "trace" not in given:

@@ -6,6 +6,7 @@ from textwrap import wrap
 from typing import Any
 
 from kvarts.cli.table import as_number, as_percent
+from kvarts.plan.series import usual_points
 
 __all__ = ["render", "render_sample", "render_shares", "render_users"]
 
@@ -185,14 +186,13 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
     lines = [
         "",
         "device and host memory together, as one LRU list",
-        "",
-        f"{'device GiB':>12}{'host GiB':>12}{'device':>10}{'host':>10}{'prefill saved':>18}",
+        *_tier_curve(tiers["curve"], "device", "host"),
     ]
-    lines += [
-        f"{point['gib']['device']:>12,.1f}{point['gib']['host']:>12,.1f}{as_percent(point['hit_ratio']['device']):>10}"
-        f"{as_percent(point['hit_ratio']['host']):>10}{as_number(point['saved_s_per_hour']):>13} s/h"
-        for point in tiers["curve"]
-    ]
+    load_us, prefill_us = tiers["load_us_per_token"]["disk"], tiers["prefill_us_per_token"]
+    if load_us < prefill_us:
+        lines += ["", "disk below that", *_tier_curve(tiers["disk_curve"], "host", "disk")]
+    else:
+        lines += ["", f"a token takes {load_us:,.1f} us to load from disk and {prefill_us:,.1f} us to compute"]
     lines += ["", "the next GiB saves"]
     for each in tiers["next_gib"]:
         text = f"  {each['tier']:<8}{as_number(each['saved_s_per_hour']):>10} s/h"
@@ -203,6 +203,18 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
     if tiers["best_buy"] is not None:
         lines.append(f"  {tiers['best_buy']} memory saves most for its price")
     return lines
+
+
+def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[str]:
+    return [
+        "",
+        f"{above + ' GiB':>12}{below + ' GiB':>12}{above:>10}{below:>10}{'prefill saved':>18}",
+        *(
+            f"{point['gib'][above]:>12,.1f}{point['gib'][below]:>12,.1f}{as_percent(point['hit_ratio'][above]):>10}"
+            f"{as_percent(point['hit_ratio'][below]):>10}{as_number(point['saved_s_per_hour']):>13} s/h"
+            for point in points
+        ),
+    ]
 
 
 def _latencies(plan: dict[str, Any]) -> list[str]:
@@ -220,21 +232,37 @@ def _latencies(plan: dict[str, Any]) -> list[str]:
         f"{point['replicas']:>8}{point['pages']:>12,}{point['rate']:>8.3g}{as_percent(point['hit_ratio']):>9}"
         f"{as_number(point['ttft_ms']['p50']):>11}{as_number(point['ttft_ms']['p99']):>11}"
         f"{as_number(point['tpot_ms']['p99']):>11}{as_percent(point['slo_ratio']):>10}"
-        for point in latency["points"]
+        for point in usual_points(latency)
     ]
     largest = latency["largest_rate"]
     if largest is not None:
         lines += ["", _largest(largest)]
+    lines += _replicas(latency["replicas"])
     for option in latency["options"]:
         lines += ["", f"{option['name']}: {option['what']}", f"  {option['command']}"]
-        for text in option["notes"]:
+        for text in (*option["notes"], *option["would_change"]):
             lines += wrap(text, width=80, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return lines
+
+
+def _replicas(replicas: dict[str, Any] | None) -> list[str]:
+    """Return the fewest replicas for each router; nothing where one is enough, or without an SLO."""
+    if replicas is None or all(row["replicas"] == 1 for row in replicas["by_router"]):
+        return []
+    lines = ["", f"fewest replicas of {replicas['pages']:,} pages that keep the SLO"]
+    for row in replicas["by_router"]:
+        text = f"  {row['router']:<14}{'none found' if row['replicas'] is None else row['replicas']:>10}"
+        if "one_less" in row:
+            less = row["one_less"]
+            text += f"   {as_percent(row['slo_ratio'])}; with {less['replicas']}: {as_percent(less['slo_ratio'])}"
+        lines.append(text)
     return lines
 
 
 def _largest(largest: dict[str, Any]) -> str:
     rate, fails_at = largest["rate"], largest["fails_at"]
+    on = f"on {largest['replicas']} x {largest['pages']:,} pages"
     if rate is None:
-        return f"no rate down to {fails_at:.3g} times that of the trace keeps the SLO"
+        return f"no rate down to {fails_at:.3g} times that of the trace keeps the SLO {on}"
     until = "no limit was found" if fails_at is None else f"{fails_at:.3g} times does not"
-    return f"{rate:.3g} times the rate of the trace keeps the SLO, {until}"
+    return f"{rate:.3g} times the rate of the trace keeps the SLO, {until}: {on}, to within {largest['tolerance']:.0%}"

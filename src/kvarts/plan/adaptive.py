@@ -10,6 +10,7 @@ bonus of the one that found most, not long ago. It knows nothing of requests to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvarts.content import Content
 from kvarts.kv.cache import PageCache
@@ -18,50 +19,89 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan.orders import Rank, RankedOrder, RunKey, run_key
 
-__all__ = ["AdaptiveOrder", "RememberingOrder"]
+__all__ = ["AdaptiveOrder", "RememberingOrder", "Weights"]
+
+Place = tuple[int, int, float]
+
+
+class Weights(NamedTuple):
+    """What makes a run count as released later, or earlier, in releases.
+
+    `bonus`: for each return, up to `most_returns`. `malus`: for each release that it is used to stay away, up to
+    `most_away`.
+    """
+
+    bonus: int
+    most_returns: int
+    malus: float = 0.0
+    most_away: int = 0
+
+
+USUAL = Weights(1000, 2)
 
 
 class RememberingOrder(RankedOrder):
-    """LRU, but what has come back counts as released later: by `bonus` releases a return, for at most `most_returns`.
+    """LRU, but what has come back counts as released later, and what is used to stay away as released earlier.
 
-    What was evicted is remembered, the last `MOST_REMEMBERED` runs, so that it has come back also then.
+    What was evicted is remembered, the last `MOST_REMEMBERED` runs, so that it has come back also then. `place` of a
+    run is its returns, its last release, and how many releases it was away, a mean in which the last time counts half;
+    a run that is new takes that of the one before it.
     """
 
     MOST_REMEMBERED = 200_000
 
-    def __init__(self, bonus: int = 1000, most_returns: int = 2) -> None:
+    def __init__(self, weights: Weights = USUAL) -> None:
         super().__init__()
-        self.bonus = bonus
-        self.most_returns = most_returns
-        self._remembered: dict[RunKey, int] = {}
+        self.weights = weights
+        self._remembered: dict[RunKey, Place] = {}
 
     def released(self, nodes: Sequence[Node]) -> None:
         """List `nodes`; one that is new, and was here before, has come back."""
+        self.now += 1
         remembered = self._remembered
-        for node in nodes:
+        away = 0.0
+        for node in reversed(nodes):  # from the beginning of the prompt on
             key = run_key(node)
-            if node.place is None:
-                node.place = (remembered.get(key, -1) + 1, self.now)
+            place: Place | None = node.place
+            returns = 0
+            if place is not None:
+                returns = place[0]
+            elif (place := remembered.get(key)) is not None:
+                returns = place[0] + 1
+            if place is not None:
+                away = (place[2] + self.now - place[1]) / 2 if place[2] else self.now - place[1]
+            node.place = (returns, self.now, away)
             remembered.pop(key, None)
-            remembered[key] = node.place[0]
+            remembered[key] = node.place
         while len(remembered) > self.MOST_REMEMBERED:
             del remembered[next(iter(remembered))]
-        super().released(nodes)
+        for node in nodes:
+            self.runs.add(node, self.rank_of(node), self.now)
 
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
-        """Return the time, later for what came back."""
-        return (self.now + self.bonus * min(hits, self.most_returns),)
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Unlist `nodes`, and count a return of every run of `path`."""
+        for node in nodes:
+            self.runs.remove(node)
+        for node in path:
+            if node.place is not None:
+                returns, last, away = node.place
+                node.place = (returns + 1, last, away)
+
+    def rank_of(self, node: Node) -> Rank:
+        """Return when it was released, later for what came back, and earlier for what is used to stay away."""
+        returns, last, away = node.place
+        bonus, most_returns, malus, most_away = self.weights
+        return (last + bonus * min(returns, most_returns) - malus * min(away, most_away),)
 
 
 class _Shadow:
     """A cache of `num_pages` pages that counts what requests would have found in it; `score` forgets slowly."""
 
-    def __init__(self, num_pages: int, bonus: int, most_returns: int) -> None:
-        self.bonus = bonus
-        self.most_returns = most_returns
+    def __init__(self, num_pages: int, weights: Weights) -> None:
+        self.weights = weights
         self.score = 0.0
         self._num_pages = num_pages
-        self._cache = PageCache(CountPool(num_pages), PrefixTree(RememberingOrder(bonus, most_returns)))
+        self._cache = PageCache(CountPool(num_pages), PrefixTree(RememberingOrder(weights)))
 
     def use(self, content: Content, num_pages: int, decay: float) -> None:
         cache = self._cache
@@ -74,10 +114,17 @@ class _Shadow:
 
 
 class AdaptiveOrder(RememberingOrder):
-    """A RememberingOrder with the bonus of its best shadow. It begins as LRU."""
+    """A RememberingOrder with the weights of its best shadow. It begins as LRU."""
 
-    CHOICES = ((0, 0), (1000, 1), (300, 2), (1000, 2), (600, 5))
-    """Bonus and most returns of the shadows."""
+    CHOICES = (
+        Weights(0, 0),
+        Weights(1000, 1),
+        Weights(300, 2),
+        Weights(1000, 2),
+        Weights(600, 5),
+        Weights(0, 0, 0.5, 30),
+    )
+    """Of the shadows."""
     HALF_LIFE = 8000
     """Releases after which a hit of a shadow counts half."""
     CHOOSE_EVERY = 25
@@ -85,7 +132,7 @@ class AdaptiveOrder(RememberingOrder):
     GROWS_BY = 1.1
 
     def __init__(self) -> None:
-        super().__init__(0, 0)
+        super().__init__(self.CHOICES[0])
         self._shadows: list[_Shadow] = []
         self._most_pages = self._shadow_pages = 0
         self._is_full = False
@@ -119,16 +166,15 @@ class AdaptiveOrder(RememberingOrder):
         """Begin anew with shadows as large as the pool, which no order is told of; their scores stay."""
         scores = [shadow.score for shadow in self._shadows] or [0.0] * len(self.CHOICES)
         self._shadow_pages = self._most_pages
-        self._shadows = [_Shadow(self._shadow_pages, *choice) for choice in self.CHOICES]
+        self._shadows = [_Shadow(self._shadow_pages, weights) for weights in self.CHOICES]
         for shadow, score in zip(self._shadows, scores, strict=True):
             shadow.score = score
 
     def _choose(self) -> None:
         best = max(self._shadows, key=lambda shadow: shadow.score)
-        mine = next(s for s in self._shadows if (s.bonus, s.most_returns) == (self.bonus, self.most_returns))
+        mine = next(shadow for shadow in self._shadows if shadow.weights == self.weights)
         if best.score <= mine.score * self.BETTER_BY:
             return
-        self.bonus, self.most_returns = best.bonus, best.most_returns
+        self.weights = best.weights
         for node in list(self.runs):
-            listed = self.runs.listed_at(node)
-            self.runs.add(node, (listed + self.bonus * min(node.place[0], self.most_returns),), listed)
+            self.runs.add(node, self.rank_of(node), self.runs.listed_at(node))

@@ -18,6 +18,7 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan import adaptive, orders, queues
 from kvarts.plan.cache import CachePlan
+from kvarts.plan.replays import share_kept
 from kvarts.plan.sessions import finishing
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
@@ -47,7 +48,8 @@ ALL_POLICIES = (*POLICIES, SESSION_AWARE)
 class League:
     """Policies side by side on the trace of `plan`: at sizes one request at a time, and in replays under `config`.
 
-    `command`: answers the command line that shows the hit ratio of a policy at a size.
+    `command`: answers the command line that shows the hit ratio of a policy at a size; `replay_command` that which
+    replays it. `find`: answers what makes the order of a name, see `find_policy`.
     """
 
     def __init__(
@@ -57,12 +59,16 @@ class League:
         *,
         config: ReplayConfig | None = None,
         command: Callable[[str, int], str],
+        replay_command: Callable[[str], str],
+        find: Callable[[str, Trace], MakeOrder] | None = None,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
         self._plan = plan
-        self._makers = {name: find_policy(name, plan.trace) for name in dict.fromkeys(("lru", *policies))}
+        find = find or find_policy
+        self._makers = {name: find(name, plan.trace) for name in dict.fromkeys(("lru", *policies))}
         self._config = config
         self._command = command
+        self._replay_command = replay_command
         self._on_replay = on_replay
 
     def to_builtins(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -100,8 +106,8 @@ class League:
             "hit_ratio": summary["prefix_hit_ratio"],
             "ttft_ms": summary["ttft_ms"],
             "goodput_per_s": None if goodput is None else goodput["requests_per_s"],
-            "slo_ratio": None if goodput is None else goodput["ratio"],
-            "command": self._command(name, config.num_pages),
+            "slo_ratio": share_kept(summary),
+            "command": self._replay_command(name),
         }
 
 

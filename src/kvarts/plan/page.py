@@ -12,7 +12,7 @@ __all__ = ["render_page"]
 
 
 def render_page(values: dict[str, Any]) -> bytes:
-    """Return the page of a plan, or of how many users fit."""
+    """Return the page of a plan, of how many users fit, or of a sweep."""
     assets = files("kvarts.plan") / "assets"
     template = (assets / "plan.html").read_text(encoding="utf-8")
     script = (assets / "plan.js").read_text(encoding="utf-8")
@@ -27,6 +27,8 @@ def render_page(values: dict[str, Any]) -> bytes:
 
 
 def _subtitle(values: dict[str, Any]) -> str:
+    if "subtitle" in values:
+        return str(values["subtitle"])
     if "users" in values:
         return str(values["setting"])
     return (

@@ -22,7 +22,7 @@ def check_installed() -> None:
 
 
 def draw(values: dict[str, Any], form: str) -> bytes:
-    """Return the charts as a `png` or `svg`; the same values give the same bytes."""
+    """Return the charts as a `png` or `svg`; the same values give the same bytes. Raise ConfigError for no chart."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,12 +43,19 @@ def draw(values: dict[str, Any], form: str) -> bytes:
                 axes.axvline(chart["most"], linestyle="--", label=chart["limit"])
                 axes.legend()
             continue
-        for series in chart["series"]:
+        if chart["kind"] == "scatter":
+            for is_on_front, label in ((False, "points"), (True, "Pareto front")):
+                among = [point for point in chart["points"] if point["is_on_front"] == is_on_front]
+                xs, ys = [point["x"] for point in among], [point["y"] for point in among]
+                axes.scatter(xs, ys, label=label, marker="o" if is_on_front else ".")
+        for series in chart.get("series", ()):
             axes.plot(series["x"], series["y"], label=series["label"], marker="o" if series["points"] else "")
         axes.set_xlabel(chart["x"])
         axes.set_ylabel(chart["y"])
-        if chart["log"]:
+        if chart.get("log"):
             axes.set_xscale("log")
+        if chart.get("log_y"):
+            axes.set_yscale("log")
         axes.legend()
         axes.grid(alpha=0.3)
     out = BytesIO()

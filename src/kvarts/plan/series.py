@@ -8,16 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 from kvarts.plan.sweep import pareto
+from kvarts.plan.sweep_page import sweep_charts
 
-__all__ = ["charts_of"]
+__all__ = ["charts_of", "usual_points"]
 
 Chart = dict[str, Any]
+
+WIDE = 50.0
+"""Between the largest and the smallest value of a chart, from which on its y axis is logarithmic."""
 
 
 def charts_of(values: dict[str, Any]) -> list[Chart]:
     """Return the charts that there are values for."""
     if "users" in values:
         return _users(values["users"])
+    if "sweep" in values:
+        return sweep_charts(values["sweep"])
     charts = [_curve(values)]
     if values.get("league"):
         charts += _league(values["league"])
@@ -29,7 +35,9 @@ def charts_of(values: dict[str, Any]) -> list[Chart]:
 
 
 def _chart(name: str, x: str, y: str, series: list[Chart], *, log: bool = False, note: str = "") -> Chart:
-    return {"name": name, "kind": "lines", "x": x, "y": y, "series": series, "log": log, "note": note}
+    ys = [value for each in series for value in each["y"] if value is not None]
+    log_y = bool(ys) and min(ys) > 0 and max(ys) > WIDE * min(ys)
+    return {"name": name, "kind": "lines", "x": x, "y": y, "series": series, "log": log, "log_y": log_y, "note": note}
 
 
 def _series(label: str, xs: list[float], ys: list[float | None], points: list[Chart] | None = None) -> Chart:
@@ -103,29 +111,41 @@ def _bars(name: str, y: str, bars: list[Chart], *, most: float = 0.0, limit: str
 
 
 def _tiers(tiers: dict[str, Any], command: str) -> list[Chart]:
-    points = [
-        _point(f"{point['gib']['host']:,.1f} GiB of host memory save {point['saved_s']:,.1f} s", command)
-        for point in tiers["curve"]
-    ]
+    charts = []
+    for name, title, curve in (("host", "Host memory", tiers["curve"]), ("disk", "Disk", tiers["disk_curve"])):
+        if not curve:
+            continue
+        points = [
+            _point(f"{point['gib'][name]:,.1f} GiB of {title.lower()} save {point['saved_s']:,.1f} s", command)
+            for point in curve
+        ]
+        line = _series(
+            "saved",
+            [point["gib"][name] for point in curve],
+            [point["saved_ms_per_request"] for point in curve],
+            points,
+        )
+        charts.append(_chart(title, f"GiB of {title.lower()}", "ms of prefill saved, a request", [line]))
     bars = [
         {
             "label": each["tier"],
             "value": max(0.0, each["saved_ms_per_request"]),
-            **_point(f"a GiB more of {each['tier']} saves {each['saved_ms_per_request']:.3f} ms a request", command),
+            **_point(
+                f"a GiB more of {each['tier']} saves {each['saved_ms_per_request']:.3f} ms a request{_priced(each)}",
+                command,
+            ),
         }
         for each in tiers["next_gib"]
     ]
-    charts = [_bars("The next GiB", "ms of prefill saved, a request", bars)]
-    if points:
-        sizes = [point["gib"]["host"] for point in tiers["curve"]]
-        saved = [point["saved_ms_per_request"] for point in tiers["curve"]]
-        line = _series("saved", sizes, saved, points)
-        charts.insert(0, _chart("Host memory", "GiB of host memory", "ms of prefill saved, a request", [line]))
-    return charts
+    return [*charts, _bars("The next GiB", "ms of prefill saved, a request", bars)]
+
+
+def _priced(each: dict[str, Any]) -> str:
+    return "" if each["price"] is None else f", {each['saved_s_per_price']:,.2f} s in all for a unit of price"
 
 
 def _latencies(latency: dict[str, Any], page_size: int) -> list[Chart]:
-    points = latency["points"]
+    points = usual_points(latency)
     rates = [point["rate"] for point in points]
     usual = max(set(rates), key=rates.count) if rates else 1.0
     by_memory = [point for point in points if point["rate"] == usual]
@@ -173,6 +193,16 @@ def _latencies(latency: dict[str, Any], page_size: int) -> list[Chart]:
             )
         )
     return charts
+
+
+def usual_points(latency: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the replays with the router and the costs that were given; others were made to see what they change."""
+    return [
+        point
+        for point in latency["points"]
+        if point["cost_factor"] == latency["cost_factor"]
+        and (point["replicas"] == 1 or point["router"] == latency["router"])
+    ]
 
 
 def _step(point: dict[str, Any]) -> tuple[int, int]:

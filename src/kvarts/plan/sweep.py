@@ -13,8 +13,11 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -104,14 +107,32 @@ def _results(
         for key, point in missing.items():
             yield key, run(point)
         return
-    with ProcessPoolExecutor(min(workers, len(missing)), mp_context=get_context("spawn")) as pool:
+    num_workers = min(workers, len(missing))
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
         futures = {pool.submit(run, point): key for key, point in missing.items()}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
+        except BrokenProcessPool:
+            raise OutputError(
+                "a worker process has ended before its point was done",
+                hint="Run the same command to go on; with fewer --workers if memory ran out.",
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """Let this process end as soon as the sweep has: one that was killed cannot tell its workers."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def pareto(rows: Sequence[Row], smaller: Sequence[str], larger: Sequence[str] = ()) -> list[bool]:

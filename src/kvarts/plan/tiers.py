@@ -62,12 +62,16 @@ class TiersPlan:
         self._num_requests = sum(1 for _ in plan.trace)
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return the curve over host memory, and the next GiB of each tier, JSON-able."""
+        """Return the curves over host memory and over disk, and the next GiB of each tier, JSON-able."""
         return {
             "prefill_us_per_token": self._s_per_token * 1e6,
             "kv_bytes_per_token": self._token_bytes,
             "hours": self._hours,
-            "curve": [self._point(tiers) for tiers in self._larger_hosts()],
+            "curve": [self._point(tiers) for tiers in self._larger(1)],
+            "disk_curve": [self._point(tiers) for tiers in self._larger(2)],
+            "load_us_per_token": {
+                tier.name: self._load_s(tier) * 1e6 for tier in self._tiers if tier.bytes_per_s is not None
+            },
             "now": self._point(self._tiers),
             "next_gib": [self._next(place) for place in range(len(self._tiers))],
         }
@@ -76,10 +80,13 @@ class TiersPlan:
         """Return the seconds that all hits save, less those of loading what lies below the device."""
         saved = 0.0
         for tier, tokens in zip(tiers, self._tokens(tiers), strict=True):
-            load_s = 0.0 if tier.bytes_per_s is None else self._token_bytes / tier.bytes_per_s
             # A page that is slower to load than to compute is computed.
-            saved += tokens * max(0.0, self._s_per_token - load_s)
+            saved += tokens * max(0.0, self._s_per_token - self._load_s(tier))
         return saved
+
+    def _load_s(self, tier: Tier) -> float:
+        """Return what loading a token from a tier takes."""
+        return 0.0 if tier.bytes_per_s is None else self._token_bytes / tier.bytes_per_s
 
     def _tokens(self, tiers: Sequence[Tier]) -> list[int]:
         """Return the tokens that are found in each tier, and not above it."""
@@ -105,18 +112,17 @@ class TiersPlan:
             "saved_ms_per_request": saved_s * 1e3 / self._num_requests,
         }
 
-    def _larger_hosts(self) -> list[list[Tier]]:
-        """Return the tiers with no host memory, and with more and more, until it holds all that is ever found."""
-        device, *below = self._tiers
-        if not below:
+    def _larger(self, place: int) -> list[list[Tier]]:
+        """Return the tiers with none of one below the device, and with more, until it holds all that is ever found."""
+        if place >= len(self._tiers):
             return []
-        host, *rest = below
-        most = max(self._plan.curve.most_pages - device.pages, 0)
-        sizes = {0, host.pages, most, *(device.pages << step for step in range(DOUBLINGS)), device.pages // 2}
+        device, tier = self._tiers[0], self._tiers[place]
+        most = max(self._plan.curve.most_pages - sum(above.pages for above in self._tiers[:place]), 0)
+        sizes = {0, tier.pages, most, *(device.pages << step for step in range(DOUBLINGS)), device.pages // 2}
         return [
-            [device, msgspec.structs.replace(host, pages=size), *rest]
+            [*self._tiers[:place], msgspec.structs.replace(tier, pages=size), *self._tiers[place + 1 :]]
             for size in sorted(sizes)
-            if size <= max(most, host.pages)
+            if size <= max(most, tier.pages)
         ]
 
     def _next(self, place: int) -> dict[str, Any]:

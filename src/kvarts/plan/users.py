@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.plan.replays import share_kept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.editing import repeated
@@ -102,13 +103,12 @@ class UsersPlan:
             trace = self._trace if copies == 1 else repeated(self._trace, copies)
             config = msgspec.structs.replace(self._config, concurrency=users, speedup=1.0)
             summary = replay(trace, config).summary
-            goodput = summary["goodput"]
             self._found[users] = {
                 "users": users,
                 "hit_ratio": summary["prefix_hit_ratio"],
                 **{name: summary[name] for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")},
                 "request_throughput_per_s": summary["request_throughput_per_s"],
-                "slo_ratio": None if goodput is None else goodput["ratio"],
+                "slo_ratio": share_kept(summary),
                 "num_rejected": summary["num_rejected"],
                 "limited_by": summary["limited_by"]["cause"],
                 "command": self._command(users, copies),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_config", "resolve_replay"]
 
 MOST_SPEEDUP = 1e12
+MOST_COST_FACTOR = 1e6
 RouterName = Literal["round-robin", "least-loaded", "prefix"]
 
 
@@ -113,6 +114,9 @@ class ReplayConfig(
             default="polynomial; with --device, its roofline",
         ),
     ] = msgspec.field(default_factory=_default_cost)
+    cost_factor: Annotated[
+        float, setting("Multiply what each step takes by X: how much an answer hangs on the cost model.", metavar="X")
+    ] = 1.0
     replicas: Annotated[
         int, setting("Engines of this configuration; of several models, devices with all of them.", metavar="N")
     ] = 1
@@ -151,6 +155,7 @@ class ReplayConfig(
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
+        check_number(self.cost_factor, "cost_factor", above=True, most=MOST_COST_FACTOR)
         if self.concurrency is not None and self.speedup != 1.0:
             raise SettingError(
                 "a closed loop has no arrival times to speed up",
@@ -169,7 +174,13 @@ class ReplayConfig(
 
     @property
     def cost_model(self) -> CostModel:
-        """The cost model that `cost` names."""
+        """The cost model that `cost` names, times `cost_factor`."""
+        from kvarts.executor.scaled import ScaledCost
+
+        return self._cost if self.cost_factor == 1.0 else ScaledCost(self._cost, self.cost_factor)
+
+    @property
+    def _cost(self) -> CostModel:
         from kvarts.executor.cost import CallableCost
 
         cost: CostModel = self.cost if hasattr(self.cost, "decode_ns") else CallableCost(self.cost)
@@ -192,9 +203,11 @@ class ReplayConfig(
         names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
         values = {encoded: getattr(self, field) for field, encoded in names}
         cost = values["cost"]
-        values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(self.cost_model)
+        values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(self._cost)
         values["slo"] = msgspec.to_builtins(values["slo"])
         values["offload"] = msgspec.to_builtins(values["offload"])
+        if self.cost_factor == 1.0:
+            del values["cost_factor"]
         if self.sessions is None:
             del values["sessions"]
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def load_azure(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
     `skip_bad_lines`.
     """
     path = Path(path)
-    lines = csv.reader(read_text(path, hint="Check the path of the trace.").splitlines())
+    # Lines end in \n, as in an editor that shows the line of an error; str.splitlines knows more ends.
+    lines = csv.reader(StringIO(read_text(path, hint="Check the path of the trace.")))
     try:
         return _trace(path, lines, skip_bad_lines=skip_bad_lines)
     except csv.Error as error:
@@ -97,13 +99,17 @@ def _row(row: list[str]) -> tuple[int, int, int]:
     if digits and not (digits.isascii() and digits.isdecimal()):
         raise InputError(f"{brief(row[0])} is no time", field="TIMESTAMP")
     time_ns = since // timedelta(seconds=1) * 1_000_000_000 + int(digits.ljust(9, "0"))
-    tokens = []
-    for name, text in zip(COLUMNS[1:], row[1:], strict=True):
-        digits = text.strip()
-        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 10 or not 1 <= int(digits) <= MOST_COUNT:
-            raise InputError(f"must be a whole number from 1 to {MOST_COUNT:,}, got {brief(text)}", field=name)
-        tokens.append(int(text))
-    return time_ns, tokens[0], tokens[1]
+    num_prompt, num_output = (
+        _count(text.strip(), name, least=1) for name, text in zip(COLUMNS[1:], row[1:], strict=True)
+    )
+    return time_ns, num_prompt, num_output
+
+
+def _count(text: str, name: str, *, least: int) -> int:
+    """Return a number of tokens."""
+    if not (text.isascii() and text.isdecimal()) or len(text) > 10 or not least <= int(text) <= MOST_COUNT:
+        raise InputError(f"must be a whole number from {least} to {MOST_COUNT:,}, got {brief(text)}", field=name)
+    return int(text)
 
 
 class _BurstRows:
@@ -123,15 +129,10 @@ class _BurstRows:
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds < 1e10:
-            raise InputError(f"must be a number of seconds of at least 0, got {time!r}", field=BURST_COLUMNS[0])
-        tokens = []
-        for name, text in zip(BURST_COLUMNS[1:], counts, strict=True):
-            if not text.isascii() or not text.removesuffix(".0").isdecimal():
-                raise InputError(f"must be a whole number, got {text!r}", field=name)
-            tokens.append(int(text.removesuffix(".0")))
-        if not tokens[0]:
-            raise InputError("must be at least 1, got 0", field=BURST_COLUMNS[1])
-        return (round(seconds * 1e9), tokens[0], tokens[1]) if tokens[1] else None
+            raise InputError(f"must be a number of seconds of at least 0, got {brief(time)}", field=BURST_COLUMNS[0])
+        num_prompt = _count(counts[0].removesuffix(".0"), BURST_COLUMNS[1], least=1)
+        num_output = _count(counts[1].removesuffix(".0"), BURST_COLUMNS[2], least=0)
+        return (round(seconds * 1e9), num_prompt, num_output) if num_output else None
 
 
 def unlike_any_other(index: int, num_tokens: int) -> bytes:

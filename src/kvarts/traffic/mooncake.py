@@ -1,7 +1,8 @@
 """Reader for Mooncake traces: JSON lines with `timestamp`, `input_length`, `output_length`, `hash_ids`.
 
 Read as well, where a row has them: `session_id` and `delay` (ms after the session's turn before), `priority`,
-`output_token_ids`, `request_id`. Other fields are left alone. A hash id stands for `trace_block_size` equal tokens.
+`output_token_ids`, `request_id`, `tenant` (tenants share no page). Other fields are left alone. A hash id stands for
+`trace_block_size` equal tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Row(msgspec.Struct, gc=False):
     priority: Priority = 0
     output_token_ids: list[int] | None = None
     request_id: str | int | None = None
+    tenant: str | int | None = None
 
 
 class MooncakeReader:
@@ -182,6 +184,7 @@ class MooncakeReader:
             and row.session_id is None
             and output_token_ids is None
             and row.request_id is None
+            and row.tenant is None
             and row.priority == 0
         ):
             return TraceRequest(row_number, arrival_ns, units, input_length, output_length)
@@ -198,6 +201,7 @@ class MooncakeReader:
             session_id=None if row.session_id is None else str(row.session_id),
             delay_ns=None if delay is None else round(delay * NS_PER_MS),
             request_id=None if row.request_id is None else str(row.request_id),
+            tenant=None if row.tenant is None else str(row.tenant),
         )
 
 

@@ -38,7 +38,7 @@ def load_recorded(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
     rows: list[RecordedRow] = []
     num_skipped = 0
     decoder = msgspec.json.Decoder(RecordedRow)
-    for number, line in enumerate(read_text(path, hint="Check the path of the trace.").splitlines(), 1):
+    for number, line in enumerate(read_text(path, hint="Check the path of the trace.").split("\n"), 1):
         if not line.strip():
             continue
         try:

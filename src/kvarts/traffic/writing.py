@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvarts.errors import ConfigError
 from kvarts.traffic.trace import Trace, Units, spell
 
 __all__ = ["mooncake_lines"]
@@ -17,14 +16,12 @@ NS_PER_MS = 1_000_000
 
 
 def mooncake_lines(trace: Trace) -> Iterator[bytes]:
-    """Return a line a request. Raise ConfigError for what the form cannot say: tenants.
+    """Return a line a request.
 
     A hash id stands for `trace.unit_tokens` tokens, which the form does not say either.
     """
     encoder = msgspec.json.Encoder()
     for request in trace:
-        if request.tenant is not None:
-            raise ConfigError("cannot be written in Mooncake's form", path=trace.name, field="tenant")
         row: dict[str, Any] = {
             "timestamp": _ms(request.arrival_ns),
             "input_length": request.num_prompt_tokens,
@@ -41,6 +38,8 @@ def mooncake_lines(trace: Trace) -> Iterator[bytes]:
             row["output_token_ids"] = _ids(request.output_units)
         if request.request_id is not None:
             row["request_id"] = request.request_id
+        if request.tenant is not None:
+            row["tenant"] = request.tenant
         yield encoder.encode(row) + b"\n"
 
 

@@ -1,0 +1,87 @@
+"""The part of `kvarts replay` that is about eviction policies of the league."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from kvarts.cli.parts import Part, Run
+from kvarts.errors import ConfigError
+from kvarts.settings import Given, Section, setting
+
+if TYPE_CHECKING:
+    from kvarts.sim.config import ReplayConfig
+    from kvarts.traffic.trace import Trace
+
+__all__ = ["PART", "PolicySettings", "check_policy", "find_on_path", "with_policy"]
+
+KEY = "eviction"
+
+
+class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Which cached pages go next, by name."""
+
+    eviction: Annotated[
+        str | None,
+        setting(
+            "Which cached pages go next: a policy of `kvarts plan --league`, such as arc, or module:Class.",
+            metavar="NAME",
+            default="lru",
+        ),
+    ] = None
+
+
+class PolicyPart(Part):
+    """An eviction policy by its name. One that is told when sessions end learns it from the trace."""
+
+    sections = (Section(struct=PolicySettings, title="Engine and load"),)
+
+    def check(self, given: Given) -> None:
+        """Raise ConfigError for what is no policy, and for several models, each of which has its own eviction order."""
+        if KEY in given and given.names("models"):
+            raise given.error(KEY, "is for one model", hint="In Python, each model can have its own.")
+        check_policy(given)
+
+    def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
+        """Return the run where a policy is named."""
+        if KEY not in given:
+            return None
+        from kvarts.cli.plan_run import PolicyRun
+
+        return PolicyRun(given, trace, sections)
+
+
+def check_policy(given: Given) -> None:
+    """Raise ConfigError for an `eviction` that is no policy."""
+    from kvarts.traffic.trace import Trace
+
+    if KEY in given:
+        _find(given, Trace([]))
+
+
+def with_policy(config: ReplayConfig, given: Given, trace: Trace) -> ReplayConfig:
+    """Return `config` with the policy that was given, if one was. Raise ConfigError for what is none."""
+    return msgspec.structs.replace(config, eviction=_find(given, trace)) if KEY in given else config
+
+
+def find_on_path(name: str, trace: Trace) -> Any:
+    """Return what makes the order that `name` says, also from a module of the working directory."""
+    from kvarts.plan.league import find_policy
+
+    if "" not in sys.path:
+        sys.path.append(str(Path.cwd()))  # where a policy of one's own is most often
+    return find_policy(name, trace)
+
+
+def _find(given: Given, trace: Trace) -> Any:
+    try:
+        return find_on_path(given[KEY], trace)
+    except ConfigError as error:
+        raise given.error(KEY, error.what, hint=error.hint) from error
+
+
+PART = PolicyPart()

@@ -1,0 +1,24 @@
+"""A replay of one model with an eviction policy of the league."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvarts.cli.plan_policy import with_policy
+from kvarts.cli.replay import OneRun
+
+if TYPE_CHECKING:
+    from kvarts.traffic.trace import Trace
+
+__all__ = ["PolicyRun"]
+
+
+class PolicyRun(OneRun):
+    """A replay with the policy that was given."""
+
+    def load(self) -> tuple[Trace, Sequence[Trace]]:
+        """Load the trace, and let the policy know what it says of sessions."""
+        traffic, traces = super().load()
+        self.config = with_policy(self.config, self._given, traffic)
+        return traffic, traces

@@ -1,0 +1,39 @@
+"""A cost model times a factor: how an answer changes if steps take longer, or less long, than a model says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvarts.limits import LATEST_NS, TooLateError
+
+if TYPE_CHECKING:
+    from kvarts.executor.cost import CostModel
+    from kvarts.sched.plan import Batch
+
+__all__ = ["ScaledCost"]
+
+
+class ScaledCost:
+    """`cost` times `factor`. Each step is rounded by itself, so sums do not depend on how steps were asked for."""
+
+    def __init__(self, cost: CostModel, factor: float) -> None:
+        self._cost = cost
+        self._factor = factor
+
+    def step_ns(self, batch: Batch) -> int:
+        """Return the duration of a step. Raise TooLateError for one that is longer than virtual time."""
+        return self._scaled(self._cost.step_ns(batch))
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
+        """Return the durations of steps of decodes. Raise TooLateError."""
+        durations = self._cost.decode_ns(num_decodes, known_tokens, pool_tokens, num_steps)
+        return [self._scaled(duration) for duration in durations]
+
+    def _scaled(self, duration_ns: int) -> int:
+        scaled = duration_ns * self._factor
+        if scaled > LATEST_NS:
+            raise TooLateError
+        return round(scaled)
+
+    def __repr__(self) -> str:
+        return f"{self._cost!r} times {self._factor:g}"

@@ -1,0 +1,134 @@
+"""What a plan recommends: an option has a command that replays it, what limits it, and what would change the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvarts.plan.cache import CachePlan
+from kvarts.plan.ladder import MOST_REPLICAS
+from kvarts.plan.replays import Replays, Step
+
+__all__ = ["cheapest_option", "other_option"]
+
+Option = dict[str, Any]
+
+
+def cheapest_option(
+    replays: Replays, step: Step, below: Step | None, slo_share: float, found: Mapping[str, Any]
+) -> Option:
+    """Return the least that keeps the SLO; `below`, the step before it, does not. `found`: what else was looked for."""
+    option = _option(replays, "cheapest", step, f"the least that keeps the SLO for {slo_share:.0%} of requests")
+    option["keeps_slo"] = True
+    if below is None:
+        option["would_change"].append("no smaller step holds every request")
+    else:
+        share = replays.at(below)["slo_ratio"]
+        option["step_below"] = {
+            "replicas": below.replicas,
+            "pages": below.pages,
+            "slo_ratio": share,
+            "command": replays.at(below)["command"],
+        }
+        option["would_change"].append(f"one step less, {_named(below)}, keeps the SLO for {share:.1%} only")
+    option["would_change"] += [
+        *_by_rate(step, found.get("largest_rate")),
+        *_by_cost(found["sensitivity"]),
+        *_by_router(found["replicas"]),
+    ]
+    return option
+
+
+def other_option(
+    replays: Replays, plan: CachePlan, name: str, num_pages: int, what: str, most: int, slo_share: float | None
+) -> Option:
+    """Return the option with `num_pages` in all, over replicas with at most `most`, or as near as replicas come."""
+    needed = max(1, -(-num_pages // most))
+    replicas = min(needed, MOST_REPLICAS)
+    pages = most if replicas > 1 else max(num_pages, min(plan.least_pages, most))
+    option = _option(replays, name, Step(replicas, pages), what)
+    if needed > replicas:
+        option["notes"].append(f"it would take {needed:,} replicas; this is as many as are tried")
+    if slo_share is not None:
+        option["keeps_slo"] = replays.at(Step(replicas, pages))["slo_ratio"] >= slo_share
+    total = replicas * pages
+    now, half, twice = (plan.curve.hit_ratio(size) for size in (total, max(total // 2, plan.least_pages), 2 * total))
+    optimum = plan.point(total)["optimum_hit_ratio"]
+    option["would_change"] = [
+        f"one request at a time these pages find {now:.1%}, half of them {half:.1%}, twice as many {twice:.1%}",
+        f"a policy that knew the future would find {optimum:.1%} with the same pages",
+    ]
+    return option
+
+
+def _option(replays: Replays, name: str, step: Step, what: str) -> Option:
+    point = replays.at(step)
+    kept = point["slo_ratio"]
+    notes = [
+        f"{_share(point['hit_ratio'])} hits, TTFT p99 {_ms(point['ttft_ms']['p99'])}, "
+        f"TPOT p99 {_ms(point['tpot_ms']['p99'])}" + ("" if kept is None else f"; SLO kept by {kept:.1%}"),
+        f"limited by {point['limited_by'].replace('_', ' ')}",
+    ]
+    if point["advice"]:
+        notes.append(point["advice"])
+    return {
+        "name": name,
+        "what": f"{what}: {_named(step)}",
+        "replicas": step.replicas,
+        "pages": step.pages,
+        "keeps_slo": None,
+        "command": point["command"],
+        "limited_by": point["limited_by"],
+        "notes": notes,
+        "would_change": [],
+    }
+
+
+def _by_rate(step: Step, largest: Mapping[str, Any] | None) -> list[str]:
+    """Return up to which rate a step holds, where that is the step that the largest rate was looked for with."""
+    if (
+        largest is None
+        or largest["rate"] is None
+        or (largest["replicas"], largest["pages"])
+        != (
+            step.replicas,
+            step.pages,
+        )
+    ):
+        return []
+    until = "" if largest["fails_at"] is None else f", and not at {largest['fails_at']:.3g} times"
+    return [f"it keeps the SLO up to {largest['rate']:.3g} times the rate of the trace{until}"]
+
+
+def _by_cost(sensitivity: Mapping[str, Any]) -> list[str]:
+    texts = []
+    for answer, way in zip(sensitivity["answers"], ("shorter", "longer"), strict=True):
+        cheapest = answer["cheapest"]
+        if cheapest is None:
+            then = "nothing keeps it"
+        elif cheapest["is_same"]:
+            then = "the answer is the same"
+        else:
+            then = f"it takes {_named(Step(cheapest['replicas'], cheapest['pages']))}"
+        texts.append(f"if steps are {sensitivity['cost_error']:.0%} {way} than the cost model says, {then}")
+    return texts
+
+
+def _by_router(replicas: Mapping[str, Any]) -> list[str]:
+    rows = replicas["by_router"]
+    if all(row["replicas"] == 1 for row in rows):
+        return []
+    texts = [f"{'too many' if row['replicas'] is None else row['replicas']} with {row['router']}" for row in rows]
+    return ["replicas it takes: " + ", ".join(texts)]
+
+
+def _named(step: Step) -> str:
+    return f"{step.replicas} x {step.pages:,} pages"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} ms"

@@ -1,0 +1,138 @@
+"""Replays of one trace under settings that differ in memory, replicas, rate, router and cost: each is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvarts.plan.cache import CachePlan
+from kvarts.report.advice import advice
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+
+__all__ = ["Replays", "Step", "share_kept"]
+
+
+def share_kept(summary: dict[str, Any]) -> float | None:
+    """Return the share of all requests of a replay that kept its SLO; None without one. A refused request does not.
+
+    `goodput.ratio` of the report is a share of what was completed.
+    """
+    goodput = summary["goodput"]
+    if goodput is None:
+        return None
+    share: float = (goodput["ratio"] or 0.0) * summary["num_completed"] / summary["num_requests"]
+    return share
+
+
+class Step(msgspec.Struct, frozen=True, order=True):
+    """One option: how many replicas, and the pages of each."""
+
+    replicas: int
+    pages: int
+
+
+class _Case(msgspec.Struct, frozen=True, order=True):
+    step: Step
+    rate: float
+    router: str
+    cost_factor: float
+
+
+class Replays:
+    """Replays of the trace of `plan` under `config`, with changes.
+
+    `command`: answers the command line that replays with changes, by the keys of settings. `router`: for more than one
+    replica, unless another is asked for.
+    """
+
+    def __init__(
+        self,
+        plan: CachePlan,
+        config: ReplayConfig,
+        *,
+        command: Callable[[dict[str, Any]], str],
+        router: str,
+        on_replay: Callable[[], object] | None = None,
+    ) -> None:
+        self.router = router
+        self._plan = plan
+        self._config = config
+        self._command = command
+        self._on_replay = on_replay
+        self._found: dict[_Case, dict[str, Any]] = {}
+
+    def points(self) -> list[dict[str, Any]]:
+        """Return all that were made, by memory and then by rate."""
+        return [self._found[case] for case in sorted(self._found)]
+
+    def at(
+        self, step: Step, *, rate: float | None = None, router: str | None = None, cost_factor: float | None = None
+    ) -> dict[str, Any]:
+        """Return what the replay of a step says. `cost_factor`: times that of the configuration."""
+        case = self._case(step, rate, router, cost_factor)
+        if case not in self._found:
+            if self._on_replay is not None:
+                self._on_replay()
+            self._found[case] = self._replayed(case)
+        return self._found[case]
+
+    def has(self, step: Step, *, router: str | None = None) -> bool:
+        """Return whether a step was replayed with nothing else changed."""
+        return self._case(step, None, router, None) in self._found
+
+    def _case(self, step: Step, rate: float | None, router: str | None, cost_factor: float | None) -> _Case:
+        config = self._config
+        return _Case(
+            step,
+            config.speedup if rate is None else rate,
+            config.router if step.replicas == 1 else router or self.router,
+            config.cost_factor * (1.0 if cost_factor is None else cost_factor),
+        )
+
+    def _replayed(self, case: _Case) -> dict[str, Any]:
+        step = case.step
+        config = msgspec.structs.replace(
+            self._config,
+            num_pages=step.pages,
+            replicas=step.replicas,
+            router=case.router,
+            speedup=case.rate,
+            cost_factor=case.cost_factor,
+        )
+        summary = replay(self._plan.trace, config).summary
+        goodput = summary["goodput"]
+        return {
+            "replicas": step.replicas,
+            "pages": step.pages,
+            "router": case.router,
+            "rate": case.rate,
+            "cost_factor": case.cost_factor,
+            "hit_ratio": summary["prefix_hit_ratio"],
+            "predicted_hit_ratio": self._plan.curve.hit_ratio(step.pages) if step.replicas == 1 else None,
+            **{name: summary[name] for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")},
+            "request_throughput_per_s": summary["request_throughput_per_s"],
+            "goodput_per_s": None if goodput is None else goodput["requests_per_s"],
+            "slo_ratio": share_kept(summary),
+            "num_rejected": summary["num_rejected"],
+            "num_preemptions": summary["num_preemptions"],
+            "limited_by": summary["limited_by"]["cause"],
+            "advice": advice(summary),
+            "command": self._command(self._changes(case)),
+        }
+
+    def _changes(self, case: _Case) -> dict[str, Any]:
+        """Return what the command line says of a case; what is as it was given says itself."""
+        config, step = self._config, case.step
+        changes: dict[str, Any] = {"pages": step.pages}
+        if step.replicas != 1 or config.replicas != 1:
+            changes["replicas"] = step.replicas
+        if step.replicas != 1:
+            changes["router"] = case.router
+        if case.rate != config.speedup:
+            changes["speedup"] = case.rate
+        if case.cost_factor != config.cost_factor:
+            changes["cost_factor"] = case.cost_factor
+        return changes
