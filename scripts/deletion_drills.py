@@ -43,7 +43,7 @@ ALL = "all"
 
 ROOMS = {
     "plan": ("plan",),
-    "sharing": ("sharing",),
+    "sharing": ("sharing", "openai_api/several"),
     "offload": ("offload",),
     "record": ("record",),
     "audit": ("audit",),
@@ -51,7 +51,7 @@ ROOMS = {
     "connect": ("connect",),
     "kv_events": ("serve/kv_events",),
     "openai_api": ("openai_api",),
-    "session": ("session", "serve", "client", "proto"),
+    "session": ("session", "serve", "client", "proto", "openai_api/sessions"),
     "llm": ("llm", "executor/torch"),
 }
 """Each room that can be deleted, and its folders, in the order in which the drill of all deletes them."""
@@ -163,6 +163,8 @@ class Drill:
         package, tests = self.copy / "src" / "kvarts", self.copy / "tests"
         modules = [*gone.modules]
         for folder in ROOMS[room]:
+            if not (package / folder).exists():
+                continue  # it is in a room that is gone already
             shutil.rmtree(package / folder)
             modules.append(f"kvarts.{folder.replace('/', '.')}")
             shutil.rmtree(tests / folder, ignore_errors=True)

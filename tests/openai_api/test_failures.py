@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from kvarts.openai_api.failures import NO_FAILURE, FailureScript, parse_failure
 
 from builders.http_client import call, events_of, raw
 from builders.plugin import PLUGIN
+from builders.rooms import HAS_OFFLOAD
 
 COMPLETIONS = "/v1/completions"
+needs_offload = pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 BODY = {"prompt": "hello", "max_tokens": 8, "stream": True}
 
 
@@ -47,7 +50,20 @@ def test_a_rate_is_about_what_it_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["often: 500", "first 2: 200", "every 0th: 500", "rate 101%: 500", "stall", "first two: 500", "1: retry"]
+    "script",
+    [
+        "often: 500",
+        "first 2: 200",
+        "every 0th: 500",
+        "rate 101%: 500",
+        "stall",
+        "first two: 500",
+        "1: retry",
+        "transfers: 500",
+        "transfers often: fail",
+        "transfers every 0th: fail",
+        "all: fail",
+    ],
 )
 def test_what_is_no_script_is_refused(script: str) -> None:
     with pytest.raises(ConfigError, match="A rule is WHICH"):
@@ -180,3 +196,54 @@ def test_the_fixture_says_what_a_client_did_wrong(pytester: pytest.Pytester) -> 
             "*the answer to request 1 to /v1/completions was not read to its end",
         ]
     )
+
+
+# Of the engine ----------------------------------------------------------------------------------------------
+
+
+def test_transfers_fail_by_number_and_by_seed() -> None:
+    plan = FailureScript("first 1: 429; transfers every 3rd: fail; transfers 4-5: fail")
+    assert [plan.transfer_fails(number) for number in range(1, 8)] == [False, False, True, True, True, True, False]
+    assert plan.has_transfers and plan.next().status == 429 and plan.next() is NO_FAILURE
+    rate = [FailureScript("transfers rate 30%: fail", seed=seed) for seed in (1, 1, 2)]
+    drawn = [[plan.transfer_fails(number) for number in range(1, 100)] for plan in rate]
+    assert drawn[0] == drawn[1] != drawn[2] and 10 < sum(drawn[0]) < 60
+
+
+@needs_offload
+@pytest.mark.parametrize("at_run_time", [False, True])
+def test_a_transfer_that_fails_costs_a_prompt_computed_again_and_no_page(start: Any, *, at_run_time: bool) -> None:
+    from kvarts.offload.config import OffloadConfig
+
+    script = "transfers: fail"
+    offload = OffloadConfig(host_pages=400, policy="eager")
+    # Computing costs more than loading: what is below is worth a load.
+    cost = "linear:step_ms=0.2,chunk_token_ms=0.05"
+    server = start(pages=40, page_size=4, max_seqs=4, cost=cost, offload=offload, fail="" if at_run_time else script)
+    if at_run_time:
+        assert call(server.url, "/admin/config", {"fail": script}).status == 200
+    prompts = [[number] * 60 for number in range(8)]
+    answers: dict[int, str] = {}
+    for _ in range(2):
+        for number, prompt in enumerate(prompts):
+            reply = call(server.url, COMPLETIONS, {"prompt": prompt, "max_tokens": 4})
+            assert reply.status == 200
+            assert answers.setdefault(number, reply.json["choices"][0]["text"]) == reply.json["choices"][0]["text"]
+    text = call(server.url, "/metrics").payload.decode()
+    assert re.search(r'kvarts:transfers_total\{[^}]*kind="failed"[^}]*\} [1-9]', text)
+    assert re.search(r'kvarts:transfers_total\{[^}]*kind="stores"[^}]*\} [1-9]', text)
+    assert re.search(r"vllm:external_prefix_cache_hits_total\{[^}]*\} 0", text)
+    call(server.url, "/admin/config", {"fail": ""})
+    for prompt in prompts * 2:
+        call(server.url, COMPLETIONS, {"prompt": prompt, "max_tokens": 4})
+    text = call(server.url, "/metrics").payload.decode()
+    assert re.search(r"vllm:external_prefix_cache_hits_total\{[^}]*\} [1-9]", text)
+
+
+def test_transfers_that_there_are_not_cannot_fail(start: Any) -> None:
+    with pytest.raises(ConfigError, match="no tiers"):
+        start(fail="transfers: fail")
+    server = start()
+    refused = call(server.url, "/admin/config", {"fail": "transfers: fail", "max_queued": 7})
+    assert refused.status == 400 and refused.error["param"] == "fail"
+    assert call(server.url, "/admin/config").json["max_queued"] == 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.content import Content
-from kvarts.events import Arrived, Event, Finished, StepDone
+from kvarts.events import StepDone
 from kvarts.executor.cost import LinearCost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door, open_mock
@@ -24,65 +22,8 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.recorded import RecordedRow, recorded_trace
 
+from builders.parity import Heard, Sent, shifted
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
-
-
-class Heard:
-    """An EventReader that keeps what it hears, in values that can be compared."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def observe(self, events: Sequence[Event]) -> None:
-        self.events += [told(event) for event in events]
-
-
-def told(event: Event) -> Any:
-    """An event as a value: contents by what they hold of the pages that the event is about."""
-    fields = []
-    for name in event.__struct_fields__:
-        if name == "max_tokens":
-            continue  # a replay asks for as many as there were
-        value = getattr(event, name)
-        if isinstance(value, Content):
-            known = value.num_known_tokens
-            if isinstance(event, Arrived):
-                known = event.num_prompt_tokens  # a replay knows from the beginning what will be generated
-            elif not isinstance(event, Finished):
-                last = "start_page" if name == "parent" else "end_page"
-                known = min(known, getattr(event, last, 0) * value.page_size)
-            value = (value.owner, value.salt, value.tokens(0, known).tolist())
-        if name == "runs":
-            value = [
-                (run.owner, run.salt, run.tokens(0, end * run.page_size).tolist(), start) for run, start, end in value
-            ]
-        fields.append((name, value))
-    return type(event).__name__, tuple(fields)
-
-
-def shifted(events: list[Any], by_ns: int) -> list[Any]:
-    """The same at another time: a replay begins with its first request."""
-    return [
-        (
-            kind,
-            tuple(
-                (name, value - by_ns if name in ("start_ns", "end_ns", "time_ns") else value) for name, value in fields
-            ),
-        )
-        for kind, fields in events
-    ]
-
-
-class Sent(msgspec.Struct):
-    """A request: after how long it is sent, and what it asks."""
-
-    delay_ms: float
-    prompt: list[int]
-    num_tokens: int
-    priority: int = 0
-    salt: str | None = None
-    num_stops: int = 0
-    """So many of the words end it."""
 
 
 def served_live(config: ReplayConfig, sent: list[Sent], *, speedup: float) -> tuple[list[RecordedRow], list[Any]]:
@@ -159,7 +100,7 @@ requests = st.builds(
 
 
 @pytest.mark.laws
-@settings(deadline=None)
+@settings(deadline=None, max_examples=settings().max_examples // 2)
 @given(
     sent=st.lists(requests, min_size=1, max_size=12),
     pages=st.integers(6, 24),

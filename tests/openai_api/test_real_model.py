@@ -40,7 +40,7 @@ def url(directory: str) -> Iterator[str]:
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
-        server = OpenAIServer(opened.app, opened.served, Address(port=0))
+        server = OpenAIServer(opened.app, opened.models, Address(port=0))
         await server.start()
         stopping = asyncio.Event()
         started.set_result((server.url, asyncio.get_running_loop(), stopping))
@@ -125,4 +125,6 @@ def test_chats_hits_and_errors(url: str) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     reply = call(url, CHAT, {"messages": messages, "tools": tools, "tool_choice": "required"})
     assert reply.error["param"] == "tool_choice"
+    reply = call(url, CHAT, {"messages": messages, "response_format": {"type": "json_object"}})
+    assert reply.status == 400 and reply.error["param"] == "response_format"
     assert json.loads(call(url, "/v1/models").payload)["data"][0]["max_model_len"] == 256 * 4

@@ -47,6 +47,8 @@ def test_a_recorded_request_is_answered_as_its_client_expects(path: Path, dummy:
         assert (events[-1].get("usage") is not None) == bool(options.get("include_usage"))
         if options.get("continuous_usage_stats"):
             assert all(event["usage"] for event in events[1:])
+    elif "tokenize" in path.stem:
+        assert json.loads(payload)["prompt" if "detokenize" in path.stem else "count"]
     elif method == b"POST":
         assert json.loads(payload)["usage"]["total_tokens" if "responses" not in path.stem else "output_tokens"]
     else:
@@ -55,4 +57,4 @@ def test_a_recorded_request_is_answered_as_its_client_expects(path: Path, dummy:
 
 def test_every_client_of_the_page_is_recorded() -> None:
     clients = {path.stem.split("-GET-")[0].split("-POST-")[0].split("-HEAD-")[0] for path in RECORDED}
-    assert {"aiperf-chat", "aiperf-completions", "guidellm", "openai-2", "openai-3"} <= clients
+    assert {"aiperf-chat", "aiperf-completions", "guidellm", "openai-2", "openai-3", "vllm-bench"} <= clients

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -68,14 +69,13 @@ def http_options() -> list[click.Option]:
 
 def need_http() -> None:
     """Raise ConfigError where the libraries of servers are not installed."""
-    try:
-        import httptools  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
+    # They are looked for, not imported: what only /metrics needs can wait for that.
+    missing = [name for name in ("httptools", "prometheus_client", "uvicorn") if find_spec(name) is None]
+    if missing:
         raise ConfigError(
-            f"a server needs uvicorn, httptools and prometheus-client ({error})", hint="pip install 'kvarts[serve]'."
-        ) from None
+            f"a server needs uvicorn, httptools and prometheus-client (there is no {', no '.join(missing)})",
+            hint="pip install 'kvarts[serve]'.",
+        )
 
 
 def keys_of(values: dict[str, Any]) -> list[str]:
@@ -106,12 +106,13 @@ def say(line: str) -> None:
 def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: str) -> None:
     """Serve until a signal, and write what was to be recorded."""
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
+    from kvarts.report.run_directory import named
 
     async def serve() -> None:
-        server = OpenAIServer(opened.app, opened.served, address)
+        server = OpenAIServer(opened.app, opened.models, address)
         await serve_until_signal(
             server,
-            opened.served,
+            opened.models,
             lambda url: say(f"{what} on {url}/v1"),
             startup_delay_s=values["startup_delay"],
             drain_s=values["drain"],
@@ -128,5 +129,13 @@ def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: st
         asyncio.run(serve())
     else:
         uvloop.run(serve())
-    if opened.recorder is not None and values["record"] is not None:
-        opened.recorder.write(values["record"])
+    recorders = {served.names[0]: served.recorder for served in opened.models if served.recorder is not None}
+    if len(recorders) == 1:
+        (recorder,) = recorders.values()
+        recorder.write(values["record"])
+    else:  # a file for each, all with one beginning
+        began_ns = [recorder.began_ns for recorder in recorders.values() if recorder.began_ns is not None]
+        for name, recorder in recorders.items():
+            path = named(values["record"], name)
+            assert path is not None
+            recorder.write(path, began_ns=min(began_ns, default=None))

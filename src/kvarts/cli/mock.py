@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli import kv_events
+from kvarts.cli import (
+    kv_events,
+    mock_sharing,
+)
 from kvarts.cli.http_options import address_of, http_options, keys_of, need_http, serve_http
 from kvarts.cli.options import GroupedCommand, GroupedOption, given_by_flags, options_of
 from kvarts.cli.replay import all_sections
@@ -16,6 +19,7 @@ from kvarts.settings import Given
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
+    from kvarts.openai_api.opening import Opened
 
 __all__ = ["mock_command"]
 
@@ -43,7 +47,8 @@ def _options() -> list[click.Parameter]:
     sections = all_sections()
     keys = [*KEYS, *(setting.key for section in sections if not section.is_named for setting in section.settings
                      if setting.key.startswith(TABLES))]  # fmt: skip
-    of_engine = {option.opts[0]: option for option in reversed(options_of(sections, keys))}
+    of_engine: dict[str, click.Option] = {option.opts[0]: option for option in options_of(sections, keys)}
+    of_engine.update(mock_sharing.options())
     of_mock = [
         GroupedOption(["--seed"], group="Mock", metavar="N", type=int, default=0, help="Of its text. [0]"),
         GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
@@ -51,7 +56,7 @@ def _options() -> list[click.Parameter]:
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
                       help="An answer for which no number is asked ends by itself after about so many. [128]"),
     ]  # fmt: skip
-    options: list[click.Parameter] = [*reversed(of_engine.values()), *of_mock, *http_options()]
+    options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options()]
     options += kv_events.server_options()
     return options
 
@@ -64,6 +69,7 @@ def mock_command(**params: Any) -> None:
     """
     sections = all_sections()
     given = given_by_flags(params, sections)
+    given = mock_sharing.given(params).over(given)
     speedup = params["speedup"]
     if not 0.0 < speedup < float("inf"):
         raise ConfigError(f"must be a finite number above 0, got {speedup}", field="speedup")
@@ -76,7 +82,6 @@ def mock_command(**params: Any) -> None:
 
     keys = keys_of(params)
     address = address_of(params, keys)
-    config = resolve_replay(given, sections)
     limits = Limits(
         max_queued=params["max_queued"],
         retry_after_s=params["retry_after"],
@@ -93,21 +98,34 @@ def mock_command(**params: Any) -> None:
         seed=params["seed"],
         is_recording=params["record"] is not None,
     )
-    name = str(given["model"]) if "model" in given else "mock"
-    token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
     readers: list[EventReader] = []
     sources: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        readers += kv_events.server_readers(stack, params, sources)
-        opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
+        opened: Opened | None = None
+        opened = mock_sharing.open_if_several(given, sections, params, door, speedup=speedup)
+        if opened is None:
+            config = resolve_replay(given, sections)
+            name = str(given["model"]) if "model" in given else "mock"
+            token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
+            readers += kv_events.server_readers(stack, params, sources)
+            opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
         opened.routes.event_sources += sources
-        what = f"{opened.served.names[0]}, mocked with {config.num_pages:,} pages of {config.page_size} tokens,"
-        serve_http(opened, address, params, what=what)
+        serve_http(opened, address, params, what=_told(opened))
+
+
+def _told(opened: Opened) -> str:
+    """Return what is served, in words."""
+    told = [
+        f"{served.names[0]}, mocked with {served.host.config.num_pages:,} pages of "
+        f"{served.host.config.page_size} tokens,"
+        for served in opened.models
+    ]
+    return " and ".join(told)
 
 
 def _over_default(given: Given, sections: Any) -> Given:
     """Return what was given, and the default model and device where nothing says how long steps take."""
-    if any(key in given for key in ("model", "device", "cost")):
+    if given.in_table("models") or any(key in given for key in ("model", "device", "cost")):
         return given
     from kvarts.settings import given_in
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from typing import Any
 
 import click
 
-from kvarts.cli import record
+from kvarts.cli import (
+    http_sessions,
+    record,
+)
 from kvarts.cli.engine_options import MODEL_HELP, engine_options
 from kvarts.cli.options import GroupedCommand, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
@@ -20,6 +24,9 @@ from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes
 
 __all__ = ["sessions_command"]
+
+Beside = Callable[[Any], AbstractAsyncContextManager[object]]
+"""Serves a runtime at one more door, while it is entered."""
 
 of_model = grouped("Model")
 of_session = grouped("Sessions, where a client asks for nothing else")
@@ -50,6 +57,8 @@ of_address = grouped("Address")
 @of_all("--host-memory", metavar="SIZE", help="Host memory below the pages, for --retention host: 8GiB.")
 @of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
             help="Port 0: a free one.")  # fmt: skip
+@of_address("--http", metavar="HOST:PORT",
+            help="Serve OpenAI's API as well: a request goes on with the session that it names.")  # fmt: skip
 @of_address("--tls-cert", metavar="FILE", type=INPUT, help="Certificate, PEM. With --tls-key: encrypt.")
 @of_address("--tls-key", metavar="FILE", type=INPUT, help="Its key.")
 @of_address("--insecure", is_flag=True, help="Allow an address that others can reach, without encryption.")
@@ -79,7 +88,9 @@ def sessions_command(**values: Any) -> None:
     owners = None if values["token_file"] is None else read_owners(values["token_file"])
     with ExitStack() as stack:
         settings["record"] = record.live_reader(stack, values, settings["say"])
-        asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"]))
+        beside: list[Beside] = []
+        beside += http_sessions.beside(values, settings, owners)
+        asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"], beside))
 
 
 def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +129,9 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-async def _serve(settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int) -> None:
+async def _serve(
+    settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[Beside]
+) -> None:
     from kvarts.serve.server import SessionServer, serve_until_signal
 
     def say(address: str) -> None:
@@ -131,4 +144,7 @@ async def _serve(settings: dict[str, Any], binding: Any, owners: Any, max_messag
     gc.freeze()
     gc.enable()
     server = SessionServer(runtime, binding, owners=owners, max_message_bytes=max_message_bytes)
-    await serve_until_signal(server, say)
+    async with AsyncExitStack() as stack:
+        for door in beside:
+            await stack.enter_async_context(door(runtime))
+        await serve_until_signal(server, say)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
@@ -21,7 +22,8 @@ class ModelHost:
     """A model and the loop that owns its engine. What `core` is asked is asked between steps, by a task of the loop.
 
     `token_bytes`: bytes of KV of a token, over all layers. `max_positions`: the positions it was trained for, or None.
-    `fingerprint` returns what its KV depends on, beside tokens.
+    `fingerprint` returns what its KV depends on, beside tokens. `tokenizer`: that of transformers, of a model that
+    came with one. `eos_ids`: tokens with which it ends.
     """
 
     loop: EngineLoop
@@ -35,3 +37,5 @@ class ModelHost:
     vocab_size: int
     max_positions: int | None
     fingerprint: Callable[[], str]
+    tokenizer: Any = None
+    eos_ids: frozenset[int] = frozenset()

@@ -184,6 +184,8 @@ class LLM:
             vocab_size=self._vocab_size,
             max_positions=self._max_positions,
             fingerprint=lambda: fingerprint(self._model),
+            tokenizer=self.tokenizer,
+            eos_ids=_eos_ids(self._model),
         )
 
     # Requests ---------------------------------------------------------------------------------------------

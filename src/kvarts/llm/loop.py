@@ -21,7 +21,7 @@ from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.text import Completion, Generation
 from kvarts.sampling import SamplingParams
 
-__all__ = ["EngineDeadError", "EngineLoop", "Gone", "Listener"]
+__all__ = ["EngineDeadError", "EngineLoop", "Gone", "Holds", "Listener"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,16 @@ class Gone(Exception):  # noqa: N818  # not an error: nothing listens any more
     """Raised by a listener when its event loop is closed."""
 
 
+class Holds(Protocol):
+    """Passes on what listeners are told, and can keep it for a moment."""
+
+    def hold(self) -> None:
+        """Keep what comes from now on."""
+
+    def release(self) -> None:
+        """Pass on what was kept, all at once."""
+
+
 class EngineLoop:
     """Owner of an LLMEngine. Every method may be called from any thread.
 
@@ -71,6 +81,8 @@ class EngineLoop:
         self._listeners: dict[int, Listener] = {}
         self._unclaimed: list[Completion] = []
         self._error: BaseException | None = None
+        self.held: list[Holds] = []
+        """What is kept while listeners are told of a step: then the thread that reads it does not run beside this."""
 
     # By hand ----------------------------------------------------------------------------------------------
 
@@ -279,6 +291,15 @@ class EngineLoop:
         except BaseException as error:
             self._close(error)
             raise
+        for held in self.held:
+            held.hold()
+        try:
+            self._tell(completions)
+        finally:
+            for held in self.held:
+                held.release()
+
+    def _tell(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             listener = self._listeners.get(completion.index)
             if listener is None:

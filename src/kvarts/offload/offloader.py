@@ -11,7 +11,7 @@ transfers under way, and their parts would hand each other all of these.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
@@ -88,6 +88,8 @@ class Offloader:
         self._deadline_ns = deadline_ns
         self._num_workers = workers
         self._fail_every = fail_every
+        self.fails: Callable[[int], bool] | None = None
+        """Whether a transfer fails on purpose, by its number from 1; for those of `fail_every` besides."""
         self.page_bytes = page_bytes
         self.full_prompt_hits = full_prompt_hits
         self.counts = OffloadCounts()
@@ -312,7 +314,7 @@ class Offloader:
         while due and due[0][0] <= now_ns:
             transfer_id = heappop(due)[1]
             under_way = self._under_way.pop(transfer_id)
-            if fail_every and (transfer_id + 1) % fail_every == 0:
+            if (fail_every and (transfer_id + 1) % fail_every == 0) or (self.fails and self.fails(transfer_id + 1)):
                 under_way.num_good_pages = 0
             self._end(transfer_id, under_way)
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 from time import monotonic
 from typing import Protocol
@@ -53,6 +54,7 @@ class Outbox:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = Lock()
         self._marked: list[Answer] = []
+        self._is_holding = False
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let answers be read in `loop` from now on."""
@@ -65,8 +67,25 @@ class Outbox:
                 return
             answer.is_marked = True
             self._marked.append(answer)
-            if len(self._marked) > 1:
+            if self._is_holding or len(self._marked) > 1:
                 return
+        self._wake_soon()
+
+    def hold(self) -> None:
+        """Wake nothing until `release`."""
+        with self._lock:
+            self._is_holding = True
+
+    def release(self) -> None:
+        """Have everything woken that was marked meanwhile."""
+        with self._lock:
+            self._is_holding = False
+            if not self._marked:
+                return
+        with suppress(Gone):
+            self._wake_soon()
+
+    def _wake_soon(self) -> None:
         try:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._wake)

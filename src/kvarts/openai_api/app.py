@@ -13,20 +13,23 @@ from uuid import uuid4
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.openai_api.bodies import model_in
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
 from kvarts.openai_api.http import ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send
+from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import Routes
-from kvarts.openai_api.served import Served
+from kvarts.openai_api.served import Health, Limits
 
-__all__ = ["ABORT", "OpenAIApp"]
+__all__ = ["ABORT", "OpenAIApp", "OwnerOf", "Watcher"]
 
 ABORT = "kvarts.abort"
 """The extension of a scope that closes the connection at once."""
 
 Handler = Callable[[Exchange], Awaitable[None]]
+OwnerOf = Callable[[str], str | None]
 LOG = logging.getLogger("kvarts.openai_api")
 MAX_ID_CHARS = 256
 
@@ -43,26 +46,51 @@ class Watcher:
         """
 
 
+class _Keys:
+    """Keys, of which only digests are kept. One alone is of the owner ``, others of an owner each."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        digests = [sha256(key.encode()) for key in keys]
+        self._owners = [(digest.digest(), digest.hexdigest()[:16] if len(keys) > 1 else "") for digest in digests]
+
+    def owner_of(self, key: str) -> str | None:
+        """Return the owner of a key; None if it is none. The time that it takes says nothing of the keys."""
+        digest = sha256(key.encode()).digest()
+        found = None
+        for known, owner in self._owners:
+            if hmac.compare_digest(known, digest):
+                found = owner
+        return found
+
+
 class OpenAIApp:
-    """An ASGI application for one served model. `api_keys`: one of them is asked for below /v1; none: nothing is."""
+    """An ASGI application for what is served. `api_keys`: one of them is asked for below /v1; none: nothing is.
+
+    Several keys are several owners of sessions. `owner_of`: instead of keys, returns the owner of a key, or None
+    for what is no key.
+    """
 
     def __init__(
         self,
-        served: Served,
+        models: Models,
         routes: Routes,
         *,
         script: FailureScript,
         api_keys: Sequence[str] = (),
+        owner_of: OwnerOf | None = None,
         watcher: Watcher | None = None,
     ) -> None:
-        self._served = served
+        self._models = models
         self._routes = routes
-        self._keys = [sha256(key.encode()).digest() for key in api_keys]
+        self._owner_of_key = owner_of
+        if owner_of is None and api_keys:
+            self._owner_of_key = _Keys(api_keys).owner_of
         self._watcher = Watcher() if watcher is None else watcher
         self._num_requests = 0
-        self.script = script
-        generating = Generating(served)
-        responses = Responses(served)
+        self.script = FailureScript()
+        self.set_script(script)
+        generating = Generating(models)
+        responses = Responses(models)
         self._generating: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/completions"): generating.completion,
             ("POST", "/v1/chat/completions"): generating.chat,
@@ -79,6 +107,11 @@ class OpenAIApp:
             ("GET", "/v1/models/"): routes.model,
         }
         self._paths = {path for _, path in (*self._generating, *self._others)}
+
+    def set_script(self, script: FailureScript) -> None:
+        """Let things go wrong as `script` says, from now on. Raise ConfigError for transfers that there are not."""
+        self._models.fail_transfers(script.transfer_fails if script.has_transfers else None)
+        self.script = script
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -100,7 +133,7 @@ class OpenAIApp:
                 self._cut(scope, response)
             else:
                 told = api_error(error)
-                if told.status == 500 and self._served.is_alive:
+                if told.status == 500 and self._models.first.host.loop.is_alive:
                     LOG.exception("an unexpected error")
                     told = ApiError(500, f"{type(error).__name__}: {error}")
                 await response.error(told, without_body=request.method == "HEAD")
@@ -115,8 +148,8 @@ class OpenAIApp:
             if request.path in self._paths:
                 raise ApiError(405, f"{method} is not what {request.path} answers to")
             raise ApiError(404, f"there is no {request.path}")
-        self._check_key(request)
-        limits = self._served.limits
+        owner = self._owner_of(request)
+        limits = self._models.first.limits
         payload = await request.body(limits.max_body_bytes, timeout_s=limits.body_timeout_s)
         exchange = Exchange(
             request=request,
@@ -125,6 +158,7 @@ class OpenAIApp:
             request_id=request_id,
             started_s=started_s,
             failure=NO_FAILURE,
+            owner=owner,
         )
         if not is_generating:
             await handler(exchange)
@@ -135,7 +169,7 @@ class OpenAIApp:
         try:
             exchange.failure = self._failure_of(request)
             if exchange.failure.kills_engine:
-                self._served.kill()
+                self._models.of(model_in(payload)).kill()
             exchange.failure.before_request()
             await handler(exchange)
         except ClientGone:
@@ -155,17 +189,18 @@ class OpenAIApp:
             None,
         )
 
-    def _check_key(self, request: HttpRequest) -> None:
-        """Raise ApiError for a request below /v1, or of an administrator, without a key that is known."""
-        if not self._keys or not request.path.startswith(("/v1/", "/admin/")):
-            return
+    def _owner_of(self, request: HttpRequest) -> str:
+        """Return the owner of the key that a request came with.
+
+        Raise ApiError for one below /v1, or of an administrator, without a key that is known.
+        """
+        if self._owner_of_key is None or not request.path.startswith(("/v1/", "/admin/")):
+            return ""
         scheme, _, key = (request.header("authorization") or "").partition(" ")
-        digest = sha256(key.strip().encode()).digest()
-        found = False
-        for known in self._keys:
-            found |= hmac.compare_digest(known, digest)
-        if not found or scheme.lower() != "bearer":
+        found = self._owner_of_key(key.strip())
+        if found is None or scheme.lower() != "bearer":
             raise ApiError(401, "an API key is needed: Authorization: Bearer KEY")
+        return found
 
     def _failure_of(self, request: HttpRequest) -> Failure:
         """Return what goes wrong: what the request asks for itself, or what the script says."""
@@ -187,8 +222,9 @@ class OpenAIApp:
                 {
                     "fail": self.script.text,
                     "num_requests": self.script.num_requests,
-                    "max_queued": self._served.limits.max_queued,
-                    "retry_after_s": self._served.limits.retry_after_s,
+                    "max_queued": self._models.first.limits.max_queued,
+                    "retry_after_s": self._models.first.limits.retry_after_s,
+                    "health": {served.names[0]: served.told_health for served in self._models},
                     "speedup": self._routes.speedup,
                 }
             )
@@ -200,20 +236,27 @@ class OpenAIApp:
             asked: dict[str, Any] = msgspec.json.decode(exchange.payload or b"{}", type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise ApiError(400, f"the body is no JSON object: {error}") from error
-        unknown = sorted(set(asked) - {"fail", "seed", "max_queued", "retry_after_s"})
+        unknown = sorted(set(asked) - {"fail", "health", "seed", *_LIMITS})
         if unknown:
             raise ApiError(400, f"{unknown[0]!r} cannot be set", param=unknown[0])
         try:
             limits = msgspec.convert(
-                {**msgspec.to_builtins(self._served.limits), **{k: v for k, v in asked.items() if k in _LIMITS}},
-                type(self._served.limits),
+                {**msgspec.to_builtins(self._models.first.limits), **{k: v for k, v in asked.items() if k in _LIMITS}},
+                Limits,
             )
+            health = msgspec.convert(asked.get("health", {}), dict[str, Health])
             script = FailureScript(str(asked["fail"]), seed=int(asked.get("seed", 0))) if "fail" in asked else None
         except (msgspec.ValidationError, ConfigError, ValueError, TypeError) as error:
             raise ApiError(400, str(error)) from error
-        self._served.limits = limits
         if script is not None:
-            self.script = script
+            self.set_script(script)
+        changes = [(self._models.by_own_name(name), state) for name, state in health.items()]
+        for served in self._models:
+            served.limits = msgspec.structs.replace(
+                served.limits, max_queued=limits.max_queued, retry_after_s=limits.retry_after_s
+            )
+        for served, state in changes:
+            await served.set_health(state)
         await self._tell_config(exchange)
 
     def _cut(self, scope: Scope, response: HttpResponse) -> None:

@@ -14,11 +14,39 @@ from kvarts.errors import ConfigError, parts_of
 from kvarts.openai_api.errors import ApiError
 from kvarts.sampling import SamplingParams
 
-__all__ = ["ChatBody", "CompletionBody", "GenerationBody", "ResponsesBody", "StreamOptions", "decoded", "messages_of"]
+__all__ = [
+    "ChatBody",
+    "CompletionBody",
+    "GenerationBody",
+    "ResponsesBody",
+    "StreamOptions",
+    "check_response",
+    "decoded",
+    "messages_of",
+    "model_in",
+]
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+
+NOT_DONE = (
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "best_of",
+    "use_beam_search",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "suffix",
+    "functions",
+    "function_call",
+)
 
 BodyT = TypeVar("BodyT")
 
@@ -57,6 +85,27 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
+    # What would change the answer, and is not done: refused, not left alone.
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    def check(self) -> None:
+        """Raise ApiError for what is asked for and not done: a client would believe that it was."""
+        best_of = self.best_of if self.best_of not in (None, self.num_choices) else None
+        for name in NOT_DONE:
+            value = best_of if name == "best_of" else getattr(self, name, None)
+            if value not in (None, False, "", [], {}):
+                raise ApiError(400, "is not done here: leave it out", param=name)
 
     @property
     def num_choices(self) -> int:
@@ -104,6 +153,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     logprobs: int | bool | None = None
     echo: bool | None = None
     suffix: str | None = None
+    response_format: dict[str, Any] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts. Raise ApiError for what is none."""
@@ -138,6 +188,8 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -181,8 +233,24 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     seed: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
+    text: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+
+
+class _NamedBody(msgspec.Struct):
+    model: str | None = None
+
+
+def model_in(payload: bytes) -> str | None:
+    """Return the model that a body names; None for a body that names none, or is none."""
+    try:
+        return msgspec.json.decode(payload, type=_NamedBody).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def decoded(payload: bytes, kind: type[BodyT]) -> BodyT:
@@ -196,6 +264,18 @@ def decoded(payload: bytes, kind: type[BodyT]) -> BodyT:
         raise ApiError(400, f"the body is no JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
+
+
+def check_response(body: ResponsesBody) -> None:
+    """Raise ApiError for what is asked of a response and not done."""
+    form = (body.text or {}).get("format")
+    if isinstance(form, dict) and form.get("type", "text") != "text":
+        raise ApiError(400, f"{form.get('type')!r} is of chat completions: a response is text", param="text.format")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise ApiError(400, "calls of tools are of chat completions: ask for 'auto' or 'none'", param="tool_choice")
+    for name in ("background", "conversation"):
+        if getattr(body, name):
+            raise ApiError(400, "is not done here: leave it out", param=name)
 
 
 def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> list[dict[str, Any]]:

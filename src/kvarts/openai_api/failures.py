@@ -5,7 +5,11 @@ A script is made of rules, parted by semicolons; the first rule that applies to 
     first 2: 429 retry_after=1; every 10th: cut after 5 chunks; 7-9: stall 3s; rate 1%: bad chunk; rest: ok
 
 Requests are counted from 1, over all endpoints that generate. `rate` draws by the seed and the request's number, so the
-same script on the same sequence of requests fails the same ones.
+same script on the same sequence of requests fails the same ones. Rules that begin with `transfers` are of the engine:
+
+    transfers every 3rd: fail; transfers rate 5%: fail
+
+These are counted from 1 as well, from the transfer that begins next when the script is set.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ __all__ = ["NO_FAILURE", "Cut", "Failure", "FailureScript", "parse_failure"]
 
 GRAMMAR = (
     "A rule is WHICH: WHAT. WHICH: first N, every Nth, N, N-M, rate P%, all. WHAT: a status with or without "
-    "retry_after=S, cut after N chunks, drop, stall Ss, bad chunk, no finish_reason, die, ok."
+    "retry_after=S, cut after N chunks, drop, stall Ss, bad chunk, no finish_reason, die, ok. Of transfers to and from "
+    "tiers: transfers WHICH: fail."
 )
 
 
@@ -144,6 +149,9 @@ _WHICH: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], dict[str, Any]]],
 )
 
 
+_TRANSFERS = re.compile(r"transfers?\b")
+
+
 class FailureScript:
     """What goes wrong, request by request. Owner of the count. Raises ConfigError for what is no script."""
 
@@ -151,23 +159,44 @@ class FailureScript:
         self.text = text
         self.num_requests = 0
         self._seed = seed
-        self._rules = [_rule(part) for part in text.split(";") if part.strip()]
+        parts = [part.strip() for part in text.split(";") if part.strip()]
+        self._rules = [_rule(part) for part in parts if not _TRANSFERS.match(part)]
+        self._of_transfers = [_transfer_rule(part) for part in parts if _TRANSFERS.match(part)]
 
     def next(self) -> Failure:
         """Count a request, and return what goes wrong with it."""
         self.num_requests += 1
         number = self.num_requests
         for rule in self._rules:
-            if not rule.first <= number <= rule.last or number % rule.every:
-                continue
-            if rule.rate < 1.0 and self._drawn(number) >= rule.rate:
-                continue
-            return rule.failure
+            if self._applies(rule, number, ""):
+                return rule.failure
         return NO_FAILURE
 
-    def _drawn(self, number: int) -> float:
-        digest = sha256(f"{self._seed} {number}".encode()).digest()
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any of it is of transfers."""
+        return bool(self._of_transfers)
+
+    def transfer_fails(self, number: int) -> bool:
+        """Return whether a transfer fails, by its number from 1."""
+        return any(self._applies(rule, number, "transfer ") for rule in self._of_transfers)
+
+    def _applies(self, rule: _Rule, number: int, kind: str) -> bool:
+        if not rule.first <= number <= rule.last or number % rule.every:
+            return False
+        return rule.rate >= 1.0 or self._drawn(number, kind) < rule.rate
+
+    def _drawn(self, number: int, kind: str) -> float:
+        digest = sha256(f"{self._seed} {kind}{number}".encode()).digest()
         return int.from_bytes(digest[:8], "little") / 2**64
+
+
+def _transfer_rule(text: str) -> _Rule:
+    which, _, what = text.partition(":")
+    which = _TRANSFERS.sub("", which).strip() or "all"
+    if what.strip() != "fail":
+        raise ConfigError(f"{what.strip()!r} is nothing that transfers do", field="fail", hint=GRAMMAR)
+    return _rule(f"{which}: ok")
 
 
 def _rule(text: str) -> _Rule:

@@ -9,8 +9,9 @@ from uuid import uuid4
 
 import msgspec
 
-from kvarts.openai_api.answer import Choice, TokenLogprob
+from kvarts.openai_api.answer import TokenLogprob
 from kvarts.openai_api.prompts import TextModel
+from kvarts.openai_api.shapes import Shape
 
 __all__ = ["ChatForm", "CompletionForm", "Form", "Whole", "usage_of"]
 
@@ -139,17 +140,18 @@ class CompletionForm:
 
 
 class ChatForm:
-    """/v1/chat/completions. `call`: the name of the tool that every choice calls, with its text as arguments."""
+    """/v1/chat/completions. `shape`: what each choice is made into; without, it is text."""
 
-    def __init__(self, model: str, text: TextModel, *, call: ToolCall | None = None) -> None:
+    def __init__(self, model: str, text: TextModel, *, shape: Shape | None = None) -> None:
         self.answer_id = f"chatcmpl-{uuid4().hex}"
         self._text = text
-        self._call = call
+        self._shape = shape
         self._facts = {"id": self.answer_id, "created": int(time()), "model": model}
         chunk = {**self._facts, "object": "chat.completion.chunk"}
         self._chunk = chunk
         self._head = b"data: " + encode(chunk)[:-1] + b',"choices":[{"index":'
-        self._texts: dict[int, list[str]] = {}
+        self._so_far: dict[int, tuple[str, int]] = {}
+        """With a shape, by choice: its text, and how much of it was sent."""
 
     def first(self, number: int) -> bytes:
         """Return the chunk that says the role."""
@@ -166,20 +168,35 @@ class ChatForm:
         logprobs: Sequence[TokenLogprob],
         usage: Mapping[str, Any] | None,
     ) -> bytes:
-        """Return the chunk of a piece. The text of a call comes at its end, all at once: before, it is no JSON."""
-        if self._call is not None:
-            texts = self._texts.setdefault(number, [])
-            texts.append(text)
-            if finish_reason is None:
-                return b""
-            delta = encode({"tool_calls": [{"index": 0, **self._call.made_of("".join(texts))}]})
-            finish_reason = "tool_calls"
-        else:
+        """Return the chunk of a piece. What is made into something else comes at its end, all at once."""
+        if self._shape is None:
             delta = b'{"content":' + encode(text) + b"}"
+        else:
+            change, reason_now = self._shaped(self._shape, number, text, is_last=finish_reason is not None)
+            if not change and finish_reason is None:
+                return b""
+            delta = encode(change)
+            finish_reason = reason_now or finish_reason
         reason = b"null" if finish_reason is None else encode(finish_reason)
         told = encode({"content": self._logprobs(logprobs)}) if logprobs else b"null"
         tail = b"}]}\n\n" if usage is None else b'}],"usage":' + encode(usage) + b"}\n\n"
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (self._head, number, delta, told, reason, tail)
+
+    def _shaped(self, shape: Shape, number: int, text: str, *, is_last: bool) -> tuple[dict[str, Any], str | None]:
+        """Return what a piece adds to the message, and why the choice ended, where that is changed."""
+        whole, num_sent = self._so_far.get(number, ("", 0))
+        whole += text
+        if not is_last:
+            num_plain = max(num_sent, shape.num_plain(whole))
+            self._so_far[number] = whole, num_plain
+            return ({"content": whole[num_sent:num_plain]} if num_plain > num_sent else {}), None
+        message, reason = shape.message(whole)
+        change: dict[str, Any] = {}
+        if len(message["content"] or "") > num_sent:
+            change["content"] = message["content"][num_sent:]
+        if message["tool_calls"]:
+            change["tool_calls"] = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+        return change, reason
 
     def last(self, usage: Mapping[str, Any]) -> bytes:
         """Return the chunk with the usage."""
@@ -191,9 +208,10 @@ class ChatForm:
         for number, choice in enumerate(choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "tool_calls": []}
             reason = choice.finish_reason
-            if self._call is not None:
-                message |= {"content": None, "tool_calls": [self._call.made_of(choice.text)]}
-                reason = "tool_calls"
+            if self._shape is not None:
+                made, changed = self._shape.message(choice.text)
+                message |= made
+                reason = changed or reason
             told.append(
                 {
                     "index": number,
@@ -217,40 +235,3 @@ class ChatForm:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text.decode([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """A call that a mock makes: of the tool `name`, with every required parameter of `schema`."""
-
-    name: str
-    schema: dict[str, Any]
-
-    def made_of(self, text: str) -> dict[str, Any]:
-        """Return a call with `text` where a text is asked for."""
-        arguments = encode(_value_of(self.schema, text.strip())).decode()
-        call_id = f"chatcmpl-tool-{uuid4().hex}"
-        return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
-
-
-def _value_of(schema: Any, text: str, depth: int = 0) -> Any:
-    """Return the simplest value that a JSON schema allows, of what kinds there are."""
-    if not isinstance(schema, dict) or depth > 8:
-        return None
-    if schema.get("enum"):
-        return schema["enum"][0]
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    kind = kind[0] if isinstance(kind, list) and kind else kind
-    if kind == "object":
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, dict) else {}
-        names = schema.get("required")
-        names = names if isinstance(names, list) else list(properties)
-        return {str(name): _value_of(properties.get(name, {}), text, depth + 1) for name in names}
-    if kind == "array":
-        return [_value_of(schema.get("items", {}), text, depth + 1)]
-    return {"integer": 0, "number": 0.0, "boolean": False, "null": None}.get(str(kind), text)
-
-
-def cached_tokens(choices: Sequence[Choice]) -> int:
-    """Return the prompt tokens of all choices that were found in the cache."""
-    return sum(choice.cached_tokens for choice in choices)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -12,14 +14,20 @@ from kvarts.openai_api.answer import Choice, Piece
 from kvarts.openai_api.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions, decoded, messages_of
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import Cut, Failure
-from kvarts.openai_api.forms import ChatForm, CompletionForm, Form, ToolCall, Whole, usage_of
+from kvarts.openai_api.forms import ChatForm, CompletionForm, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, HttpRequest, HttpResponse
+from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
+from kvarts.openai_api.shapes import Shape, ToolCall, ToolCallsInText, shape_of_format
 
-__all__ = ["Exchange", "Generating", "chat_asks", "completion_asks"]
+__all__ = ["Exchange", "Generating", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """As of OpenAI's API, where nothing is said; a chat ends by itself."""
+
+
+SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-dynamo-session-id")
+MAX_SESSION_CHARS = 256
 
 
 class Exchange(msgspec.Struct, kw_only=True):
@@ -31,6 +39,8 @@ class Exchange(msgspec.Struct, kw_only=True):
     request_id: str
     started_s: float
     failure: Failure
+    owner: str = ""
+    """Of sessions: by the key that the request came with."""
 
 
 def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> int:
@@ -56,6 +66,7 @@ def asks_of(
 
     `has_end`: without a number of tokens, the answer goes on to its own end.
     """
+    body.check()
     adapter = served.adapter_of(body.model)
     parts = [part for part in (adapter, body.cache_salt) if part]
     salt = "/".join(parts) or None
@@ -104,6 +115,8 @@ def asks_of(
 
 def completion_asks(served: Served, body: CompletionBody, request_id: str) -> tuple[list[Ask], list[str]]:
     """Return the requests of a completion, and the text that goes before each choice, if prompts are echoed."""
+    if (body.response_format or {}).get("type", "text") != "text":
+        raise ApiError(400, "is of chat completions: a completion is text", param="response_format")
     adds = body.add_special_tokens is not False
     prompts = [
         served.text.encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt
@@ -130,56 +143,105 @@ def chat_asks(served: Served, body: ChatBody, request_id: str) -> list[Ask]:
     )
 
 
-def tool_call(served: Served, body: ChatBody) -> ToolCall | None:
-    """Return the call that has to be made: the tool that is named, or the first, if one is required."""
+def shape_of(served: Served, body: ChatBody) -> Shape | None:
+    """Return what every choice is made into; None: it is text. Raise ApiError for what cannot be had."""
+    asked = shape_of_format(body.response_format, can_be_made=served.text.has_any_tool)
     choice, tools = body.tool_choice, body.tools or []
+    functions = [tool.get("function") for tool in tools]
+    known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
+    if len(known) < len(tools):
+        raise ApiError(400, "a tool is a function with a name", param="tools")
     if choice in (None, "auto", "none"):
-        return None
+        if asked is None and known and choice != "none" and not served.text.has_any_tool:
+            return ToolCallsInText()
+        return asked
     if not served.text.has_any_tool:
         raise ApiError(400, "calls of tools cannot be enforced: ask for 'auto' or 'none'", param="tool_choice")
-    functions = [tool.get("function") for tool in tools]
-    known = [function for function in functions if isinstance(function, dict) and "name" in function]
     if isinstance(choice, dict):
-        asked = choice.get("function") or {}
-        name = asked.get("name") if isinstance(asked, dict) else None
+        named = choice.get("function") or {}
+        name = named.get("name") if isinstance(named, dict) else None
         known = [function for function in known if function["name"] == name]
+    elif choice != "required":
+        raise ApiError(400, f"must be none, auto, required or a function, got {choice!r}", param="tool_choice")
     if not known:
         raise ApiError(400, "names no tool that is there", param="tool_choice")
     schema = known[0].get("parameters")
-    return ToolCall(str(known[0]["name"]), schema if isinstance(schema, dict) else {})
+    call = ToolCall(known[0]["name"], schema if isinstance(schema, dict) else {})
+    call.message("")  # what cannot be made is refused now
+    return call
+
+
+class UnderWay:
+    """The answer to one HTTP request, while it is made."""
+
+    def __init__(self, served: Served, exchange: Exchange, asks: Sequence[Ask], session: str | None) -> None:
+        self._served = served
+        self._request = exchange.request
+        self._in_session: asyncio.Task[None] | None = None
+        if session is None or served.sessions is None:
+            self.answer, self.choices = served.start(asks, started_s=exchange.started_s)
+        else:
+            if len(asks) > 1:
+                raise ApiError(400, "in a session there is one prompt, and one choice", param="n")
+            (ask,) = asks
+            if ask.params.logprobs:
+                raise ApiError(400, "log-probabilities are not told in a session", param="logprobs")
+            self.answer, self.choices = served.admit(asks, started_s=exchange.started_s)
+            self._in_session = served.sessions.begin(exchange.owner, session, ask, self.choices[0])
+        exchange.request.when_gone(self._gone)
+
+    def _gone(self) -> None:
+        self.answer.pieces.append(ClientGone())
+        self.answer.wake()
+
+    async def end(self) -> None:
+        """Note that it is over: written, or given up. What is under way ends, and frees its pages."""
+        self._served.finish(self.choices)
+        if self._in_session is not None:
+            self._in_session.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._in_session
+        await self._request.settle()
+
+
+def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> UnderWay:
+    """Begin requests, in the session that they name, if they do. Raise ApiError where they are not taken in."""
+    name = session_id
+    for header in SESSION_HEADERS:
+        name = name or exchange.request.header(header)
+    if name is not None and len(name) > MAX_SESSION_CHARS:
+        raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")
+    return UnderWay(served, exchange, asks, name or None)
 
 
 class Generating:
-    """Answers completions and chat completions of one served model."""
+    """Answers completions and chat completions."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def completion(self, exchange: Exchange) -> None:
         """Answer POST /v1/completions."""
         body = decoded(exchange.payload, CompletionBody)
-        asks, echoes = completion_asks(self._served, body, exchange.request_id)
-        form = CompletionForm(body.model or self._served.names[0], self._served.text, echoes)
-        await self._answer(exchange, body, asks, form)
+        served = self._models.of(body.model)
+        asks, echoes = completion_asks(served, body, exchange.request_id)
+        form = CompletionForm(body.model or served.names[0], served.text, echoes)
+        await self._answer(served, exchange, body, asks, form)
 
     async def chat(self, exchange: Exchange) -> None:
         """Answer POST /v1/chat/completions."""
         body = decoded(exchange.payload, ChatBody)
-        asks = chat_asks(self._served, body, exchange.request_id)
-        call = tool_call(self._served, body)
-        form = ChatForm(body.model or self._served.names[0], self._served.text, call=call)
-        await self._answer(exchange, body, asks, form)
+        served = self._models.of(body.model)
+        asks = chat_asks(served, body, exchange.request_id)
+        form = ChatForm(body.model or served.names[0], served.text, shape=shape_of(served, body))
+        await self._answer(served, exchange, body, asks, form)
 
-    async def _answer(self, exchange: Exchange, body: GenerationBody, asks: list[Ask], form: Form) -> None:
-        served = self._served
-        answer, choices = served.start(asks, started_s=exchange.started_s)
+    async def _answer(
+        self, served: Served, exchange: Exchange, body: GenerationBody, asks: list[Ask], form: Form
+    ) -> None:
+        under_way = begin(served, exchange, asks, body.session_id)
+        answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
-
-        def gone() -> None:
-            answer.pieces.append(ClientGone())
-            answer.wake()
-
-        exchange.request.when_gone(gone)
         num_prompt_tokens = sum(len(ask.tokens) for ask in asks[:: body.num_choices])
         try:
             if body.stream:
@@ -195,8 +257,7 @@ class Generating:
                 payload = form.whole(wholes, usage, extra)
                 await exchange.failure.write_whole(exchange.response, payload)
         finally:
-            served.finish(choices)
-            await exchange.request.settle()
+            await under_way.end()
 
 
 async def _collect(take: Any, wholes: list[Whole]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from time import time
 from typing import Any
@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from kvarts.openai_api.meter import BucketCounts
+from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Served
 
 __all__ = ["Metrics"]
@@ -20,13 +21,10 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics:
-    """A Collector of what a Served has counted. `lag`: how late steps end, now and at most, in seconds; of a mock."""
+    """What is told of all models: a Collector of what each of them has counted."""
 
-    def __init__(self, served: Served, *, lag: Callable[[], tuple[float, float]] | None = None) -> None:
-        self._served = served
-        self._lag = lag
-        self._values = (served.names[0], "0")
-        self._created_s = time()
+    def __init__(self, models: Models) -> None:
+        self._of_models = [ModelMetrics(served) for served in models]
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -36,7 +34,26 @@ class Metrics:
         return encoder(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Return all metrics."""
+        """Return all metrics, each with the samples of every model."""
+        families: dict[str, Metric] = {}
+        for of_model in self._of_models:
+            for family in of_model.collect():
+                first = families.setdefault(family.name, family)
+                if first is not family:
+                    first.samples += family.samples
+        yield from families.values()
+
+
+class ModelMetrics:
+    """What a Served has counted."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._values = (served.names[0], "0")
+        self._created_s = served.created_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all metrics of the model."""
         yield from self._of_scheduler()
         yield from self._of_tokens()
         yield from self._of_requests()
@@ -227,8 +244,10 @@ class Metrics:
         served = self._served
         core, meter = served.host.core, served.meter
         cache = core.scheduler.cache
-        pages = [("used", cache.num_used), ("cached", cache.num_cached)]
-        pages.append(("empty", served.host.config.num_pages - cache.num_used - cache.num_cached))
+        num_used, num_cached, num_free = cache.num_used, cache.num_cached, cache.num_free
+        pages = [("used", num_used), ("cached", num_cached), ("empty", num_free - num_cached)]
+        if served.sharing is not None:
+            pages.append(("elsewhere", served.host.config.num_pages - num_used - num_free))
         yield self._gauges("kvarts:pages", "Pages of KV memory, by state.", "state", pages)
         yield self._counter("kvarts:pages_evicted", "Cached pages that were overwritten.", cache.num_evicted)
         yield self._counter("kvarts:steps", "Steps of the engine.", meter.num_steps)
@@ -238,10 +257,32 @@ class Metrics:
         )
         yield self._counter("kvarts:requests_aborted", "Requests that their clients gave up.", meter.num_aborted)
         yield self._gauge("kvarts:requests_live", "HTTP requests in the engine, running or waiting.", served.num_live)
-        if self._lag is not None:
-            now_s, most_s = self._lag()
-            yield self._gauge("kvarts:mock_late_seconds", "How late the last step ended.", now_s)
-            yield self._gauge("kvarts:mock_most_late_seconds", "How late a step ended, the most of all.", most_s)
+        clock: Any = served.host.clock
+        if hasattr(clock, "most_late_ns"):
+            yield self._gauge("kvarts:mock_late_seconds", "How late the last step ended.", clock.late_ns / 1e9)
+            yield self._gauge(
+                "kvarts:mock_most_late_seconds",
+                "How late a step ended, the most of all.",
+                clock.most_late_ns / 1e9,
+            )
+        if served.sharing is not None:
+            yield self._gauges(
+                "kvarts:loan_bytes",
+                "Memory that the model uses and another one is guaranteed.",
+                "lender",
+                served.sharing.loans(),
+            )
+            yield self._counter(
+                "kvarts:requests_reclaimed",
+                "Requests that were preempted for other models.",
+                served.sharing.num_reclaimed,
+            )
+            yield self._gauges(
+                "kvarts:model_health",
+                "1 for the state that the model is in.",
+                "state",
+                ((state, served.health == state) for state in ("healthy", "degraded", "dead")),
+            )
         if core.tiers is None:
             return
         totals = core.tiers.totals()

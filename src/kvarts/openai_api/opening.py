@@ -9,19 +9,19 @@ import msgspec
 
 from kvarts.clock import Clock
 from kvarts.event_log import EventReader
-from kvarts.openai_api.app import OpenAIApp, Watcher
+from kvarts.openai_api.app import OpenAIApp, OwnerOf, Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.meter import Meter
-from kvarts.openai_api.metrics import Metrics
 from kvarts.openai_api.mock import mock_model
+from kvarts.openai_api.models import Models
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.openai_api.routes import Routes
-from kvarts.openai_api.served import Limits, Served
+from kvarts.openai_api.served import Limits, Served, Sharing
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Door", "Opened", "open_mock", "open_model"]
+__all__ = ["Door", "Opened", "make_served", "mock_limits", "open_app", "open_mock", "open_model"]
 
 DEFAULT_TOKENS = 128
 
@@ -29,12 +29,14 @@ DEFAULT_TOKENS = 128
 class Door(msgspec.Struct, frozen=True, kw_only=True):
     """What a server over HTTP is to be, whatever it serves.
 
-    `fail`: a script of failures, drawn by `seed`. `is_recording`: note what arrives.
+    `owner_of`: returns the owner of a key, instead of `api_keys`. `fail`: a script of failures, drawn by `seed`.
+    `is_recording`: note what arrives.
     """
 
     names: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    owner_of: OwnerOf | None = None
     limits: Limits = Limits()
     fail: str = ""
     seed: int = 0
@@ -44,11 +46,20 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
 class Opened:
     """A server that has no socket yet."""
 
-    def __init__(self, app: OpenAIApp, served: Served, routes: Routes, recorder: ArrivalRecorder | None) -> None:
+    def __init__(self, app: OpenAIApp, models: Models, routes: Routes) -> None:
         self.app = app
-        self.served = served
+        self.models = models
         self.routes = routes
-        self.recorder = recorder
+
+    @property
+    def served(self) -> Served:
+        """The model, or the first of several."""
+        return self.models.first
+
+    @property
+    def recorder(self) -> ArrivalRecorder | None:
+        """What notes arrivals at that model."""
+        return self.served.recorder
 
 
 def open_mock(
@@ -66,11 +77,7 @@ def open_mock(
 
     `max_model_len` of the limits is cut to what the pages hold.
     """
-    limits = msgspec.structs.replace(
-        door.limits,
-        max_model_len=min(door.limits.max_model_len, config.pool_tokens),
-        default_tokens=DEFAULT_TOKENS if door.limits.default_tokens is None else door.limits.default_tokens,
-    )
+    limits = mock_limits(door, config)
     meter = Meter(max_model_len=limits.max_model_len, speedup=speedup)
     host = mock_model(
         config,
@@ -85,11 +92,17 @@ def open_mock(
         clock=clock,
     )
     facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost": config.to_builtins()["cost"]}
-    paced: Any = host.clock
-    lag = None
-    if hasattr(paced, "most_late_ns"):
-        lag = lambda: (paced.late_ns / 1e9, paced.most_late_ns / 1e9)  # noqa: E731
-    return _open(host, WordText(), door, limits, meter, facts, model, lag=lag, speedup=speedup, watcher=watcher)
+    served = make_served(host, WordText(), door.names or (model,), door, limits=limits, meter=meter, facts=facts)
+    return open_app([served], door, speedup=speedup, watcher=watcher)
+
+
+def mock_limits(door: Door, config: ReplayConfig) -> Limits:
+    """Return the limits of a mock: a context that its pages hold, and answers that end."""
+    return msgspec.structs.replace(
+        door.limits,
+        max_model_len=min(door.limits.max_model_len, config.pool_tokens),
+        default_tokens=DEFAULT_TOKENS if door.limits.default_tokens is None else door.limits.default_tokens,
+    )
 
 
 def open_model(
@@ -110,33 +123,43 @@ def open_model(
     meter = Meter(max_model_len=limits.max_model_len)
     host.core.log.add_reader(meter)
     facts = {"mock": False, "dtype": settings.get("dtype", "auto")}
-    return _open(host, HubText(llm.tokenizer), door, limits, meter, facts, path)
+    text = HubText(host.tokenizer, host.eos_ids)
+    served = make_served(host, text, door.names or (path,), door, limits=limits, meter=meter, facts=facts)
+    return open_app([served], door)
 
 
-def _open(
+def make_served(
     host: Any,
     text: TextModel,
+    names: Sequence[str],
     door: Door,
+    *,
     limits: Limits,
     meter: Meter,
     facts: Mapping[str, Any],
-    model: str,
-    *,
-    lag: Any = None,
-    speedup: float | None = None,
-    watcher: Watcher | None = None,
-) -> Opened:
-    recorder = ArrivalRecorder() if door.is_recording else None
-    served = Served(
+    sharing: Sharing | None = None,
+    adapters: Sequence[str] | None = None,
+) -> Served:
+    """Return one model as it is served. `adapters`: those of the door, unless given."""
+    return Served(
         host,
         text,
-        door.names or (model,),
+        names,
         limits=limits,
         meter=meter,
-        recorder=recorder,
-        adapters=door.adapters,
+        recorder=ArrivalRecorder() if door.is_recording else None,
+        adapters=door.adapters if adapters is None else adapters,
+        sharing=sharing,
+        facts=facts,
     )
-    routes = Routes(served, Metrics(served, lag=lag), facts=facts, speedup=speedup)
+
+
+def open_app(
+    served: Sequence[Served], door: Door, *, speedup: float | None = None, watcher: Watcher | None = None
+) -> Opened:
+    """Return the application around what is served."""
+    models = Models(served)
+    routes = Routes(models, speedup=speedup)
     script = FailureScript(door.fail, seed=door.seed)
-    app = OpenAIApp(served, routes, script=script, api_keys=door.api_keys, watcher=watcher)
-    return Opened(app, served, routes, recorder)
+    app = OpenAIApp(models, routes, script=script, api_keys=door.api_keys, owner_of=door.owner_of, watcher=watcher)
+    return Opened(app, models, routes)

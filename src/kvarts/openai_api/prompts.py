@@ -24,6 +24,10 @@ class TextModel(Protocol):
     def has_any_tool(self) -> bool:
         """Whether it can be made to call a tool."""
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens with which the model may end by itself."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of `text`."""
 
@@ -42,6 +46,7 @@ class WordText:
     """The text of a mock: a word is a token, and conversations are written as ChatML."""
 
     has_any_tool = True
+    end_ids: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self._words = WordTokenizer()
@@ -76,7 +81,8 @@ class HubText:
 
     has_any_tool = False
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int] = ()) -> None:
+        self.end_ids = frozenset(end_ids)
         self.generation_tokenizer: Any = tokenizer
         self._tokenizer = tokenizer
 

@@ -40,10 +40,21 @@ class ArrivalRecorder:
         """Return what arrived so far, with the tokens that were generated."""
         return [_row(request) for request, _ in self._arrived]
 
-    def write(self, path: Path) -> None:
-        """Write the rows to a file, one a line. Raise OutputError."""
+    @property
+    def began_ns(self) -> int | None:
+        """When the first request arrived."""
+        return min((request.arrival_ns for request, _ in self._arrived), default=None)
+
+    def write(self, path: Path, *, began_ns: int | None = None) -> None:
+        """Write the rows to a file, one a line. Raise OutputError.
+
+        `began_ns`: when the run began, of which other models have records as well.
+        """
         encoder = msgspec.json.Encoder()
-        write_whole(path, b"".join(encoder.encode(row) + b"\n" for row in self.rows()))
+        rows = self.rows()
+        if began_ns is not None:
+            rows = [msgspec.structs.replace(row, began_ns=began_ns) for row in rows]
+        write_whole(path, b"".join(encoder.encode(row) + b"\n" for row in rows))
 
 
 def _row(request: Request) -> RecordedRow:

@@ -11,12 +11,12 @@ from uuid import uuid4
 import msgspec
 
 from kvarts.openai_api.answer import Choice
-from kvarts.openai_api.bodies import GenerationBody, ResponsesBody, decoded, messages_of
+from kvarts.openai_api.bodies import GenerationBody, ResponsesBody, check_response, decoded, messages_of
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import Cut
-from kvarts.openai_api.generation import Exchange, asks_of
+from kvarts.openai_api.generation import Exchange, asks_of, begin
 from kvarts.openai_api.http import ClientGone
-from kvarts.openai_api.served import Served
+from kvarts.openai_api.models import Models
 
 __all__ = ["Responses"]
 
@@ -34,8 +34,8 @@ class _Stored(msgspec.Struct):
 class Responses:
     """Owner of the responses that were given, with the conversation that led to each."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
 
     async def find(self, exchange: Exchange) -> None:
@@ -50,8 +50,9 @@ class Responses:
 
     async def create(self, exchange: Exchange) -> None:
         """Answer POST /v1/responses."""
-        served = self._served
         body = decoded(exchange.payload, ResponsesBody)
+        check_response(body)
+        served = self._models.of(body.model)
         messages = self._messages(body)
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
         prompt = served.text.conversation(messages_of([*instructions, *messages], param="input"), {})
@@ -76,13 +77,8 @@ class Responses:
             has_end=True,
         )
         told = _Told(body, served.names[0])
-        answer, choices = served.start(asks, started_s=exchange.started_s)
-
-        def gone() -> None:
-            answer.pieces.append(ClientGone())
-            answer.wake()
-
-        exchange.request.when_gone(gone)
+        under_way = begin(served, exchange, asks, body.session_id)
+        answer, choices = under_way.answer, under_way.choices
         try:
             if body.stream:
                 await _stream(exchange, told, answer.take, choices, len(tokens))
@@ -96,8 +92,7 @@ class Responses:
                 exchange.failure.before_answer()
                 await exchange.failure.write_whole(exchange.response, encode(told.body))
         finally:
-            served.finish(choices)
-            await exchange.request.settle()
+            await under_way.end()
         if body.store is not False:
             said = {"role": "assistant", "content": told.text}
             self._stored[told.body["id"]] = _Stored([*messages, said], told.body)

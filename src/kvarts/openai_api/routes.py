@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -12,8 +13,11 @@ from kvarts import __version__
 from kvarts.openai_api.bodies import ChatBody, CompletionBody, decoded, messages_of
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange, chat_asks, completion_asks
-from kvarts.openai_api.metrics import Metrics
+from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Served
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.metrics import Metrics
 
 __all__ = ["Routes"]
 
@@ -40,17 +44,16 @@ class _DetokenizeBody(msgspec.Struct, kw_only=True):
 class _AdapterBody(msgspec.Struct, kw_only=True):
     lora_name: str
     lora_path: str | None = None
+    model: str | None = None
 
 
 class Routes:
-    """Answers these of one served model. `facts`: what /server_info tells beside the engine."""
+    """Answers these of what is served; where one model is meant and none is named, of the first."""
 
-    def __init__(
-        self, served: Served, metrics: Metrics, *, facts: Mapping[str, Any], speedup: float | None = None
-    ) -> None:
-        self._served = served
-        self._metrics = metrics
-        self._facts = dict(facts)
+    def __init__(self, models: Models, *, speedup: float | None = None) -> None:
+        self._models = models
+        self._metrics: Metrics | None = None
+        """Made when they are first asked for: what they need takes longer to import than most of a mock."""
         self.speedup = speedup
         self.event_sources: list[dict[str, Any]] = []
         """What /kv_event_sources tells: where KV events of each rank are published."""
@@ -85,8 +88,8 @@ class Routes:
 
     async def health(self, exchange: Exchange) -> None:
         """Answer 200 if requests are taken in, and 503 while the server starts, drains, or its engine is dead."""
-        served = self._served
-        if not served.is_alive:
+        served = self._models.first
+        if not self._models.is_alive:
             raise ApiError(503, "the engine has stopped after an error")
         if served.is_starting or served.is_draining:
             raise ApiError(503, "the server is starting" if served.is_starting else "the server is shutting down")
@@ -98,29 +101,29 @@ class Routes:
 
     async def load(self, exchange: Exchange) -> None:
         """Tell how many requests are under way."""
-        await self._tell(exchange, {"server_load": self._served.num_live})
+        await self._tell(exchange, {"server_load": self._models.num_live})
 
     async def metrics(self, exchange: Exchange) -> None:
         """Tell the metrics."""
+        if self._metrics is None:
+            self._metrics = await asyncio.to_thread(_metrics_of, self._models)
         payload, content_type = self._metrics.exposition(exchange.request.header("accept") or "")
         await exchange.response.whole(
             payload, content_type=content_type.encode(), without_body=exchange.request.method == "HEAD"
         )
 
     async def models(self, exchange: Exchange) -> None:
-        """List the names of the model, and the adapters."""
-        served = self._served
-        names = [*served.names, *served.adapters]
+        """List the names of each model, and its adapters."""
+        names = [name for served in self._models for name in (*served.names, *served.adapters)]
         await self._tell(exchange, {"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, exchange: Exchange) -> None:
         """Tell one of these."""
         name = exchange.request.path.removeprefix("/v1/models/")
-        self._served.adapter_of(name)
         await self._tell(exchange, self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        served = self._served
+        served = self._models.of(name)
         is_adapter = name in served.adapters
         return {
             "id": name,
@@ -134,19 +137,9 @@ class Routes:
         }
 
     async def server_info(self, exchange: Exchange) -> None:
-        """Tell what the engine is made of."""
-        served = self._served
-        config = served.host.config
-        told = {
-            "model": served.names[0],
-            "block_size": served.host.config.page_size,
-            "num_gpu_blocks": served.host.config.num_pages,
-            "max_model_len": served.limits.max_model_len,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "max_num_seqs": config.max_num_seqs,
-            **self._facts,
-        }
-        await self._tell(exchange, told)
+        """Tell what the engine is made of; of several models, all of them, the first one twice."""
+        told = [_facts_of(served) for served in self._models]
+        await self._tell(exchange, told[0] if len(told) == 1 else {**told[0], "models": told})
 
     async def tell_event_sources(self, exchange: Exchange) -> None:
         """Tell where KV events are published."""
@@ -157,7 +150,8 @@ class Routes:
     async def tokenize(self, exchange: Exchange) -> None:
         """Return the tokens of a prompt or of a conversation."""
         body = decoded(exchange.payload, _TokenizeBody)
-        text = self._served.text
+        served = self._models.of(body.model)
+        text = served.text
         if body.messages is not None:
             options = {
                 "add_generation_prompt": body.add_generation_prompt is not False,
@@ -171,7 +165,7 @@ class Routes:
         else:
             raise ApiError(400, "give a prompt or messages", param="prompt")
         strings = [text.decode([token]) for token in tokens] if body.return_token_strs else None
-        limit = self._served.limits.max_model_len
+        limit = served.limits.max_model_len
         await self._tell(
             exchange, {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
         )
@@ -179,20 +173,22 @@ class Routes:
     async def detokenize(self, exchange: Exchange) -> None:
         """Return the text of tokens."""
         body = decoded(exchange.payload, _DetokenizeBody)
-        if any(not 0 <= token < self._served.host.vocab_size for token in body.tokens):
-            raise ApiError(400, f"token ids must be from 0 to {self._served.host.vocab_size - 1}", param="tokens")
-        await self._tell(exchange, {"prompt": self._served.text.decode(body.tokens)})
+        served = self._models.of(body.model)
+        if any(not 0 <= token < served.host.vocab_size for token in body.tokens):
+            raise ApiError(400, f"token ids must be from 0 to {served.host.vocab_size - 1}", param="tokens")
+        await self._tell(exchange, {"prompt": served.text.decode(body.tokens)})
 
     async def render_completion(self, exchange: Exchange) -> None:
         """Return the token ids of each prompt of a completion, and generate nothing."""
         body = decoded(exchange.payload, CompletionBody)
-        asks, _ = completion_asks(self._served, body, exchange.request_id)
+        served = self._models.of(body.model)
+        asks, _ = completion_asks(served, body, exchange.request_id)
         rendered = [
             {
                 "request_id": f"cmpl-{exchange.request_id}-{number}",
                 "token_ids": list(ask.tokens),
                 "sampling_params": _params(ask.params),
-                "model": body.model or self._served.names[0],
+                "model": body.model or served.names[0],
                 "stream": bool(body.stream),
                 "cache_salt": body.cache_salt,
                 "priority": body.priority or 0,
@@ -205,14 +201,15 @@ class Routes:
     async def render_chat(self, exchange: Exchange) -> None:
         """Return the token ids of the prompt of a conversation, and generate nothing."""
         body = decoded(exchange.payload, ChatBody)
-        ask = chat_asks(self._served, body, exchange.request_id)[0]
+        served = self._models.of(body.model)
+        ask = chat_asks(served, body, exchange.request_id)[0]
         await self._tell(
             exchange,
             {
                 "request_id": f"chatcmpl-{exchange.request_id}",
                 "token_ids": list(ask.tokens),
                 "sampling_params": _params(ask.params),
-                "model": body.model or self._served.names[0],
+                "model": body.model or served.names[0],
                 "stream": bool(body.stream),
                 "cache_salt": body.cache_salt,
                 "priority": body.priority or 0,
@@ -224,7 +221,8 @@ class Routes:
 
     async def reset_prefix_cache(self, exchange: Exchange) -> None:
         """Forget every cached page. Pages in use stay."""
-        await self._served.forget_cached()
+        for served in self._models:
+            await served.forget_cached()
         await exchange.response.whole(b"")
 
     async def sleep(self, exchange: Exchange) -> None:
@@ -232,29 +230,31 @@ class Routes:
         level = parse_qs(exchange.request.query).get("level", ["1"])[0]
         if level not in ("0", "1", "2"):
             raise ApiError(400, f"level must be 0, 1 or 2, got {level!r}", param="level")
-        self._served.sleep_level = max(1, int(level))
-        await self._served.forget_cached()
+        for served in self._models:
+            served.sleep_level = max(1, int(level))
+            await served.forget_cached()
         await exchange.response.whole(b"")
 
     async def wake_up(self, exchange: Exchange) -> None:
         """Take in requests again."""
-        self._served.sleep_level = 0
+        for served in self._models:
+            served.sleep_level = 0
         await exchange.response.whole(b"")
 
     async def is_sleeping(self, exchange: Exchange) -> None:
         """Tell whether it sleeps."""
-        await self._tell(exchange, {"is_sleeping": bool(self._served.sleep_level)})
+        await self._tell(exchange, {"is_sleeping": bool(self._models.first.sleep_level)})
 
     async def abort_requests(self, exchange: Exchange) -> None:
         """End all requests that are under way."""
-        self._served.abort_all()
+        self._models.abort_all()
         await exchange.response.whole(b"")
 
     async def load_adapter(self, exchange: Exchange) -> None:
-        """Give the model one more name, with KV of its own."""
-        name = decoded(exchange.payload, _AdapterBody).lora_name
-        adapters = self._served.adapters
-        if name in adapters or name in self._served.names:
+        """Give a model, by default the first, one more name, with KV of its own."""
+        body = decoded(exchange.payload, _AdapterBody)
+        name, adapters = body.lora_name, self._models.of(body.model).adapters
+        if any(name in (*served.names, *served.adapters) for served in self._models):
             raise ApiError(400, f"{name!r} is there already", param="lora_name")
         adapters[name] = max(adapters.values(), default=0) + 1
         told = f"Success: LoRA adapter '{name}' added successfully.".encode()
@@ -263,14 +263,36 @@ class Routes:
     async def unload_adapter(self, exchange: Exchange) -> None:
         """Take such a name away."""
         name = decoded(exchange.payload, _AdapterBody).lora_name
-        if name not in self._served.adapters:
+        for served in self._models:
+            if name in served.adapters:
+                del served.adapters[name]
+                break
+        else:
             raise ApiError(404, f"there is no adapter {name!r}", param="lora_name")
-        del self._served.adapters[name]
         told = f"Success: LoRA adapter '{name}' removed successfully.".encode()
         await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
 
     async def _tell(self, exchange: Exchange, told: Any) -> None:
         await exchange.response.whole(encode(told), without_body=exchange.request.method == "HEAD")
+
+
+def _metrics_of(models: Models) -> Metrics:
+    from kvarts.openai_api.metrics import Metrics
+
+    return Metrics(models)
+
+
+def _facts_of(served: Served) -> dict[str, Any]:
+    config = served.host.config
+    return {
+        "model": served.names[0],
+        "block_size": config.page_size,
+        "num_gpu_blocks": config.num_pages,
+        "max_model_len": served.limits.max_model_len,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        **served.facts,
+    }
 
 
 def _params(params: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
 from kvarts.openai_api.served import Limits
 from kvarts.openai_api.server import Address, OpenAIServer
+from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
 __all__ = ["RunningServer", "SeenRequest"]
@@ -73,7 +74,8 @@ class RunningServer:
 
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: of the engine, by default with steps of
     a millisecond. `seed`: of texts and failures. `fail`: a script of failures. `speedup`: steps take an Xth of their
-    time. `settings`: more of ReplayConfig. `readers`: of all events of the engine.
+    time. `settings`: more of ReplayConfig. `readers`: of all events of the engine. `several`: a SharingConfig; then
+    its models are served by their names, and it says what `model` and the settings of an engine say otherwise.
     """
 
     def __init__(
@@ -94,19 +96,9 @@ class RunningServer:
         output_tokens: int | None = None,
         is_recording: bool = False,
         readers: Sequence[EventReader] = (),
+        several: Any = None,
         **settings: Any,
     ) -> None:
-        from kvarts.executor.cost import LinearCost, parse_cost
-
-        cost = LinearCost(step_ms=1.0) if cost is None else cost
-        config = ReplayConfig(
-            num_pages=pages,
-            page_size=page_size,
-            max_num_seqs=min(max_seqs, max_batched_tokens),
-            max_num_batched_tokens=max_batched_tokens,
-            cost=parse_cost(cost) if isinstance(cost, str) else cost,
-            **settings,
-        )
         door = Door(
             names=(model,),
             api_keys=() if api_key is None else (api_key,),
@@ -116,13 +108,29 @@ class RunningServer:
             is_recording=is_recording,
         )
         self.model = model
-        self.config: EngineConfig = config
         self.seed = seed
         self._seen = _Seen()
         self._steps = _Steps()
-        self.opened: Opened = open_mock(
-            config, door, model=model, speedup=speedup, readers=(*readers, self._steps), watcher=self._seen
-        )
+        if several is None:
+            from kvarts.executor.cost import LinearCost, parse_cost
+
+            cost = LinearCost(step_ms=1.0) if cost is None else cost
+            config = ReplayConfig(
+                num_pages=pages,
+                page_size=page_size,
+                max_num_seqs=min(max_seqs, max_batched_tokens),
+                max_num_batched_tokens=max_batched_tokens,
+                cost=parse_cost(cost) if isinstance(cost, str) else cost,
+                **settings,
+            )
+            self.opened: Opened = open_mock(
+                config, door, model=model, speedup=speedup, readers=(*readers, self._steps), watcher=self._seen
+            )
+        else:
+            open_several = from_room("openai_api.several.opening", "open_several", field="several")
+            self.opened = open_several(several, door, speedup=speedup, watcher=self._seen)
+            self.model = self.opened.served.names[0]
+        self.config: EngineConfig = self.opened.served.host.config
         self._excused: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
@@ -146,26 +154,27 @@ class RunningServer:
 
     def cache_hits(self) -> int:
         """Return how many prompt tokens were found in the cache."""
-        return self._between_steps(lambda: self.opened.served.meter.num_hit_tokens)
+        return self._between_steps(lambda: sum(served.meter.num_hit_tokens for served in self.opened.models))
 
     def timeline(self) -> list[dict[str, int]]:
-        """Return the steps so far: when each began and how long it took, pages, requests and tokens."""
+        """Return the steps so far, of one model: when each began, how long it took, pages, requests and tokens."""
         return self._between_steps(lambda: list(self._steps.rows))
 
     def assert_conserved(self) -> None:
         """Assert that every page is accounted for, and, if no request is under way, that none is in use."""
 
         def check() -> None:
-            core = self.opened.served.host.core
-            core.scheduler.check()
-            if not core.scheduler.has_work:
-                assert core.scheduler.cache.num_used == 0, "no request runs, and pages are in use"
+            for served in self.opened.models:
+                scheduler = served.host.core.scheduler
+                scheduler.check()
+                if not scheduler.has_work:
+                    assert scheduler.cache.num_used == 0, "no request runs, and pages are in use"
 
         self._between_steps(check)
 
     def fail_next(self, script: str) -> None:
         """Let things go wrong from now on, as `script` says, counted from the next request."""
-        self.opened.app.script = FailureScript(script, seed=self.seed)
+        self.opened.app.set_script(FailureScript(script, seed=self.seed))
 
     # Whether the client behaved ---------------------------------------------------------------------------
 
@@ -219,7 +228,7 @@ class RunningServer:
             self._loop = asyncio.get_running_loop()
             self._stopping = asyncio.Event()
             try:
-                server = OpenAIServer(self.opened.app, self.opened.served, Address(port=0))
+                server = OpenAIServer(self.opened.app, self.opened.models, Address(port=0))
                 await server.start()
             except BaseException as error:
                 self._started.set_exception(error)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import time
-from typing import TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -22,9 +22,35 @@ from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 
-__all__ = ["Ask", "Limits", "Served"]
+__all__ = ["Ask", "Health", "Limits", "Served", "Sharing"]
 
 T = TypeVar("T")
+Health = Literal["healthy", "degraded", "dead"]
+DEAD = "the model has died"
+
+
+class InSessions(Protocol):
+    """The sessions of one model. For one event loop."""
+
+    def begin(self, owner: str, name: str, ask: Ask, choice: Choice) -> asyncio.Task[None]:
+        """Have `choice` told what the session `name` of `owner` says to `ask`. Cancelling the task ends that."""
+
+
+class Sharing(Protocol):
+    """The device of a model beside others. For the thread of the engine."""
+
+    def assign(self, index: int) -> None:
+        """Note that request `index`, which is about to be queued, is for this model."""
+
+    def set_health(self, health: Health) -> None:
+        """Set the health of this model, between steps."""
+
+    def loans(self) -> list[tuple[str, int]]:
+        """Return the memory that it uses and others are guaranteed: the other, and how many bytes."""
+
+    @property
+    def num_reclaimed(self) -> int:
+        """Its requests that were preempted for other models."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +97,8 @@ class Served:
         meter: Meter,
         recorder: ArrivalRecorder | None = None,
         adapters: Sequence[str] = (),
+        sharing: Sharing | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.host = host
         self.text = text
@@ -80,8 +108,16 @@ class Served:
         self.limits = limits
         self.meter = meter
         self.recorder = recorder
+        self.facts = dict(facts or {})
+        """What /server_info tells beside the engine."""
+        self.sessions: InSessions | None = None
+        """Where requests go that name a session; without, a name is of no account."""
         self.outbox = Outbox()
+        host.loop.held.append(self.outbox)
         self.created_s = int(time())
+        self.health: Health = "healthy"
+        """Of a model that shares its device: a degraded one admits nothing, a dead one has lost its requests."""
+        self.sharing = sharing
         self.is_draining = False
         self.is_starting = False
         self.sleep_level = 0
@@ -118,6 +154,8 @@ class Served:
             raise ApiError(503, "the server is starting", retry_after_s=1.0)
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+        if self.health == "dead":
+            raise ApiError(503, DEAD, retry_after_s=1.0)
         if self.sleep_level:
             raise ApiError(503, "the engine sleeps: POST /wake_up first", retry_after_s=1.0)
 
@@ -126,6 +164,13 @@ class Served:
 
         What the engine refuses comes as an error through the answer.
         """
+        answer, choices = self.admit(asks, started_s=started_s)
+        for ask, choice in zip(asks, choices, strict=True):
+            self.host.loop.start(_Begin(ask, choice, self), choice)
+        return answer, choices
+
+    def admit(self, asks: Sequence[Ask], *, started_s: float | None = None) -> tuple[Answer, list[Choice]]:
+        """Return what the answers to requests are to come through. Raise ApiError where they are not taken in."""
         self.ready()
         if self.num_live + len(asks) > self.max_live:
             self.meter.num_refused += 1
@@ -142,8 +187,6 @@ class Served:
                 choice.started_s = started_s
             choices.append(choice)
             self._live.add(choice)
-        for ask, choice in zip(asks, choices, strict=True):
-            self.host.loop.start(_Begin(ask, choice, self), choice)
         return answer, choices
 
     def finish(self, choices: Sequence[Choice]) -> None:
@@ -173,6 +216,11 @@ class Served:
                 return False
         return True
 
+    def assign(self, index: int) -> None:
+        """Say that request `index` is for this model, before it is queued."""
+        if self.sharing is not None:
+            self.sharing.assign(index)
+
     def abort_all(self) -> None:
         """End what is under way."""
         under_way = [choice for choice in self._live if not choice.is_over]
@@ -187,8 +235,62 @@ class Served:
         """Forget every cached page that is not in use."""
         await self.between_steps(lambda _: self.host.core.clear_cache())
 
+    @property
+    def told_health(self) -> Health:
+        """What is told of its health: that of the engine as well."""
+        return self.health if self.host.loop.is_alive else "dead"
+
+    async def set_health(self, health: Health) -> None:
+        """Set the health of a model that shares its device. The requests of one that dies fail.
+
+        Raise ApiError for a model that has its engine for itself: that one can only die, and for good.
+        """
+        sharing = self.sharing
+        if sharing is None:
+            if health != "dead":
+                raise ApiError(400, "a model that shares no device can only be 'dead'", param="health")
+            self.kill()
+            return
+        self.health = health
+
+        def change(_: LLMEngine) -> None:
+            if health == "dead":
+                for choice in sorted(self._live, key=lambda choice: choice.index or 0):
+                    if choice.is_over:
+                        continue
+                    choice.is_unwanted = True
+                    choice.fail(ApiError(503, DEAD, retry_after_s=1.0))
+                    if choice.index is not None:
+                        self.host.loop.end(choice.index)
+            sharing.set_health(health)
+
+        await self.between_steps(change)
+
+    def fail_transfers(self, fails: Callable[[int], bool] | None) -> None:
+        """Say which transfers to and from tiers fail from now on, by their numbers from 1; None: none.
+
+        Raise ConfigError where there are no tiers.
+        """
+        tiers: Any = self.host.core.tiers
+        if tiers is None:
+            if fails is not None:
+                raise ConfigError(
+                    "there are no tiers below the device, so no transfers", field="fail", hint="Give --host-memory."
+                )
+            return
+
+        def change(_: LLMEngine) -> None:
+            num_before = tiers.num_transfers
+            tiers.fails = None if fails is None else lambda number: number > num_before and fails(number - num_before)
+
+        self.host.loop.post(change)
+
     def kill(self) -> None:
-        """Let the engine die, as by an error in a step."""
+        """Let the model die: beside others on its device alone, or else with its engine, as by an error in a step."""
+        if self.sharing is not None:
+            self.health = "dead"
+            self._dying = asyncio.ensure_future(self.set_health("dead"))
+            return
 
         def die(_: LLMEngine) -> None:
             raise RuntimeError("the engine dies on purpose")
@@ -201,8 +303,8 @@ class Served:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine has not died of an error."""
-        return self.host.loop.is_alive
+        """Whether the engine has not died of an error, and the model not on its own."""
+        return self.host.loop.is_alive and self.health != "dead"
 
 
 class _Begin:
@@ -221,6 +323,7 @@ class _Begin:
         page_size = served.host.config.page_size
 
         def make(index: int, now_ns: int) -> Request:
+            served.assign(index)
             request = Request(
                 index,
                 Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt),

@@ -8,7 +8,6 @@ import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 import uvicorn
@@ -17,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kvarts.errors import ConfigError
 from kvarts.openai_api.app import ABORT, OpenAIApp
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.served import Served
+from kvarts.openai_api.models import Models
 
 __all__ = ["Address", "OpenAIServer", "serve_until_signal"]
 
@@ -86,7 +85,24 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals alone."""
+    """A uvicorn server that leaves signals alone, and stops as soon as it is told to."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = asyncio.Event()
+
+    def tell_to_stop(self) -> None:
+        """Let the main loop end."""
+        self.should_exit = True
+        self._told.set()
+
+    async def main_loop(self) -> None:
+        """Do, ten times a second, what is to be done so often, until it is told to stop."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter = (counter + 1) % 864_000
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), 0.1)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -97,8 +113,8 @@ class _Server(uvicorn.Server):
 class OpenAIServer:
     """One application on one socket, in the event loop that runs `start`."""
 
-    def __init__(self, app: OpenAIApp, served: Served, address: Address) -> None:
-        self._served = served
+    def __init__(self, app: OpenAIApp, models: Models, address: Address) -> None:
+        self._models = models
         self._socket = address.listen()
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -119,7 +135,7 @@ class OpenAIServer:
 
     async def start(self) -> None:
         """Begin to take connections."""
-        self._served.open()
+        self._models.open()
         self._running = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         while not self._server.started:
             if self._running.done():
@@ -129,11 +145,11 @@ class OpenAIServer:
 
     async def stop(self, drain_s: float = 30.0) -> bool:
         """Take in nothing more, wait for what is under way, and close. Return whether all of it came to its end."""
-        is_whole = await self._served.drained(drain_s)
+        is_whole = await self._models.drained(drain_s)
         if not is_whole:
-            self._served.abort_all()
-        self._server.should_exit = True
+            self._models.abort_all()
         self._server.config.timeout_graceful_shutdown = 2
+        self._server.tell_to_stop()
         if self._running is not None:
             await self._running
         return is_whole
@@ -141,7 +157,7 @@ class OpenAIServer:
 
 async def serve_until_signal(
     server: OpenAIServer,
-    served: Served,
+    models: Models,
     listening: Callable[[str], None],
     *,
     startup_delay_s: float = 0.0,
@@ -164,34 +180,33 @@ async def serve_until_signal(
 
     for number in signals:
         loop.add_signal_handler(number, stop)
-    served.is_starting = startup_delay_s > 0
+    models.set_starting(is_starting=startup_delay_s > 0)
     await server.start()
     listening(server.url)
-    starting = asyncio.ensure_future(_start_later(served, startup_delay_s))
-    watching = asyncio.ensure_future(_watch_lag(served, say))
+    starting = asyncio.ensure_future(_start_later(models, startup_delay_s))
+    watching = asyncio.ensure_future(_watch_lag(models, say))
     try:
         await stopping.wait()
     finally:
         starting.cancel()
         watching.cancel()
-        if served.num_live:
-            say(f"{served.num_live} requests are under way: they have {drain_s:g} s")
+        if models.num_live:
+            say(f"{models.num_live} requests are under way: they have {drain_s:g} s")
         if not await server.stop(drain_s):
             say("not all of them ended in time")
 
 
-async def _start_later(served: Served, delay_s: float) -> None:
+async def _start_later(models: Models, delay_s: float) -> None:
     await asyncio.sleep(delay_s)
-    served.is_starting = False
+    models.set_starting(is_starting=False)
 
 
-async def _watch_lag(served: Served, say: Callable[[str], object]) -> None:
+async def _watch_lag(models: Models, say: Callable[[str], object]) -> None:
     """Say it when a mock is later than its own clock, and again when it got worse by half."""
-    clock: Any = served.host.clock
     told_ns = 0
     while True:
         await asyncio.sleep(1.0)
-        most_ns = getattr(clock, "most_late_ns", 0)
+        most_ns = models.most_late_ns
         if most_ns > max(LATE_S * 1e9, 1.5 * told_ns):
             told_ns = most_ns
             say(f"the mock is late: a step ended {most_ns / 1e9:.2f} s after its time. Timings of clients include that")

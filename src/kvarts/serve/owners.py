@@ -31,6 +31,10 @@ class Owners:
     def __init__(self, owners_by_token: dict[str, str]) -> None:
         self._owners = [(sha256(token.encode()).digest(), owner) for token, owner in owners_by_token.items()]
 
+    def owner_of_token(self, token: str) -> str | None:
+        """Return the owner of a token; None if it has none."""
+        return self.owner_of([("authorization", f"{SCHEME}{token}")])
+
     def owner_of(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         """Return the owner of the token in `authorization: Bearer TOKEN`; None if it has none.
 

@@ -37,6 +37,8 @@ __all__ = ["mock_host", "open_sessions", "open_virtual_target"]
 Record = Callable[[EngineConfig, Mapping[str, int]], EventReader | None]
 """Answers with a reader of steps, or None: of an engine with this configuration, and so many pages in each tier."""
 
+MakeMock = Callable[..., ModelHost]
+
 MOCK_VOCAB_SIZE = 151_936
 MOCK_TOKEN_BYTES = 114_688
 """Those of Qwen3-0.6B in bfloat16: 28 layers x 8 KV heads x 128 x 2 x 2 bytes."""
@@ -104,6 +106,7 @@ def open_sessions(
     clock: Clock | None = None,
     say: Callable[[str], object] = lambda _: None,
     record: Record | None = None,
+    make_mock: MakeMock | None = None,
 ) -> Sessions:
     """Return sessions on the model in the directory `model`, or on a mock.
 
@@ -111,6 +114,7 @@ def open_sessions(
     SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. `state_dir`: where sessions are
     kept beyond the end of the process; `say` is told what could not be kept or read. `host_memory`: memory below the
     pages, for unbounded sessions that are kept there. `record` is asked for a reader of the engine's events.
+    `make_mock`: makes another mock than mock_host, from the same arguments.
 
     Raise ConfigError for settings that exclude each other, or that leave no room for a session.
     """
@@ -135,7 +139,7 @@ def open_sessions(
             max_num_batched_tokens=max_batched_tokens,
             max_num_seqs=min(max_seqs, max_batched_tokens),
         )
-        host = mock_host(engine, clock=clock, speedup=speedup)
+        host = (mock_host if make_mock is None else make_mock)(engine, clock=clock, speedup=speedup)
         tiers: Mapping[str, int] = {}
     else:
         llm: Any = from_room("llm.llm", "LLM", field="model")(

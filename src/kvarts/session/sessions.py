@@ -10,7 +10,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from kvarts.content import UNIT_BYTES, pack_units
+from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineDeadError, Gone
 from kvarts.sampling import SamplingParams
@@ -53,6 +56,11 @@ class Sessions:
         self._under_way: dict[str, _UnderWay] = {}
         self._outbox: Outbox | None = None
         self._reaper: asyncio.Task[None] | None = None
+
+    @property
+    def host(self) -> ModelHost:
+        """The model, and the loop that owns its engine."""
+        return self._host
 
     @property
     def defaults(self) -> SessionSettings:
@@ -136,6 +144,17 @@ class Sessions:
     async def info(self, owner: str, session_id: str) -> SessionInfo:
         """Return a session as it is now."""
         return await self._call(lambda: self._table.info(self._table.get(owner, session_id)))
+
+    async def num_common(self, owner: str, session_id: str, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens`, from the first, the history of a session begins with."""
+
+        def compare() -> int:
+            session = self._table.get(owner, session_id)
+            most = min(len(tokens), session.history_length)
+            differs = np.flatnonzero(session.content.tokens(0, most) != np.array(tokens[:most], np.uint64))
+            return int(differs[0]) if len(differs) else most
+
+        return await self._call(compare)
 
     async def close(self, owner: str, session_id: str) -> int:
         """End a session, and what is under way on it; return the length of its history."""

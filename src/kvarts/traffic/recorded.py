@@ -18,7 +18,7 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request. `output`: the tokens that it generated. `ended`: its state when the record was written.
 
     A request that was refused, because it could never have its pages, generated nothing: `num_output_tokens` is what it
-    asked for, so that a replay refuses it as well.
+    asked for, so that a replay refuses it as well. `began_ns`: when the run began, where it has other records as well.
     """
 
     arrival_ns: int
@@ -30,6 +30,7 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tenant: str | None = None
     request_id: str | None = None
     ended: str = "finished"
+    began_ns: int | msgspec.UnsetType = msgspec.UNSET
 
 
 def load_recorded(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
@@ -56,9 +57,16 @@ def load_recorded(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
     return recorded_trace(rows, name=path.name, num_skipped_lines=num_skipped)
 
 
-def recorded_trace(rows: list[RecordedRow], *, name: str = "recorded", num_skipped_lines: int = 0) -> Trace:
-    """Return recorded rows as a trace, without requests that were cancelled before they had a token."""
-    first_ns = min((row.arrival_ns for row in rows), default=0)
+def recorded_trace(
+    rows: list[RecordedRow], *, name: str = "recorded", num_skipped_lines: int = 0, began_ns: int | None = None
+) -> Trace:
+    """Return recorded rows as a trace, without requests that were cancelled before they had a token.
+
+    `began_ns`: where the trace begins; by default where the rows say, or else with the first of them.
+    """
+    first_ns = min((row.arrival_ns for row in rows), default=0) if began_ns is None else began_ns
+    if began_ns is None and rows and isinstance(rows[0].began_ns, int):
+        first_ns = rows[0].began_ns
     kept = [row for row in rows if row.num_output_tokens]
     requests = [_request(index, row, first_ns) for index, row in enumerate(kept)]
     requests.sort(key=lambda request: request.arrival_ns)

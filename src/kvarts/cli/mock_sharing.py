@@ -1,0 +1,58 @@
+"""The part of `kvarts mock` that is about several models on one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.options import options_of
+from kvarts.cli.sharing import MODELS
+from kvarts.cli.sharing import PART as SHARING
+from kvarts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.opening import Door, Opened
+    from kvarts.settings import Given
+
+__all__ = ["given", "open_if_several", "options"]
+
+KEYS = ("static_split", "turns", "reclaim_after_s")
+ONE_ONLY = {
+    "names": "--served-model-name",
+    "kv_events": "--kv-events",
+}
+"""Options that are of one model."""
+
+
+def options() -> dict[str, click.Option]:
+    """Return, by their flags, `--model`, which may be given for each of several models, and what these share."""
+    shared = [option for option in SHARING.options() if option.opts[0] == "--model"]
+    return {option.opts[0]: option for option in (*shared, *options_of(SHARING.sections, KEYS))}
+
+
+def given(params: dict[str, Any]) -> Given:
+    """Return what `--model` says, and take it out of `params`."""
+    of_models = {"models": params.pop("models"), "traces": ()}
+    return SHARING.given(of_models)
+
+
+def open_if_several(
+    given: Given, sections: Any, params: dict[str, Any], door: Door, *, speedup: float
+) -> Opened | None:
+    """Return the mocks of several models, where models have names; or else None. Raise ConfigError."""
+    if not given.names(MODELS):
+        for key in KEYS:
+            if key in given:
+                raise given.error(key, "is for several models on one device", hint="Give --model NAME=MODEL for each.")
+        return None
+    for name, flag in ONE_ONLY.items():
+        if params[name]:
+            raise ConfigError("is for one model", field=flag, hint="Leave it out, or mock each model for itself.")
+    for key in ("cost", "pages"):
+        if key in given:
+            raise given.error(key, "is for one model", hint="Say it of each: --model NAME=MODEL:cost=FILE.")
+    from kvarts.openai_api.several.opening import open_several
+    from kvarts.sharing.config import resolve_shares
+
+    return open_several(resolve_shares(given, sections), door, speedup=speedup)

@@ -1,0 +1,91 @@
+"""The models of one server, by the names that requests call them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+from kvarts.errors import ConfigError
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.served import Served
+
+__all__ = ["Models"]
+
+
+class Models:
+    """One Served, or several on one device. The first one answers requests that name none. Raises ConfigError for a
+    name that two of them have.
+    """
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        self._served = tuple(served)
+        self.first = self._served[0]
+        names = [name for each in served for name in (*each.names, *each.adapters)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{name!r} is the name of two models", field="served_model_name")
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(self._served)
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def of(self, model: str | None) -> Served:
+        """Return what is served as `model`, itself or as an adapter of it. Raise ApiError for another name."""
+        if model is None:
+            return self.first
+        for served in self._served:
+            if model in served.names or model in served.adapters:
+                return served
+        there_are = ", ".join(repr(served.names[0]) for served in self._served)
+        raise ApiError(404, f"the model {model!r} does not exist; there is {there_are}", param="model")
+
+    def by_own_name(self, name: str) -> Served:
+        """Return the model with this name of its own. Raise ApiError for another name."""
+        for served in self._served:
+            if served.names[0] == name:
+                return served
+        raise ApiError(404, f"there is no model {name!r}", param=name)
+
+    # All of them ------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Requests that are in the engines, running or waiting."""
+        return sum(served.num_live for served in self._served)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a model that has not died."""
+        return any(served.is_alive for served in self._served)
+
+    @property
+    def most_late_ns(self) -> int:
+        """How late a step of a mock ended, the most of all; 0 for a model that runs."""
+        return max(getattr(served.host.clock, "most_late_ns", 0) for served in self._served)
+
+    def open(self) -> None:
+        """Let requests come from the event loop that runs now."""
+        for served in self._served:
+            served.open()
+
+    def set_starting(self, *, is_starting: bool) -> None:
+        """Say that nothing is taken in yet, or that it is."""
+        for served in self._served:
+            served.is_starting = is_starting
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way; return whether that came in time."""
+        return all(await asyncio.gather(*(served.drained(timeout_s) for served in self._served)))
+
+    def fail_transfers(self, fails: Callable[[int], bool] | None) -> None:
+        """Say which transfers fail from now on, of each model with tiers. Raise ConfigError where there are none."""
+        with_tiers = [served for served in self._served if served.host.core.tiers is not None]
+        for served in with_tiers or self._served:
+            served.fail_transfers(fails)
+
+    def abort_all(self) -> None:
+        """End what is under way."""
+        for served in self._served:
+            served.abort_all()

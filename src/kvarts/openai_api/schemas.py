@@ -1,0 +1,184 @@
+"""Values that a JSON schema allows: the simplest ones, with words where a text is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil, floor
+from typing import Any
+
+from kvarts.openai_api.errors import ApiError
+
+__all__ = ["value_of"]
+
+MAX_DEPTH = 24
+NOT_MADE = ("pattern", "multipleOf", "not", "if", "patternProperties", "propertyNames", "contains", "dependentSchemas")
+"""Keywords that are beyond what is made here."""
+FORMATS = {
+    "date-time": "2026-01-01T00:00:00Z",
+    "date": "2026-01-01",
+    "time": "00:00:00Z",
+    "email": "a@example.com",
+    "uri": "http://example.com/",
+    "uuid": "00000000-0000-4000-8000-000000000000",
+    "ipv4": "127.0.0.1",
+    "hostname": "example.com",
+}
+
+
+def value_of(schema: Any, text: str, *, param: str) -> Any:
+    """Return a value that `schema` allows. Raise ApiError, for the field `param`, for a schema that is beyond this."""
+    maker = _Maker(schema, text, param)
+    try:
+        return maker.value(schema, 0)
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        # A keyword with a value of a type that it cannot have, wherever that is noticed.
+        raise ApiError(400, f"this is no JSON schema: {error}", param=param) from error
+
+
+class _Maker:
+    """Makes the values of one schema."""
+
+    def __init__(self, root: Any, text: str, param: str) -> None:
+        self._root = root
+        self._text = text
+        self._param = param
+
+    def value(self, schema: Any, depth: int) -> Any:
+        """Return a value that `schema`, a part of the whole, allows."""
+        if schema is True or schema == {}:
+            return self._text
+        if not isinstance(schema, dict):
+            raise self._refused("a schema is an object")
+        if depth > MAX_DEPTH:
+            raise self._refused(f"it is nested more than {MAX_DEPTH} deep, or never ends")
+        schema = self._resolved(schema, depth)
+        for keyword in NOT_MADE:
+            if keyword in schema:
+                raise self._refused(f"{keyword!r} cannot be kept")
+        if "const" in schema:
+            return schema["const"]
+        if "enum" in schema:
+            if not isinstance(schema["enum"], list) or not schema["enum"]:
+                raise self._refused("'enum' is a list of values")
+            return schema["enum"][0]
+        return self._of_kind(_kind_of(schema), schema, depth)
+
+    def _of_kind(self, kind: Any, schema: Mapping[str, Any], depth: int) -> Any:
+        if kind == "object":
+            return self._object(schema, depth)
+        if kind == "array":
+            return self._array(schema, depth)
+        if kind in ("integer", "number"):
+            return self._number(schema, is_whole=kind == "integer")
+        if kind == "string":
+            return self._string(schema)
+        if kind == "boolean":
+            return False
+        if kind == "null":
+            return None
+        raise self._refused(f"there is no type {kind!r}")
+
+    def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        properties = schema.get("properties", {})
+        names = schema.get("required", list(properties) if isinstance(properties, dict) else [])
+        if not isinstance(properties, dict) or not isinstance(names, list):
+            raise self._refused("'properties' is an object, and 'required' a list")
+        if schema.get("minProperties", 0) > len(names):
+            raise self._refused("'minProperties' cannot be kept")
+        extra = schema.get("additionalProperties", True)
+        return {str(name): self.value(properties.get(name, extra or {}), depth + 1) for name in names}
+
+    def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
+        least, most = schema.get("minItems", 1), schema.get("maxItems", 1 << 30)
+        first = schema.get("prefixItems", [])
+        if not isinstance(least, int) or not isinstance(most, int) or not isinstance(first, list) or least > 1000:
+            raise self._refused("'minItems' and 'maxItems' are numbers, and 'prefixItems' a list")
+        count = min(max(least, len(first)), most)
+        if schema.get("uniqueItems") and count > 1:
+            raise self._refused("'uniqueItems' cannot be kept")
+        items = [*first, *[schema.get("items", {})] * count][:count]
+        return [self.value(item, depth + 1) for item in items]
+
+    def _number(self, schema: Mapping[str, Any], *, is_whole: bool) -> float:
+        step = 1 if is_whole else 0.5
+        least, most = schema.get("minimum"), schema.get("maximum")
+        above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+        try:
+            lows = [bound for bound in (least, None if above is None else above + step) if bound is not None]
+            highs = [bound for bound in (most, None if below is None else below - step) if bound is not None]
+            low = max(lows, default=None)
+            high = min(highs, default=None)
+            found: float = 0 if low is None or low <= 0 else (ceil(low) if is_whole else low)
+            if high is not None and found > high:
+                found = floor(high) if is_whole else high
+            if low is not None and found < low:
+                raise self._refused("no number is within its bounds")
+        except TypeError:
+            raise self._refused("bounds are numbers") from None
+        return int(found) if is_whole else float(found)
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        if "format" in schema:
+            if schema["format"] not in FORMATS:
+                raise self._refused(f"the format {schema['format']!r} cannot be kept")
+            return FORMATS[schema["format"]]
+        least, most = schema.get("minLength", 0), schema.get("maxLength", 1 << 30)
+        if not isinstance(least, int) or not isinstance(most, int) or least > 100_000:
+            raise self._refused("'minLength' and 'maxLength' are numbers")
+        return self._text.ljust(least, "x")[:most]
+
+    def _resolved(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        """Return a schema with what it refers to, and the first of what it leaves open, put in."""
+        merged = dict(schema)
+        for _ in range(MAX_DEPTH):
+            if "$ref" in merged:
+                merged = {**self._found(merged.pop("$ref")), **merged}
+            elif "allOf" in merged:
+                for part in self._list(merged.pop("allOf")):
+                    merged = _both(merged, self._resolved(part, depth + 1))
+            elif "anyOf" in merged or "oneOf" in merged:
+                keyword = "anyOf" if "anyOf" in merged else "oneOf"
+                merged = _both(merged, self._list(merged.pop(keyword))[0])
+            else:
+                return merged
+        raise self._refused("it refers to itself without end")
+
+    def _list(self, parts: Any) -> Sequence[dict[str, Any]]:
+        if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+            raise self._refused("alternatives are a list of schemas")
+        return parts
+
+    def _found(self, reference: Any) -> dict[str, Any]:
+        place: Any = self._root
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise self._refused(f"it refers to {reference!r}, which is not in it")
+        for name in reference.removeprefix("#").strip("/").split("/"):
+            key = name.replace("~1", "/").replace("~0", "~")
+            place = place.get(key) if isinstance(place, dict) and name else (place if not name else None)
+        if not isinstance(place, dict):
+            raise self._refused(f"it refers to {reference!r}, which is not in it")
+        return place
+
+    def _refused(self, what: str) -> ApiError:
+        return ApiError(400, f"no value of this JSON schema can be made: {what}", param=self._param)
+
+
+def _kind_of(schema: Mapping[str, Any]) -> Any:
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return kind[0] if kind else "null"
+    if kind is not None:
+        return kind
+    if "properties" in schema or "required" in schema or "additionalProperties" in schema:
+        return "object"
+    return "array" if "items" in schema or "prefixItems" in schema else "string"
+
+
+def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two schemas say together."""
+    merged = {**one, **other}
+    if "properties" in one and "properties" in other:
+        merged["properties"] = {**one["properties"], **other["properties"]}
+    if "required" in one and "required" in other:
+        merged["required"] = [*one["required"], *(name for name in other["required"] if name not in one["required"])]
+    return merged

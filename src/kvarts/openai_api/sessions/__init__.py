@@ -1,0 +1,1 @@
+"""Sessions over OpenAI's API: the store that is served over gRPC as well."""

@@ -1,0 +1,48 @@
+"""Puts a server over HTTP together, with the model and the sessions of a session runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvarts.openai_api.meter import Meter
+from kvarts.openai_api.mock import mock_model
+from kvarts.openai_api.opening import DEFAULT_TOKENS, Door, Opened, make_served, open_app
+from kvarts.openai_api.prompts import HubText, TextModel, WordText
+from kvarts.openai_api.sessions.door import SessionsDoor
+from kvarts.session.opening import mock_host
+from kvarts.session.sessions import Sessions
+
+__all__ = ["open_beside", "word_mock"]
+
+
+def word_mock(config: Any, **settings: Any) -> Any:
+    """Return a model for `open_sessions` that writes words, with the bytes of a token of the mock of sessions."""
+    of_mock = mock_host(config)
+    cost = settings.pop("cost", None)
+    if cost is None:
+        from kvarts.executor.roofline import RooflineCost
+
+        cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb")
+    return mock_model(config, cost, token_bytes=of_mock.token_bytes, **settings)
+
+
+def open_beside(sessions: Sessions, door: Door, *, model: str) -> Opened:
+    """Return a server of the model of `sessions`, in which requests that name a session go on with it."""
+    host = sessions.host
+    is_mock = host.tokenizer is None and host.fingerprint().startswith("mock")
+    most = min(door.limits.max_model_len, host.config.pool_tokens, host.max_positions or 1 << 62)
+    limits = msgspec.structs.replace(
+        door.limits,
+        max_model_len=most,
+        default_tokens=DEFAULT_TOKENS if is_mock and door.limits.default_tokens is None else door.limits.default_tokens,
+    )
+    meter = Meter(max_model_len=limits.max_model_len)
+    host.core.log.add_reader(meter)
+    text: TextModel = WordText() if is_mock else HubText(host.tokenizer, host.eos_ids)
+    served = make_served(
+        host, text, door.names or (model,), door, limits=limits, meter=meter, facts={"mock": is_mock, "sessions": True}
+    )
+    served.sessions = SessionsDoor(sessions, served)
+    return open_app([served], door)

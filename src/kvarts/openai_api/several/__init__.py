@@ -1,0 +1,1 @@
+"""Several models on one device, mocked together and served at one address."""

@@ -1,0 +1,223 @@
+"""The engines of several mocks on one device, moved turn by turn on a clock that keeps pace with real time.
+
+One loop owns all of them. A request is for the model that it was assigned to before it was queued; its index is its
+own among all models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from kvarts.clock import Clock
+from kvarts.executor.cost import CostModel
+from kvarts.executor.mock import MockExecutor
+from kvarts.llm.detokenizing import DetokenizingExecutor
+from kvarts.llm.text import Generation
+from kvarts.openai_api.served import Health
+from kvarts.request import Request
+from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sched.plan import Batch
+from kvarts.sched.policy import NEVER_NS
+from kvarts.sharing.device import SharedDevice
+from kvarts.sharing.loans import debts
+from kvarts.sharing.tenant import Tenant
+from kvarts.sharing.turns import TurnLoop
+
+__all__ = ["ModelOfDevice", "PacedDevice", "SamplingOfModels", "TurnCost"]
+
+RETRY_NS = 1_000_000
+"""For so long nothing is tried where only requests wait that a degraded model does not admit."""
+
+
+class TurnCost:
+    """A CostModel with turns of no time where a model gave way to another and has nothing left to compute."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self.decode_ns = cost.decode_ns
+
+    def step_ns(self, batch: Batch) -> int:
+        """Return the duration of a step."""
+        return self._cost.step_ns(batch) if batch.chunks or batch.num_decodes else 0
+
+
+class Assignments:
+    """Owner of which request under way is for which model."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def assign(self, index: int, name: str) -> None:
+        """Note that request `index` is for the model `name`."""
+        self._names[index] = name
+
+    def of(self, index: int) -> str | None:
+        """Return the model of a request under way."""
+        return self._names.get(index)
+
+    def forget(self, index: int) -> None:
+        """Note that a request is over."""
+        self._names.pop(index, None)
+
+
+class PacedDevice:
+    """A CoreEngine: the turns of all models, one at a time, with a sleep in each pause."""
+
+    def __init__(
+        self, device: SharedDevice, turns: TurnLoop, tenants: Mapping[str, Tenant], models: Assignments, clock: Clock
+    ) -> None:
+        self.device = device
+        self._turns = turns
+        self._tenants = dict(tenants)
+        self._models = models
+        self._clock = clock
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request runs or waits."""
+        return any(tenant.scheduler.has_work for tenant in self._tenants.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests, or transfers under way."""
+        return self._turns.has_work
+
+    def submit(self, request: Request, now_ns: int) -> str | None:
+        """Queue `request`, or return why it can never run. Transfers that have ended since the last step end first."""
+        name = self._models.of(request.index)
+        assert name is not None, "a request is assigned before it is queued"
+        self._turns.run_until(now_ns, [])
+        self._turns.wake(now_ns)
+        reason = self._tenants[name].submit(request, now_ns)
+        if reason is not None:
+            self._models.forget(request.index)
+        return reason
+
+    def cancel(self, request: Request) -> None:
+        """Drop `request` between steps; its pages are free at once, for other models as well."""
+        name = self._models.of(request.index)
+        assert name is not None
+        tenant = self._tenants[name]
+        tenant.engine.cancel(request)
+        tenant.is_fresh = True
+        self.device.retry_blocked()
+
+    def step(self, now_ns: int) -> list[Request]:
+        """Do one turn that starts at `now_ns`, or wait until one is possible. Return the requests that finished."""
+        turns = self._turns
+        if not self.has_requests:  # transfers only, which have gone on meanwhile
+            turns.run_until(now_ns, [])
+            if turns.has_work:
+                self._clock.wait_until_ns(max(turns.now_ns, now_ns))
+            return []
+        end_ns = turns.start(now_ns)
+        if end_ns == NEVER_NS:
+            self._clock.wait_until_ns(now_ns + RETRY_NS)
+            turns.wake(now_ns + RETRY_NS)
+            return []
+        if turns.is_pausing:
+            self._clock.wait_until_ns(end_ns)
+        finished = turns.finish()
+        for tenant in self._tenants.values():
+            del tenant.settled[:]  # of reports, which nothing here makes
+        return finished
+
+
+class SamplingOfModels:
+    """A SamplingState and Generations of all models: each request's is with its own."""
+
+    def __init__(
+        self,
+        executors: Mapping[str, MockExecutor],
+        generations: Mapping[str, DetokenizingExecutor],
+        models: Assignments,
+    ) -> None:
+        self._executors = dict(executors)
+        self._generations = dict(generations)
+        self._models = models
+
+    def add(
+        self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
+    ) -> None:
+        """Sample for a request from now on; tokens in `stop_ids` end it."""
+        self._executors[self._name(request_index)].add(request_index, params, prompt, stop_ids)
+
+    def drop(self, request_index: int) -> tuple[float, ...]:
+        """Forget a request, and return the log-probabilities of its tokens."""
+        logprobs = self._executors[self._name(request_index)].drop(request_index)
+        self._models.forget(request_index)
+        return logprobs
+
+    def likeliest(self, request_index: int) -> Likeliest:
+        """Return the log-probabilities of the tokens of a request so far."""
+        return self._executors[self._name(request_index)].likeliest(request_index)
+
+    def of_generations(self) -> GenerationsOfModels:
+        """Return the generations of the same requests."""
+        return GenerationsOfModels(self._generations, self._models)
+
+    def _name(self, request_index: int) -> str:
+        name = self._models.of(request_index)
+        assert name is not None, "the request is under way"
+        return name
+
+
+class GenerationsOfModels:
+    """The generations under way, of all models."""
+
+    def __init__(self, generations: Mapping[str, DetokenizingExecutor], models: Assignments) -> None:
+        self._generations = generations
+        self._models = models
+
+    def add(self, generation: Generation) -> None:
+        """Make text for a request from now on."""
+        self._of(generation.request.index).add(generation)
+
+    def get(self, request_index: int) -> Generation | None:
+        """Return a request under way; None if there is none of that index."""
+        name = self._models.of(request_index)
+        return None if name is None else self._generations[name].get(request_index)
+
+    def drop(self, request_index: int) -> Generation:
+        """Forget a request, and return its tokens and text."""
+        return self._of(request_index).drop(request_index)
+
+    def _of(self, request_index: int) -> DetokenizingExecutor:
+        name = self._models.of(request_index)
+        assert name is not None, "the request is under way"
+        return self._generations[name]
+
+
+class ModelOfDevice:
+    """The Sharing of one model."""
+
+    def __init__(self, name: str, paced: PacedDevice, models: Assignments, tenant: Tenant) -> None:
+        self._name = name
+        self._paced = paced
+        self._models = models
+        self._tenant = tenant
+
+    def assign(self, index: int) -> None:
+        """Note that request `index`, which is about to be queued, is for this model."""
+        self._models.assign(index, self._name)
+
+    def set_health(self, health: Health) -> None:
+        """Set the health of this model, between steps, after what it had was ended."""
+        left = self._paced.device.set_health(self._name, health)
+        assert not left, "its requests were ended before"
+        self._tenant.is_fresh = True
+
+    def loans(self) -> list[tuple[str, int]]:
+        """Return the memory that it uses and others are guaranteed: the other, and how many bytes."""
+        parts = self._paced.device.memory.parts
+        found = debts(
+            self._paced.device.memory.num_bytes,
+            {name: part.guaranteed_bytes for name, part in parts.items()},
+            {name: part.num_used_bytes for name, part in parts.items()},
+        )
+        return [(lender, num_bytes) for (lender, borrower), num_bytes in found.items() if borrower == self._name]
+
+    @property
+    def num_reclaimed(self) -> int:
+        """Its requests that were preempted for other models."""
+        return self._paced.device.num_reclaimed(self._name)

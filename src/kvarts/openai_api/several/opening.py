@@ -1,0 +1,179 @@
+"""Puts a server of several mocks on one device together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvarts.build import build_engine
+from kvarts.clock import Clock, PacedClock
+from kvarts.event_log import EventLog, EventReader
+from kvarts.executor.mock import MockExecutor
+from kvarts.executor.page_bytes import NoPageBytes
+from kvarts.executor.simulated import SimExecutor
+from kvarts.llm.detokenizing import DetokenizingExecutor
+from kvarts.llm.host import ModelHost
+from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.loop import EngineLoop
+from kvarts.openai_api.app import Watcher
+from kvarts.openai_api.meter import Meter
+from kvarts.openai_api.opening import Door, Opened, make_served, mock_limits, open_app
+from kvarts.openai_api.prompts import WordText
+from kvarts.openai_api.several.device import (
+    Assignments,
+    ModelOfDevice,
+    PacedDevice,
+    SamplingOfModels,
+    TurnCost,
+)
+from kvarts.openai_api.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
+from kvarts.sharing.config import ObserversOf, SharingConfig
+from kvarts.sharing.contest import Contest
+from kvarts.sharing.device import SharedDevice
+from kvarts.sharing.fairqueue import FairQueue
+from kvarts.sharing.part import DevicePart
+from kvarts.sharing.rounds import Rounds
+from kvarts.sharing.tenant import Tenant
+from kvarts.sharing.turns import TurnLoop
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import prefill_cost
+
+__all__ = ["open_several"]
+
+NS_PER_S = 1e9
+
+
+class _Engine(msgspec.Struct, frozen=True):
+    tenant: Tenant
+    executor: MockExecutor
+    detokenizing: DetokenizingExecutor
+    meter: Meter
+
+
+def open_several(
+    config: SharingConfig,
+    door: Door,
+    *,
+    speedup: float = 1.0,
+    readers_of: ObserversOf = lambda _: (),
+    clock: Clock | None = None,
+    watcher: Watcher | None = None,
+) -> Opened:
+    """Return mocks of all models of `config`, served under their names there.
+
+    `readers_of` is asked by the name of a model what reads all of its events.
+    """
+    paced_clock = PacedClock(speedup=speedup)
+    if clock is None:
+        clock = paced_clock
+    device = SharedDevice(
+        config.kv_bytes,
+        max_num_batched_tokens=config.each.max_num_batched_tokens,
+        is_static=config.static_split,
+        reclaim_after_ns=round(min(config.reclaim_after_s, 1e9) * NS_PER_S),
+    )
+    names = list(config.models)
+    limits = {name: mock_limits(door, config.configs[name]) for name in names}
+    engines = {
+        name: _engine(
+            config, name, device, clock, Meter(max_model_len=limits[name].max_model_len, speedup=speedup),
+            seed=door.seed, readers=readers_of(name),
+        )
+        for name in names
+    }  # fmt: skip
+    tenants = [engines[name].tenant for name in names]
+    is_timed = config.turns == "time"
+    turns = TurnLoop(
+        device,
+        tenants,
+        FairQueue(device, tenants) if is_timed else Rounds(device, tenants),
+        Contest(tenants, of_time=is_timed),
+        step_by_step=True,
+        audit=config.each.audit,
+    )
+    models = Assignments()
+    paced = PacedDevice(device, turns, {tenant.name: tenant for tenant in tenants}, models, clock)
+    paced_clock.is_at_rest = lambda: not paced.has_requests
+    sampling = SamplingOfModels(
+        {name: engine.executor for name, engine in engines.items()},
+        {name: engine.detokenizing for name, engine in engines.items()},
+        models,
+    )
+    loop = EngineLoop(LLMEngine(paced, sampling, sampling.of_generations(), clock, page_size=config.each.page_size))
+    served = []
+    for name, engine in engines.items():
+        of_model: ReplayConfig = config.configs[name]
+        host = ModelHost(
+            loop=loop,
+            core=engine.tenant.engine,
+            config=of_model,
+            clock=clock,
+            slots=engine.executor.slots,
+            rotation=engine.executor.rotation,
+            kv=NoPageBytes(),
+            token_bytes=config.page_bytes[name] // of_model.page_size,
+            vocab_size=VOCABULARY_SIZE,
+            max_positions=limits[name].max_model_len,
+            fingerprint=lambda: f"mock {door.seed}",
+        )
+        facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost": of_model.to_builtins()["cost"]}
+        served.append(
+            make_served(
+                host,
+                WordText(),
+                (name,),
+                door,
+                limits=limits[name],
+                meter=engine.meter,
+                facts=facts,
+                sharing=ModelOfDevice(name, paced, models, engine.tenant),
+                adapters=door.adapters if name == names[0] else (),
+            )
+        )
+    return open_app(served, door, speedup=speedup, watcher=watcher)
+
+
+def _engine(
+    config: SharingConfig,
+    name: str,
+    device: SharedDevice,
+    clock: Clock,
+    meter: Meter,
+    *,
+    seed: int,
+    readers: Sequence[EventReader],
+) -> _Engine:
+    """Build the engine of one model, and register it on the device."""
+    of_model, share = config.configs[name], config.models[name]
+    below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
+    log = EventLog([*readers, meter], num_waiting=1)
+    part: DevicePart = device.register(
+        name,
+        page_bytes=config.page_bytes[name],
+        weight=share.weight,
+        guaranteed_bytes=config.guaranteed_bytes[name],
+        floor=share.floor,
+        ceiling=share.ceiling,
+        with_page_ids=True,
+        order=of_model.eviction() if below is None else below.order,
+        watcher=None if below is None else below.watcher,
+        tell=log.tell_details,
+    )
+    cost = TurnCost(of_model.cost_model)
+    executor = MockExecutor(of_model, cost, clock, vocab_size=NUM_WORDS, seed=seed, vary=vary_words)
+    detokenizing = DetokenizingExecutor(executor, max_num_seqs=of_model.max_num_seqs, clock=clock)
+    engine = build_engine(
+        of_model,
+        detokenizing,
+        log=log,
+        cache=part.cache,
+        pages=part,
+        policy=of_model.admission(),
+        below=below,
+        prefill=prefill_cost(of_model),
+        moves_pages=False,
+    )
+    device.attach(name, engine.scheduler, engine.cancel)
+    tenant = Tenant(name, engine, SimExecutor(cost), device, part, weight=share.weight)
+    return _Engine(tenant, executor, detokenizing, meter)
