@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from kvarts.session.stored import EndReason
 from kvarts.session.streams import Outbox, UpdateStream
 from kvarts.session.table import SessionTable
 from kvarts.session.turns import Turns
+from kvarts.session.under_way import UnderWay, settled
 from kvarts.session.values import Done, SessionInfo, SessionSettings, Update
 
 __all__ = ["Sessions"]
@@ -53,7 +54,7 @@ class Sessions:
         self._host = table.host
         self._turns = Turns(table)
         self._exclusive = Exclusive()
-        self._under_way: dict[str, _UnderWay] = {}
+        self._under_way: dict[str, UnderWay] = {}
         self._outbox: Outbox | None = None
         self._reaper: asyncio.Task[None] | None = None
 
@@ -129,7 +130,7 @@ class Sessions:
         finally:
             if not over.done():  # it is not read any more
                 self._host.loop.post(turn.cancel)
-                await _settled(over)
+                await settled(over)
 
     async def cancel(self, owner: str, session_id: str) -> bool:
         """End the operation under way at a token boundary; return whether there was one."""
@@ -339,7 +340,7 @@ class Sessions:
     def _begin(self, session_id: str, cancel: Callable[[LLMEngine], None]) -> asyncio.Future[None]:
         """Note an operation that has its turn; return what is done when it has ended."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._under_way[session_id] = _UnderWay(cancel, over)
+        self._under_way[session_id] = UnderWay(cancel, over)
         return over
 
     def _end(self, session: Session) -> None:
@@ -431,22 +432,3 @@ class Sessions:
             await asyncio.sleep(self._table.config.reap_every_s)
             with suppress(EngineDeadError):  # others tell
                 await self.reap()
-
-
-class _UnderWay(NamedTuple):
-    """An append or a generation: what ends it, in the thread of the engine, and what is done when it has ended."""
-
-    cancel: Callable[[LLMEngine], None]
-    over: asyncio.Future[None]
-
-
-async def _settled(over: asyncio.Future[None]) -> None:
-    """Wait for `over`, also while this task is cancelled; that is raised then."""
-    cancelled = None
-    while not over.done():
-        try:
-            await asyncio.shield(over)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
