@@ -210,7 +210,6 @@ def open_llama(directory: Path) -> Engine:
         params.n_batch = params.n_ubatch = 2048
         params.n_seq_max = work.num_sequences
         params.n_threads = params.n_threads_batch = NUM_THREADS
-        params.kv_unified = True
         context = ll.llama_init_from_model(model, params)
         sampler = ll.llama_sampler_init_greedy()
         tokens = []

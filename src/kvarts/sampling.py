@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from kvarts.errors import ConfigError
-from kvarts.limits import MOST_UINT32, MOST_UINT64, check_whole
+from kvarts.limits import MOST_UINT32, MOST_UINT64, brief, check_whole
 
 __all__ = ["Likeliest", "SamplingParams"]
 
@@ -18,11 +20,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `temperature` 0 is greedy: then only the repetition penalty changes which token is chosen. `top_k` 0, `top_p` 1 and
     `min_p` 0 are off. `seed`: the same seed gives the same text, alone and in any batch; without one, a request is
-    seeded by its index. `stop`: texts that end the request and are not part of the answer. `stop_token_ids`: tokens
-    that end it. `min_tokens`: nothing but `max_tokens` ends the request before it has so many. `ignore_eos`: the
-    model's own end is a token like any other. `presence_penalty` and `frequency_penalty`: of tokens that were
-    generated, once and for each time. `logprobs`: return the log-probability of each token; `top_logprobs`: and of so
-    many of the likeliest tokens in its place. Raises ConfigError for a value out of range.
+    seeded by its index. `stop`: a text, or texts, that end the request and are not part of the answer.
+    `stop_token_ids`: tokens that end it. `min_tokens`: nothing but `max_tokens` ends the request before it has so many.
+    `ignore_eos`: the model's own end is a token like any other. `presence_penalty` and `frequency_penalty`: of tokens
+    that were generated, once and for each time. `logprobs`: return the log-probability of each token; `top_logprobs`:
+    and of so many of the likeliest tokens in its place. Raises ConfigError for a value out of range.
     """
 
     max_tokens: int = 128
@@ -48,6 +50,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_whole(self.top_logprobs, "sampling.top_logprobs", least=0, most=MOST_UINT32)
         if self.seed is not None:
             check_whole(self.seed, "sampling.seed", least=0, most=MOST_UINT64)
+        for field in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"must be a number, got {brief(value)}", field=f"sampling.{field}")
         bounds = {
             "temperature": 0.0 <= self.temperature < float("inf"),
             "top_p": 0.0 < self.top_p <= 1.0,
@@ -58,9 +64,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         }
         for field, is_good in bounds.items():
             if not is_good:
-                raise ConfigError(f"is out of range: {getattr(self, field)}", field=f"sampling.{field}")
+                raise ConfigError(f"is out of range: {brief(getattr(self, field))}", field=f"sampling.{field}")
+        self._take_all("stop", str, "texts")
+        self._take_all("stop_token_ids", int, "token ids")
         if any(not text for text in self.stop):
             raise ConfigError("must not be empty", field="sampling.stop")
+        for token in self.stop_token_ids:
+            check_whole(token, "sampling.stop_token_ids", least=0, most=MOST_UINT64)
+
+    def _take_all(self, field: str, kind: type, what: str) -> None:
+        """Make a tuple of a field: of one text, or of several values."""
+        given: Any = getattr(self, field)
+        values = (given,) if isinstance(given, str) else given
+        if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
+            raise ConfigError(f"must be {what}, got {brief(given)}", field=f"sampling.{field}")
+        msgspec.structs.force_setattr(self, field, tuple(values))
 
     @property
     def is_argmax(self) -> bool:

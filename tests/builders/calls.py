@@ -50,6 +50,7 @@ CALLS: dict[str, Call] = {
     "chat": Call(("--address", "127.0.0.1:1"), code=2, needs=HAS_GRPC, prints=False),
     "compare": Call(("run", "measured.csv")),
     "generate": Call(("--model", "tiny", "--prompt", "a", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True),
+    "model check": Call(("tiny", "--prompts", "1", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True),
     "model list": Call(()),
     "model show": Call(("config.json",)),
     "model tiny": Call(("new",), needs=HAS_TORCH, is_slow=True, prints=False),

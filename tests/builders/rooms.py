@@ -62,7 +62,7 @@ SPELLINGS = {
     "connect": ("kvarts watch", "kvarts.connect"),
     "explain": ("kvarts story",),
     "kv_events": ("--kv-events", "kvarts.serve.kv_events"),
-    "llm": ("kvarts generate", "kvarts profile", "kvarts model tiny", "kvarts.executor.torch"),
+    "llm": ("kvarts generate", "kvarts profile", "kvarts model tiny", "kvarts model check", "kvarts.executor.torch"),
     "offload": ("--host-memory", "--host-pages", "[offload]"),
     "openai_api": ("kvarts mock", "kvarts serve --model", "kvarts.openai_api", "kvarts_server"),
     "plan": ("kvarts.plan", "kvarts plan", "kvarts sweep"),

@@ -138,6 +138,7 @@ class Batch:
             np.array([0 if kept is None else kept.sink for kept in keeps], np.int64),
             np.array([1 << 62 if kept is None else kept.window for kept in keeps], np.int64),
             np.array([self.gap(number) for number in range(self.num_decodes)], np.int64),
+            positions,
         )
 
     def expected(self, params: AttentionParams) -> torch.Tensor:

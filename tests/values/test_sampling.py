@@ -23,12 +23,31 @@ from kvarts.sampling import SamplingParams
         {"min_p": 2.0},
         {"repetition_penalty": 0.0},
         {"stop": ("",)},
+        {"stop": 7},
+        {"stop": ("a", 3)},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": (-1,)},
+        {"stop_token_ids": (2**70,)},
+        {"seed": 2**70},
+        {"seed": -1},
+        {"seed": "x"},
+        {"temperature": "hot"},
+        {"temperature": float("nan")},
+        {"temperature": None},
+        {"presence_penalty": [1]},
     ],
 )
 def test_what_is_out_of_range_is_named(bad: dict[str, object]) -> None:
     (field,) = bad
     with pytest.raises(ConfigError, match=rf"sampling\.{field}: "):
         SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+def test_one_text_is_one_stop() -> None:
+    assert SamplingParams(stop="abc").stop == ("abc",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop_token_ids=[7, 8]).stop_token_ids == (7, 8)  # type: ignore[arg-type]
+    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop=("a",)))  # type: ignore[arg-type]
 
 
 def test_argmax_is_enough_for_greedy_requests_only() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import msgspec
 
 from kvarts.cli import offload_llm
 from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options
-from kvarts.errors import ConfigError, InputError
+from kvarts.errors import ConfigError, InputError, KvartsError
 from kvarts.files import read_text
 from kvarts.sampling import SamplingParams
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from kvarts.llm.llm import LLM
 
 __all__ = [
+    "PromptLine",
+    "encode_prompts",
     "llm_options",
     "need_torch",
     "open_llm",
@@ -75,7 +79,8 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
     from kvarts.llm.llm import LLM
 
     settings |= offload_llm.settings_of(values)
-    return LLM(
+    _tell_what_takes_long()
+    llm = LLM(
         values["model"],
         kv_memory=values["kv_memory"],
         page_size=values["page_size"],
@@ -86,25 +91,101 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         attention=values["attention"],
         **settings,
     )
+    config = llm.config
+    click.echo(
+        f"kvarts: on {llm.device} in {llm.dtype}, attention by {llm.attention}, {config.num_pages:,} pages of "
+        f"{config.page_size} tokens in {llm.kv_bytes() / 2**20:,.1f} MiB",
+        err=True,
+    )
+    return llm
+
+
+class _Narrator(logging.Handler):
+    """Writes what kvarts logs to standard error, as commands narrate."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        click.echo(f"kvarts: {record.getMessage()}", err=True)
+
+
+def _tell_what_takes_long() -> None:
+    logger = logging.getLogger("kvarts")
+    if not any(isinstance(handler, _Narrator) for handler in logger.handlers):
+        logger.addHandler(_Narrator())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 class _Row(msgspec.Struct):
-    prompt: str | list[int]
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
-def read_prompts(path: Path) -> list[str | list[int]]:
-    """Return the prompts of a JSONL file, `{"prompt": TEXT}` or a list of token ids a line.
+class PromptLine(NamedTuple):
+    """A line of prompts: its number, and its text, token ids or messages of a chat; or what is wrong with it."""
 
-    Raise InputError with file, line and field.
+    number: int
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None = None
+    error: KvartsError | None = None
+
+    def tokens(self, llm: LLM, params: SamplingParams) -> list[int]:
+        """Return the token ids for a model. Raise what is wrong with it."""
+        if self.error is not None:
+            raise self.error
+        if self.messages is not None:
+            return llm.encode_chat(self.messages, params)
+        assert self.prompt is not None
+        return llm.encode(self.prompt, params)
+
+
+HINT = 'A line is {"prompt": "some text"}, or {"messages": [{"role": "user", "content": "some text"}]}.'
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """Return the prompts of a JSONL file, or of standard input for `-`: text, token ids or messages a line.
+
+    A line that cannot be read is there with its error, an InputError with file, line and field. Raise InputError for a
+    file without prompts.
     """
-    prompts: list[str | list[int]] = []
-    for number, line in enumerate(read_text(path, hint="Check the path of the prompts.").splitlines(), 1):
+    prompts: list[PromptLine] = []
+    shown = "standard input" if str(path) == "-" else path
+    for number, line in enumerate(_text_of(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            prompts.append(msgspec.json.decode(line, type=_Row).prompt)
+            row = msgspec.json.decode(line, type=_Row)
+            if (row.prompt is None) == (row.messages is None):
+                raise msgspec.DecodeError("needs either `prompt` or `messages`")
+            prompts.append(PromptLine(number, row.prompt, row.messages))
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            raise InputError(str(error), path=path, line=number, hint='A line is {"prompt": "some text"}.') from error
+            prompts.append(PromptLine(number, None, None, InputError(str(error), path=shown, line=number, hint=HINT)))
     if not prompts:
-        raise InputError("has no prompts", path=path, hint='A line is {"prompt": "some text"}.')
+        raise InputError("has no prompts", path=shown, hint=HINT)
     return prompts
+
+
+def encode_prompts(
+    llm: LLM, prompts: Sequence[PromptLine], params: SamplingParams, path: Path
+) -> list[list[int] | KvartsError]:
+    """Return the token ids of each prompt, or the error of its line, with file and number."""
+    encoded: list[list[int] | KvartsError] = []
+    for prompt in prompts:
+        try:
+            encoded.append(prompt.tokens(llm, params))
+        except ConfigError as error:
+            where = f"{error.field}: {error.what}" if error.field else error.what
+            shown = "standard input" if str(path) == "-" else path
+            encoded.append(InputError(where, path=shown, line=prompt.number, hint=error.hint))
+        except InputError as error:
+            encoded.append(error)
+    return encoded
+
+
+def _text_of(path: Path) -> str:
+    if str(path) != "-":
+        return read_text(path, hint="Check the path of the prompts.")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot be read: {error}", path="standard input") from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from kvarts.cli.llm import (
+    encode_prompts,
     llm_options,
     need_torch,
     open_llm,
@@ -19,42 +21,126 @@ from kvarts.cli.llm import (
 )
 from kvarts.cli.options import Command
 from kvarts.cli.paths import INPUT
-from kvarts.errors import ConfigError
+from kvarts.cli.printing import print_bytes
+from kvarts.errors import ConfigError, KvartsError
+
+if TYPE_CHECKING:
+    from kvarts.llm.llm import LLM
+    from kvarts.llm.text import Completion
+    from kvarts.sampling import SamplingParams
 
 __all__ = ["generate_command"]
+
+EVERY_S = 0.5
+"""How often progress is written to a terminal."""
 
 
 @click.command("generate", cls=Command)
 @llm_options
-@click.option("--prompt", metavar="TEXT", help="One prompt; its answer is printed as it comes.")
+@click.option("--prompt", metavar="TEXT", help="One prompt; its answer is printed as it comes. -: standard input.")
 @click.option("--prompts", "prompts_file", metavar="FILE", type=INPUT,
-              help='Many, run as they fit: JSON lines {"prompt": TEXT}. A JSON line each is printed, in their '
-              "order.")  # fmt: skip
+              help='Many, run as they fit: JSON lines {"prompt": TEXT} or {"messages": [...]}. A JSON line each is '
+              "printed, in their order. -: standard input.")  # fmt: skip
+@click.option("--chat", "is_chat", is_flag=True, help="--prompt is a user's message, for the model's chat template.")
+@click.option("--skip-bad", is_flag=True,
+              help="Run the other prompts where one cannot be run; its line has the error.")  # fmt: skip
 @sampling_options
-def generate_command(prompt: str | None, prompts_file: Path | None, **values: Any) -> None:
+def generate_command(
+    prompt: str | None, prompts_file: Path | None, is_chat: bool, skip_bad: bool, **values: Any
+) -> None:
     """Generate text with a real model, its KV in pages."""
     if (prompt is None) == (prompts_file is None):
         raise ConfigError("give either", field="prompt", hint="Give --prompt TEXT or --prompts FILE.")
-    prompts = [] if prompts_file is None else read_prompts(prompts_file)
+    lines = [] if prompts_file is None else read_prompts(prompts_file)
+    if not skip_bad and (bad := next((line.error for line in lines if line.error is not None), None)) is not None:
+        raise bad
     need_torch()
     params = sampling_params(values)
     llm = open_llm(values)
-    if prompt is not None:
-        _stream(llm, prompt, params)
+    if prompts_file is not None:
+        encoded = encode_prompts(llm, lines, params, prompts_file)
+        if not skip_bad and (bad := next((one for one in encoded if isinstance(one, KvartsError)), None)) is not None:
+            raise bad
+        _Run(llm, params, skip_bad=skip_bad).all([(line.number, one) for line, one in zip(lines, encoded, strict=True)])
         return
-    for completion in llm.generate(prompts, params):
-        sys.stdout.buffer.write(msgspec.json.encode(completion) + b"\n")
-    sys.stdout.buffer.flush()
+    assert prompt is not None
+    text = sys.stdin.read() if prompt == "-" else prompt
+    tokens = llm.encode_chat([{"role": "user", "content": text}], params) if is_chat else llm.encode(text, params)
+    if params.logprobs:
+        print_bytes(msgspec.json.encode(llm.generate([tokens], params)[0]) + b"\n")
+    else:
+        _stream(llm, tokens, params)
 
 
-def _stream(llm: Any, prompt: Any, params: Any) -> None:
+class _Run:
+    """Many prompts, run as they fit: answers in their order, and progress on standard error."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, *, skip_bad: bool) -> None:
+        self._llm = llm
+        self._params = params
+        self._skip_bad = skip_bad
+        self._num_tokens = 0
+        self._num_ended = 0
+        self._most_kv = 0.0
+
+    def all(self, prompts: list[tuple[int, list[int] | KvartsError]]) -> None:
+        """Run prompts by the number of their line; print an answer or an error each."""
+        start_s = told_s = perf_counter()
+        llm = self._llm
+        waiting: list[tuple[int, int | KvartsError]] = []
+        for number, prompt in prompts:
+            try:
+                waiting.append(
+                    (number, prompt if isinstance(prompt, KvartsError) else llm.submit(prompt, self._params))
+                )
+            except ConfigError as error:
+                if not self._skip_bad:
+                    raise ConfigError(f"line {number}: {error.what}", hint=error.hint, field="prompts") from error
+                waiting.append((number, error))
+        waiting.reverse()
+        done: dict[int, Completion] = {}
+        is_terminal = sys.stderr.isatty()
+        self._print_ready(waiting, done)
+        while llm.has_work:
+            self._most_kv = max(self._most_kv, llm.kv_live_bytes() / llm.kv_bytes())
+            for completion in llm.step():
+                done[completion.index] = completion
+                self._num_ended += 1
+                self._num_tokens += len(completion.tokens)
+            self._print_ready(waiting, done)
+            if is_terminal and perf_counter() - told_s > EVERY_S:
+                told_s = perf_counter()
+                click.echo(f"\r{self._figures(len(prompts), told_s - start_s)}\x1b[K", nl=False, err=True)
+        lead = "\r\x1b[K" if is_terminal else ""
+        click.echo(f"{lead}{self._figures(len(prompts), perf_counter() - start_s)}", err=True)
+
+    def _figures(self, num_prompts: int, taken_s: float) -> str:
+        """Return what is done so far, in a line; tokens are those of prompts that have ended."""
+        return (
+            f"kvarts: {self._num_ended:,} of {num_prompts:,} prompts, {self._num_tokens:,} tokens in {taken_s:.1f} s: "
+            f"{self._num_tokens / max(taken_s, 1e-9):,.1f} tokens/s, KV at most {self._most_kv * 100:.0f} % in use"
+        )
+
+    def _print_ready(self, waiting: list[tuple[int, int | KvartsError]], done: dict[int, Completion]) -> None:
+        """Print what is ready, in the order of the prompts; `waiting` has the next one last."""
+        while waiting:
+            number, what = waiting[-1]
+            if isinstance(what, KvartsError):
+                click.echo(f"kvarts: left out: {what}", err=True)
+                print_bytes(msgspec.json.encode({"line": number, "error": str(what)}) + b"\n")
+            elif what in done:
+                print_bytes(msgspec.json.encode(done.pop(what)) + b"\n")
+            else:
+                return
+            waiting.pop()
+
+
+def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
     import asyncio
 
     async def print_text() -> None:
         async for text in llm.stream(prompt, params):
-            sys.stdout.buffer.write(text.encode())
-            sys.stdout.buffer.flush()
+            print_bytes(text.encode())
 
     asyncio.run(print_text())
-    sys.stdout.buffer.write(b"\n")
-    sys.stdout.buffer.flush()
+    print_bytes(b"\n")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvarts.cli import record
 from kvarts.cli.llm import (
+    PromptLine,
+    encode_prompts,
     llm_options,
     need_torch,
     open_llm,
@@ -20,7 +23,12 @@ from kvarts.cli.llm import (
 from kvarts.cli.options import Command
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_json
+from kvarts.errors import KvartsError
 from kvarts.files import check_writable, is_standard_output, whole_file, write_whole
+
+if TYPE_CHECKING:
+    from kvarts.llm.llm import LLM
+    from kvarts.sampling import SamplingParams
 
 __all__ = ["profile_command"]
 
@@ -39,7 +47,9 @@ __all__ = ["profile_command"]
 @sampling_options
 def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Path | None, **values: Any) -> None:
     """Run prompts on a real model, and print how long it took and how its KV pages were used, as JSON."""
-    prompts = read_prompts(prompts_file)
+    lines = read_prompts(prompts_file)
+    if (bad := next((line.error for line in lines if line.error is not None), None)) is not None:
+        raise bad
     kv_timeline = values.get("kv_timeline")
     for file in (steps_file, trace_file):
         if file is not None:
@@ -60,8 +70,18 @@ def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Pat
 
         llm = open_llm(values, readers=[profile], wrap=wrap)
         profile.live = record.open_live(stack, values, llm.config, llm.tiers)
-        profile.run(llm, prompts, params)
+        profile.run(llm, _encoded(llm, lines, params, prompts_file), params)
     if trace_file is not None:
         write_whole(trace_file, profile.trace)
     if not any(map(is_standard_output, (steps_file, trace_file, kv_timeline))):
         print_json(profile.summary)
+
+
+def _encoded(llm: LLM, lines: Sequence[PromptLine], params: SamplingParams, path: Path) -> list[list[int]]:
+    """Return the token ids of all prompts. Raise InputError for the first that cannot be run."""
+    tokens: list[list[int]] = []
+    for one in encode_prompts(llm, lines, params, path):
+        if isinstance(one, KvartsError):
+            raise one
+        tokens.append(one)
+    return tokens

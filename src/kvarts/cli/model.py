@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from kvarts.cli import llm_tiny
+from kvarts.cli import llm_check, llm_tiny
 from kvarts.cli.options import Command, GroupedCommand, given_by_flags, options_of
 from kvarts.cli.printing import print_json
 from kvarts.config import EngineConfig
@@ -146,4 +146,5 @@ def _layers(window: int | None, count: int) -> str:
     return f"{count} that attend to {'all tokens' if window is None else f'the last {window:,} tokens'}"
 
 
+model_command.add_command(llm_check.check_command)
 model_command.add_command(llm_tiny.tiny_command)

@@ -27,6 +27,7 @@ class ChunkMetadata(msgspec.Struct):
     """Tokens [first, last) of the batch: positions from `start` on of one sequence, with pages `page_ids`.
 
     `keeps`: what the sequence retains, None for all. `gap`: tokens of pages that were dropped after those of the sink.
+    `num_prompt_tokens`: of the sequence.
     """
 
     first: int
@@ -35,6 +36,7 @@ class ChunkMetadata(msgspec.Struct):
     page_ids: Ints
     keeps: SinkWindow | None = None
     gap: int = 0
+    num_prompt_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +52,8 @@ class ChunkMetadata(msgspec.Struct):
 class DecodeMetadata(msgspec.Struct):
     """The first tokens of the batch, one a sequence. All arrays but `tables` [decodes, pages] have shape [decodes].
 
-    `sinks` and `windows`: what each sequence retains. `gaps`: tokens of pages that were dropped.
+    `sinks` and `windows`: what each sequence retains. `gaps`: tokens of pages that were dropped. `prompts`: the tokens
+    of each prompt.
     """
 
     positions: Ints
@@ -58,12 +61,13 @@ class DecodeMetadata(msgspec.Struct):
     sinks: Ints
     windows: Ints
     gaps: Ints
+    prompts: Ints
 
     @classmethod
     def plain(cls, positions: Ints, tables: Ints) -> DecodeMetadata:
         """Return the decodes of sequences that retain all tokens."""
         zeros = np.zeros_like(positions)
-        return cls(positions, tables, zeros, np.full_like(positions, ALL), zeros)
+        return cls(positions, tables, zeros, np.full_like(positions, ALL), zeros, zeros)
 
     @property
     def is_plain(self) -> bool:
@@ -130,6 +134,7 @@ class RowTables:
         self._sinks = np.zeros(max_num_seqs, np.int64)
         self._windows = np.full(max_num_seqs, ALL, np.int64)
         self._gaps = np.zeros(max_num_seqs, np.int64)
+        self._prompts = np.zeros(max_num_seqs, np.int64)
         self._is_late = np.zeros(max_num_seqs, np.bool_)
 
     def flatten(self, plan: StepPlan) -> FlatBatch | None:
@@ -169,7 +174,10 @@ class RowTables:
             positions.append(where)
             places = where - gap
             slots.append(page_ids[places // self._page_size] * self._page_size + places % self._page_size)
-            chunks.append(ChunkMetadata(num_tokens, num_tokens + len(where), chunk.start, page_ids, chunk.keeps, gap))
+            last = num_tokens + len(where)
+            chunks.append(
+                ChunkMetadata(num_tokens, last, chunk.start, page_ids, chunk.keeps, gap, chunk.num_prompt_tokens)
+            )
             num_tokens += len(where)
             if chunk.is_last:
                 sampled_rows.append(chunk.row)
@@ -202,12 +210,14 @@ class RowTables:
     def _decodes(self, rows: Ints, positions: Ints) -> DecodeMetadata:
         gaps = self._gaps[rows]
         most = int((positions - gaps).max()) // self._page_size + 1 if len(rows) else 1
-        return DecodeMetadata(positions, self._tables[rows, :most], self._sinks[rows], self._windows[rows], gaps)
+        tables, sinks, windows = self._tables[rows, :most], self._sinks[rows], self._windows[rows]
+        return DecodeMetadata(positions, tables, sinks, windows, gaps, self._prompts[rows])
 
     def _late_decode(self, row: int, position: int, first: int) -> ChunkMetadata:
         gap = int(self._gaps[row])
         num_pages = (position - gap) // self._page_size + 1
-        return ChunkMetadata(first, first + 1, position, self._tables[row, :num_pages], self._keeps[row], gap)
+        page_ids = self._tables[row, :num_pages]
+        return ChunkMetadata(first, first + 1, position, page_ids, self._keeps[row], gap, int(self._prompts[row]))
 
     def _enter(self, chunk: Chunk) -> tuple[Ints, int]:
         """Give a row the pages of a chunk; return these, and the gap."""
@@ -219,6 +229,7 @@ class RowTables:
         self._requests[row] = chunk.request_index
         self._keeps[row] = keeps
         self._gaps[row] = gap
+        self._prompts[row] = chunk.num_prompt_tokens
         self._sinks[row] = 0 if keeps is None else keeps.sink
         self._windows[row] = ALL if keeps is None else keeps.window
         self._is_late[row] = keeps is not None and keeps.rotates_late

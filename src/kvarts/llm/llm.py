@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from kvarts.build import TierSettings, build_engine
 from kvarts.clock import Clock, WallClock
@@ -20,22 +17,20 @@ from kvarts.executor.copier import PageStore
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.loading import load_model
-from kvarts.executor.torch.pools import page_bytes_of
-from kvarts.executor.torch.probe import layer_shapes
 from kvarts.executor.torch.sampling import BatchSampler
 from kvarts.kv.transfer import TransferTotals
+from kvarts.llm.chat import render_chat
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
+from kvarts.llm.room import check_room, num_pages, token_bytes
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
-from kvarts.units import parse_bytes
 
 __all__ = ["LLM"]
 
-MOST_AUTO_BYTES = 4 << 30
 Prompt = str | Sequence[int]
 
 
@@ -66,7 +61,8 @@ class LLM:
     """A model of transformers, its tokenizer, and the engine that runs it.
 
     `model`: a directory, or a name in the hub's cache, which is loaded with `dtype` on `device` (see `load_model`); or
-    a model that is already loaded, which comes with its `tokenizer`. Without a tokenizer, prompts are token ids.
+    a model that is already loaded, which comes with its `tokenizer`, and attends through pages from then on. Without a
+    tokenizer, prompts are token ids.
 
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the memory that is free, 4 GiB at most.
     `config`: all of pages, page size and batch, instead of the settings here. `attention`: the backend, one of
@@ -80,8 +76,8 @@ class LLM:
     steps, for all of them together; `submit`, `step` and `cancel` are for code that does the steps itself. An error in
     a step reaches every waiting caller, and every later call raises EngineDeadError.
 
-    Raises ConfigError for a size that holds no page and for settings that exclude each other, and what `load_model`
-    raises.
+    Raises ConfigError for a model that cannot run in pages (see kvarts.executor.torch.probe), for a size that holds no
+    page or that the device does not have, and for settings that exclude each other; and what `load_model` raises.
     """
 
     def __init__(
@@ -109,14 +105,15 @@ class LLM:
             model = load_model(model, dtype=dtype, device=device)
         if config is None:
             config = EngineConfig(
-                num_pages=_num_pages(model, kv_memory, page_size),
+                num_pages=num_pages(model, kv_memory, page_size),
                 page_size=page_size,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
             )
+        check_room(model, config)
         self.config = config
         self.tokenizer = tokenizer
-        self.offload = None if offload is None else offload.for_model(_token_bytes(model))
+        self.offload = None if offload is None else offload.for_model(token_bytes(model))
         self.tiers: dict[str, int] = {} if self.offload is None else self.offload.tiers(config.page_size)
         """Pages of each tier below the device, by its name."""
         if self.tiers and model.device.type != "cpu":
@@ -156,6 +153,7 @@ class LLM:
             page_size=config.page_size,
             tokenizer=tokenizer,
             eos_ids=_eos_ids(model),
+            switch_length=self._executor.switch_length,
         )
         self._model = model
         self._loop = EngineLoop(engine)
@@ -197,14 +195,58 @@ class LLM:
         """
         params = params or SamplingParams()
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        return self._loop.generate([(self._tokens_of(prompt, params), params) for prompt in prompts])  # type: ignore[arg-type]
+        return self._loop.generate([(self.encode(prompt, params), params) for prompt in prompts])  # type: ignore[arg-type]
+
+    def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt. Raise ConfigError for one that the model cannot run."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ConfigError(
+                    "is text, and the model came without a tokenizer", field="prompt", hint="Give token ids."
+                )
+            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise ConfigError("has no tokens", field="prompt")
+        for token in tokens:
+            if not 0 <= token < self._vocab_size:
+                raise ConfigError(f"token {token} is not in the vocabulary of {self._vocab_size}", field="prompt")
+        if len(tokens) + params.max_tokens > self._max_tokens:
+            raise ConfigError(
+                f"{len(tokens)} prompt tokens and {params.max_tokens} to generate are more than the {self._max_tokens} "
+                "that the model knows places for",
+                field="prompt",
+                hint="Shorten the prompt, or lower max_tokens.",
+            )
+        return tokens
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> list[int]:
+        """Return the token ids of a conversation, by the chat template of the tokenizer, up to where an answer begins.
+
+        Raise ConfigError for a model without a template, and for messages that its template refuses.
+        """
+        return self.encode(render_chat(self.tokenizer, messages), params)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Answer a conversation, or several: each a list of messages with `role` and `content`.
+
+        The chat template of the model's tokenizer makes prompts of them. Raise ConfigError as `encode_chat` does.
+        """
+        params = params or SamplingParams()
+        several: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        return self._loop.generate([(self.encode_chat(one, params), params) for one in several])
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[str, None]:
         """Return the text of one prompt as it is generated. Many may be under way; closing a stream cancels it."""
         params = params or SamplingParams()
-        return self._loop.stream(self._tokens_of(prompt, params), params, priority=priority)
+        return self._loop.stream(self.encode(prompt, params), params, priority=priority)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a prompt, text or token ids, and return its index, for `step` and `cancel`.
@@ -213,7 +255,7 @@ class LLM:
         or for the memory there is; the engine goes on.
         """
         params = params or SamplingParams()
-        return self._loop.submit(self._tokens_of(prompt, params), params, priority=priority)
+        return self._loop.submit(self.encode(prompt, params), params, priority=priority)
 
     def cancel(self, index: int) -> Completion | None:
         """End a request between steps, and return what it has; None if it has ended. Its pages are free at once."""
@@ -238,6 +280,23 @@ class LLM:
     def request(self, index: int) -> Request:
         """Return a request under way, as the scheduler knows it."""
         return self.generation(index).request
+
+    # What there is ----------------------------------------------------------------------------------------
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention backend, which `auto` has chosen or the caller has."""
+        return self._executor.attention
+
+    @property
+    def device(self) -> str:
+        """The device of the model, as PyTorch names it."""
+        return str(self._model.device)
+
+    @property
+    def dtype(self) -> str:
+        """The number format of the model."""
+        return str(self._model.dtype).removeprefix("torch.")
 
     # What has happened ------------------------------------------------------------------------------------
 
@@ -265,30 +324,6 @@ class LLM:
         """Assert the laws of page accounting, between steps."""
         self._loop.call(lambda _: self._core.scheduler.check())
 
-    def _tokens_of(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Return the ids of a prompt. Raise ConfigError for one that the model cannot run."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ConfigError(
-                    "is text, and the model came without a tokenizer", field="prompt", hint="Give token ids."
-                )
-            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
-        else:
-            tokens = list(prompt)
-        if not tokens:
-            raise ConfigError("has no tokens", field="prompt")
-        for token in tokens:
-            if not 0 <= token < self._vocab_size:
-                raise ConfigError(f"token {token} is not in the vocabulary of {self._vocab_size}", field="prompt")
-        if len(tokens) + params.max_tokens > self._max_tokens:
-            raise ConfigError(
-                f"{len(tokens)} prompt tokens and {params.max_tokens} to generate are more than the {self._max_tokens} "
-                "that the model knows places for",
-                field="prompt",
-                hint="Shorten the prompt, or lower max_tokens.",
-            )
-        return tokens
-
 
 def _load_tokenizer(path: str | Path) -> Any:
     """Return the tokenizer beside a model; None if there is none."""
@@ -305,30 +340,6 @@ def _eos_ids(model: Any) -> frozenset[int]:
     ids = getattr(model.generation_config, "eos_token_id", None)
     ids = model.config.get_text_config(decoder=True).eos_token_id if ids is None else ids
     return frozenset([ids] if isinstance(ids, int) else ids or [])
-
-
-def _token_bytes(model: Any) -> int:
-    """Return the bytes of KV of a token."""
-    return page_bytes_of(layer_shapes(model), page_size=1, dtype=model.dtype)
-
-
-def _num_pages(model: Any, kv_memory: str | int, page_size: int) -> int:
-    """Return the pages that `kv_memory` holds."""
-    page_bytes = _token_bytes(model) * page_size
-    if kv_memory == "auto":
-        num_bytes = min(_free_bytes(model.device) // 4, MOST_AUTO_BYTES)
-    else:
-        num_bytes = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
-    if num_bytes < page_bytes:
-        raise ConfigError(f"{num_bytes:,} bytes hold no page of {page_bytes:,} bytes", field="kv_memory")
-    return num_bytes // page_bytes
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def __getattr__(name: str) -> Any:

@@ -60,8 +60,15 @@ class Generations(Protocol):
         """Forget a request, and return its tokens and text."""
 
 
+LONG = "\x00long"
+"""Added to the salt of sequences that are rotated as long ones: their KV is another."""
+
+
 class LLMEngine:
-    """A core engine of requests with sampling parameters and text. `eos_ids`: tokens with which the model ends."""
+    """A core engine of requests with sampling parameters and text. `eos_ids`: tokens with which the model ends.
+
+    `switch_length`: a model computes other KV for sequences of more tokens than that, None for a model that does not.
+    """
 
     def __init__(
         self,
@@ -73,8 +80,10 @@ class LLMEngine:
         page_size: int,
         tokenizer: Any = None,
         eos_ids: Collection[int] = (),
+        switch_length: int | None = None,
     ) -> None:
         self._core = core
+        self._switch_length = switch_length
         self._sampling = sampling
         self._generations = generations
         self._clock = clock
@@ -120,6 +129,7 @@ class LLMEngine:
         index = self._num_submitted
         self._num_submitted += 1
         request = make(index, self._clock.now_ns())
+        self._set_apart(request)
         reason = self._core.submit(request, request.arrival_ns)
         if reason is not None:
             raise ConfigError(reason, field="prompt", hint="Give the engine more kv_memory, or lower max_tokens.")
@@ -129,6 +139,29 @@ class LLMEngine:
         self._sampling.add(index, params, prompt, own_ids.union(stop_ids))
         self._generations.add(Generation(request, params, tokenizer))
         return index
+
+    def _set_apart(self, request: Request) -> None:
+        """Keep the KV of a long sequence apart from that of short ones.
+
+        Raise ConfigError for a sequence that would become a long one while it is generated: all of its KV would have to
+        be computed anew.
+        """
+        limit, content = self._switch_length, request.content
+        # The last token is sampled, and not computed.
+        if limit is None or max(request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens - 1) <= limit:
+            return
+        if request.num_prompt_tokens <= limit:
+            raise ConfigError(
+                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate pass {limit:,} "
+                "tokens, where the model changes its rotation",
+                field="prompt",
+                hint=f"Give a prompt of more than {limit:,} tokens, or lower max_tokens.",
+            )
+        if content.owner != request.index:
+            raise ConfigError(
+                f"a session of this model ends at {limit:,} tokens, where it changes its rotation", field="prompt"
+            )
+        content.salt = (content.salt or "") + LONG
 
     def cancel(self, index: int) -> Completion | None:
         """End a request between steps, and return what it has; None if it has ended. Its pages are free at once."""

@@ -1,39 +1,98 @@
 """Paged attention for any decoder of transformers, through its AttentionInterface.
 
-The function gets the packed queries, keys and values of a whole step, and by keyword the attention of the executor.
-That writes keys and values into the pools, and has a backend attend through the page tables: pages that were computed
-before, that other requests left, and that came back from a tier below all look the same.
+transformers calls the function below wherever a model asks for attention, and the function hands the call to the
+Attention of the thread, which `attending` sets for one forward pass: so nothing depends on which keywords a model
+passes on to its layers. Calls are numbered in their order, and each has keys and values of its own: so nothing depends
+on how a model names its layers, or on how often one of them attends.
+
+PagedAttention writes keys and values into the pools, and has a backend attend through the page tables: pages that were
+computed before, that other requests left, and that came back from a tier below all look the same.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import msgspec
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
 
-__all__ = ["ATTENTION", "ATTENTION_KEYWORD", "Attention", "PagedAttention", "paged_attention"]
+__all__ = ["ATTENTION", "Attention", "AttentionCall", "PagedAttention", "attending", "paged_attention"]
 
 ATTENTION = "kvarts_paged"
 """The name under which transformers finds the function."""
-ATTENTION_KEYWORD = "kvarts_attention"
-"""The keyword with which a model passes an Attention on to its layers."""
+
+
+class AttentionCall(msgspec.Struct):
+    """What a model asks for, as transformers hands it over. `number`: of the call in its forward pass, from 0 on.
+
+    `query` [1, heads, tokens, head_dim], `key` [1, kv_heads, tokens, head_dim], `value` [1, kv_heads, tokens, any].
+    """
+
+    number: int
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    keywords: dict[str, Any]
+
+    def params(self, window: int | None) -> AttentionParams:
+        """Return how the model wants to attend, by the keywords that are known, to the last `window` tokens or all."""
+        of = self.keywords.get
+        scaling = of("scaling")
+        scaling = self.query.shape[-1] ** -0.5 if scaling is None else scaling
+        return AttentionParams(scaling, window, of("softcap"), of("s_aux"))
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values as [tokens, heads, head_dim] each.
+
+        Where values have more or fewer numbers than keys, zeros are added: they change no score and no sum.
+        """
+        queries, keys, values = (states[0].transpose(0, 1) for states in (self.query, self.key, self.value))
+        missing = values.shape[-1] - keys.shape[-1]
+        if missing > 0:
+            queries, keys = pad(queries, (0, missing)), pad(keys, (0, missing))
+        elif missing < 0:
+            values = pad(values, (0, -missing))
+        return queries, keys, values
 
 
 class Attention(Protocol):
-    """What a layer calls."""
+    """What a model's layers call."""
 
-    def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Return what `queries` [tokens, heads, head_dim] read, of the same shape.
+    def called(self, call: AttentionCall) -> torch.Tensor:
+        """Return what the queries read, as [tokens, heads, numbers of a value]."""
 
-        `keys` and `values` [tokens, kv_heads, head_dim] are those of the same tokens.
-        """
+    def mask(self, **asked: Any) -> Any:
+        """Return the mask that a model asks for, by the keywords of transformers' mask functions."""
+
+
+class _Thread(threading.local):
+    attention: Attention | None = None
+    num_calls: int = 0
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def attending(attention: Attention) -> Iterator[None]:
+    """Let models that run in this thread attend by `attention`, for one forward pass."""
+    before = _thread.attention, _thread.num_calls
+    _thread.attention, _thread.num_calls = attention, 0
+    try:
+        yield
+    finally:
+        _thread.attention, _thread.num_calls = before
 
 
 class PagedAttention:
@@ -54,10 +113,21 @@ class PagedAttention:
         self._slots = metadata.slots
         self._backend.begin(metadata)
 
+    def called(self, call: AttentionCall) -> torch.Tensor:
+        """Attend for a layer; how far back it sees is what was found when the model was examined."""
+        params = call.params(self._pools.layers[call.number].window)
+        return self.attend(call.number, *call.packed(), params)[..., : call.value.shape[-1]]
+
+    def mask(self, **_: Any) -> None:
+        """Make no mask: those of transformers know one sequence a row, and a step has many in one."""
+
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Write `keys` and `values`, unless another layer has written them, and return what `queries` read."""
+        """Write `keys` and `values`, unless another layer has written them, and return what `queries` read.
+
+        `queries` [tokens, heads, head_dim], and of the same tokens `keys` and `values` [tokens, kv_heads, head_dim].
+        """
         if self._pools.layers[layer].owner == layer:
             self._pools.keys_flat[layer].index_copy_(0, self._slots, keys)
             self._pools.values_flat[layer].index_copy_(0, self._slots, values)
@@ -69,27 +139,22 @@ def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    attention_mask: Any = None,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what a layer's queries read, as [1, tokens, heads, head_dim]; masks come from the metadata of the step.
+    """Return what a layer's queries read, as [1, tokens, heads, numbers of a value]."""
+    attention = _thread.attention
+    if attention is None:
+        raise RuntimeError("a model that attends through pages runs in an LLM only; set another attention before this")
+    number = _thread.num_calls
+    _thread.num_calls += 1
+    read = attention.called(AttentionCall(number, module, query, key, value, attention_mask, keywords))
+    return read[None], None
 
-    `query` [1, heads, tokens, head_dim], `key` and `value` [1, kv_heads, tokens, head_dim].
-    """
-    attention: Attention = kwargs[ATTENTION_KEYWORD]
-    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
-    return attention.attend(int(module.layer_idx), queries, keys, values, params)[None], None
 
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask: those of transformers know one sequence a row, and a step has many in one."""
+def _mask(*_: Any, **asked: Any) -> Any:
+    return None if _thread.attention is None else _thread.attention.mask(**asked)
 
 
 AttentionInterface.register(ATTENTION, paged_attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
+AttentionMaskInterface.register(ATTENTION, _mask)

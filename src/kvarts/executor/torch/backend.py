@@ -12,7 +12,7 @@ from kvarts.executor.torch.numba_backend import NumbaBackend, numba_fits
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.sdpa import SdpaBackend
 
-__all__ = ["BACKENDS", "choose_backend"]
+__all__ = ["BACKENDS", "backend_name", "choose_backend"]
 
 BACKENDS: dict[str, tuple[Callable[[KVPools], AttentionBackend], Callable[[KVPools], str | None]]] = {
     "flash": (FlashBackend, flash_fits),
@@ -25,17 +25,22 @@ ON_CUDA = ("flash", "flex", "sdpa")
 ON_OTHERS = ("numba", "sdpa")
 
 
-def choose_backend(pools: KVPools, name: str = "auto") -> AttentionBackend:
-    """Return the backend of that name, or for `auto` the first of those meant for the device that fits.
+def backend_name(pools: KVPools, name: str = "auto") -> str:
+    """Return the name itself, or for `auto` that of the first of those meant for the device that fits.
 
     Raise ConfigError for a name that is not known, and for a backend that does not fit these pools.
     """
     if name == "auto":
         meant = ON_CUDA if pools.device.type == "cuda" else ON_OTHERS
-        name = next(name for name in meant if BACKENDS[name][1](pools) is None)
+        return next(name for name in meant if BACKENDS[name][1](pools) is None)
     if name not in BACKENDS:
         raise ConfigError(f"{name!r} is not known", field="attention", hint=f"Known: auto, {', '.join(BACKENDS)}.")
-    make, fits = BACKENDS[name]
-    if reason := fits(pools):
+    if reason := BACKENDS[name][1](pools):
         raise ConfigError(f"{name} cannot be had: {reason}", field="attention", hint="Leave it to auto.")
+    return name
+
+
+def choose_backend(pools: KVPools, name: str = "auto") -> AttentionBackend:
+    """Return the backend that `backend_name` names. Raise ConfigError as it does."""
+    make, _ = BACKENDS[backend_name(pools, name)]
     return make(pools)

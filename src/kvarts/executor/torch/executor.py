@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,14 @@ import torch
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.executor.copier import PageCopier, PageStore
-from kvarts.executor.flat_batch import RowTables
+from kvarts.executor.flat_batch import FlatBatch, RowTables
 from kvarts.executor.page_slots import PageSlots
-from kvarts.executor.torch.attention import ATTENTION_KEYWORD, PagedAttention
-from kvarts.executor.torch.backend import choose_backend
+from kvarts.executor.torch.attention import PagedAttention, attending
+from kvarts.executor.torch.backend import backend_name, choose_backend
 from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.metadata import AttentionMetadata
 from kvarts.executor.torch.pools import KVPools
-from kvarts.executor.torch.probe import layer_shapes
+from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.rotary import TorchRotation
 from kvarts.executor.torch.sampling import TokenSampler
 from kvarts.kv.transfer import TransferReport
@@ -50,14 +51,17 @@ class TorchExecutor:
         self._sampler = sampler
         self._clock = WallClock() if clock is None else clock
         self._max_num_seqs = config.max_num_seqs
+        self._facts = examine(model)
         self.pools = KVPools(
-            layer_shapes(model),
+            self._facts.layers,
             num_pages=config.num_pages,
             page_size=config.page_size,
             dtype=model.dtype,
             device=model.device,
         )
-        self._attention = PagedAttention(self.pools, choose_backend(self.pools, attention))
+        self.attention = backend_name(self.pools, attention)
+        """The name of the attention backend."""
+        self._attention = PagedAttention(self.pools, choose_backend(self.pools, self.attention))
         self._copier: PageCopier | None = None
         if num_host_pages:
             self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files, clock=clock)
@@ -68,6 +72,11 @@ class TorchExecutor:
     def fingerprint(self) -> str:
         """Return what pages depend on, beside tokens."""
         return fingerprint(self._model)
+
+    @property
+    def switch_length(self) -> int | None:
+        """Longer sequences than this have other KV, by the rotation of the model; None for all models but few."""
+        return None if self._facts.switch is None else self._facts.switch.length
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one step: transfers, then one forward pass, then sampling."""
@@ -97,16 +106,33 @@ class TorchExecutor:
             assert self._attention.reads_sinks or metadata.is_plain, "the backend reads no sinks"
             self._attention.begin(metadata)
             self.slots.write(batch.slots, batch.positions)
-            logits = self._model(
-                input_ids=metadata.tensor(batch.tokens)[None],
-                position_ids=metadata.tensor(batch.rotated_positions)[None],
-                use_cache=False,
-                # No logits are computed where no token is sampled; a step of unfinished chunks computes one.
-                logits_to_keep=metadata.tensor(np.array(batch.sampled_at or [0], np.int64)),
-                **{ATTENTION_KEYWORD: self._attention},
-            ).logits[0]
+            logits = self._logits(batch, metadata)
             if batch.sampled_rows:
                 chosen, ends = self._sampler.sample(batch.requests, logits)
                 sampled[batch.sampled_rows] = chosen.astype(np.uint64)
                 stopped = tuple(row for row, is_end in zip(batch.sampled_rows, ends.tolist(), strict=True) if is_end)
         return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports)
+
+    def _logits(self, batch: FlatBatch, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return the logits at `batch.sampled_at`; a step of unfinished chunks computes one all the same."""
+        where = metadata.tensor(np.array(batch.sampled_at or [0], np.int64))
+        keep = {"logits_to_keep": where} if self._facts.keeps_logits else {}
+        switch = self._facts.switch
+        with attending(self._attention), nullcontext() if switch is None else switch.chosen(self._are_long(batch)):
+            logits: torch.Tensor = self._model(
+                input_ids=metadata.tensor(batch.tokens)[None],
+                position_ids=metadata.tensor(batch.rotated_positions)[None],
+                use_cache=False,
+                **keep,
+            ).logits[0]
+        return logits if keep else logits[where]
+
+    def _are_long(self, batch: FlatBatch) -> torch.Tensor:
+        """Return for each token whether its sequence is one of those that are rotated as long ones."""
+        assert self._facts.switch is not None
+        num_decodes = len(batch.decodes.positions)
+        are_long = np.zeros(len(batch.tokens), np.bool_)
+        are_long[:num_decodes] = batch.decodes.prompts > self._facts.switch.length
+        for chunk in batch.chunks:
+            are_long[chunk.first : chunk.last] = chunk.num_prompt_tokens > self._facts.switch.length
+        return torch.from_numpy(are_long).to(self.pools.device)

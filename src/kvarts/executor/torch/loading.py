@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.executor.torch.attention import ATTENTION
 from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.packing import pack_linears
+from kvarts.executor.torch.probe import examine
 
 __all__ = ["load_model"]
 
@@ -39,12 +39,12 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
     check_architecture(config, path)
     if dtype not in DTYPES:
         raise ConfigError(f"must be auto, float32, bfloat16 or float16, got {dtype!r}", field="dtype")
+    target = check_device(device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation=ATTENTION,
             output_loading_info=True,
             local_files_only=True,
         )
@@ -58,29 +58,42 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
             raise InputError(f"weights have {what.replace('_', ' ')}: {names}", path=path)
     model.requires_grad_(False)
     model.eval()
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model.to(device)
+    model = model.to(target)
     fingerprint(model)
     pack_linears(model)
+    examine(model)
     return model
 
 
+def check_device(name: str) -> torch.device:
+    """Return the device of that name, `auto` for the best that there is.
+
+    Raise ConfigError for one that is not known, or not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    hint = "Give auto or cpu, or cuda where PyTorch finds a GPU."
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{name!r} is no device that PyTorch knows", field="device", hint=hint) from error
+    if device.type == "meta":
+        raise ConfigError("'meta' holds no numbers", field="device", hint=hint)
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"{name!r} is not there: {_first_line(error)}", field="device", hint=hint) from error
+    return device
+
+
 def check_architecture(config: Any, path: str | Path) -> None:
-    """Raise ConfigError for what cannot be run: encoders, state spaces, latent KV."""
+    """Raise ConfigError for what can be seen to be no decoder before its weights are read."""
     kind = getattr(config, "model_type", "?")
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{kind} has an encoder; only decoders are supported", path=path, field="model_type")
-    types = set(getattr(text, "layer_types", None) or ["full_attention"])
-    unknown = types - {"full_attention", "sliding_attention"}
-    if unknown or hasattr(text, "ssm_cfg") or hasattr(text, "state_size"):
-        names = ", ".join(sorted(unknown)) or "state_space"
-        raise ConfigError(f"{kind} has {names} layers, which keep no KV in pages", path=path, field="layer_types")
-    if getattr(text, "kv_lora_rank", None):
-        raise ConfigError(f"{kind} keeps latent KV, which is not supported", path=path, field="kv_lora_rank")
-    if getattr(text, "num_key_value_heads", getattr(text, "num_attention_heads", None)) is None:
-        raise ConfigError(f"{kind} says nothing of attention heads", path=path, field="num_attention_heads")
+    if hasattr(text, "ssm_cfg") or hasattr(text, "state_size"):
+        raise ConfigError(f"{kind} has state_space layers, which keep no KV in pages", path=path, field="layer_types")
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +17,10 @@ from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.sdpa import SdpaBackend
 
 __all__ = ["NumbaBackend", "numba_fits"]
+
+logger = logging.getLogger("kvarts.attention")
+TELL_AFTER_S = 1.0
+"""A compiler that takes longer than this is told of."""
 
 
 def numba_fits(pools: KVPools) -> str | None:
@@ -60,8 +66,15 @@ class NumbaBackend(SdpaBackend):
         self._flat = {id(pool): _flat(pool) for pool in pools.tensors}
         self._decodes: dict[int | None, _Decodes] = {}
         self._num_threads = 1
-        for layer in range(len(pools.layers)):
-            self._compile(layer)
+        # The first engine on a machine waits for the compiler; later ones find its work on disk.
+        word = threading.Timer(TELL_AFTER_S, logger.info, ("compiling attention for this CPU, which is kept on disk",))
+        word.daemon = True
+        word.start()
+        try:
+            for layer in range(len(pools.layers)):
+                self._compile(layer)
+        finally:
+            word.cancel()
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Prepare for a step."""

@@ -17,13 +17,14 @@ class LayerShape(msgspec.Struct, frozen=True):
     """What a layer keeps of a token: `num_kv_heads` keys and as many values, of `head_dim` numbers each.
 
     `num_heads` read them. `owner`: the layer that keeps the keys and values it reads; a layer that is not its own owner
-    keeps nothing.
+    keeps nothing. `window`: it attends to the last so many tokens, None for all.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     owner: int
+    window: int | None = None
 
 
 def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype) -> int:

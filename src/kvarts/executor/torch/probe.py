@@ -1,69 +1,296 @@
-"""What each layer of a model keeps, from what it hands to attention: no config says it for all models alike."""
+"""What a model asks of attention, found by running it: no config and no name says it for all models alike.
+
+A model that is to run in pages must hand all that tokens know of each other to attention, as queries, keys and values
+that depend on nothing but the token itself, what came before it, and its position. `examine` runs a model on a few
+tokens under attentions that watch it, and refuses it with the reason if that does not hold; and it compares what the
+model computes by itself with what it computes when several sequences share a row, as they do in a step.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import ATTENTION_KEYWORD
-from kvarts.executor.torch.metadata import AttentionParams
+from kvarts.executor.torch.attention import ATTENTION, attending
 from kvarts.executor.torch.pools import LayerShape
+from kvarts.executor.torch.rope_switch import RopeSwitch, find_switch
+from kvarts.executor.torch.watching import Alone, Packed, Refusal, Seen, Watched, Watching
 
-__all__ = ["layer_shapes"]
+__all__ = ["Facts", "examine", "layer_shapes", "refused"]
+
+MOST_POSITION = 1 << 20
+"""Positions up to this are looked at."""
+LENGTHS = (21, 13)
+"""Tokens of the sequences that are compared."""
 
 
-def layer_shapes(model: Any) -> list[LayerShape]:
-    """Return the shape of each layer. A model is run once, on two tokens, with its attention watched.
+class Facts(msgspec.Struct, frozen=True):
+    """What is known of a model that can run in pages.
 
-    Raise ConfigError for a model with layers that are not all attention over everything that came before.
+    `layers`: what each of its calls of attention keeps. `keeps_logits`: it computes logits where it is asked to, and
+    not everywhere. `switch`: its rotation depends on how long a sequence is.
     """
-    if model in _known:
-        return _known[model]
-    probe = _Probe()
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    device = model.device
-    with torch.inference_mode():
-        model(
-            input_ids=torch.zeros((1, 2), dtype=torch.long, device=device),
-            position_ids=torch.arange(2, device=device)[None],
-            use_cache=False,
-            logits_to_keep=torch.tensor([1], device=device),
-            **{ATTENTION_KEYWORD: probe},
+
+    layers: tuple[LayerShape, ...]
+    keeps_logits: bool
+    switch: RopeSwitch | None
+
+
+def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
+    """Return the shape of each layer of a model, see `examine`."""
+    return examine(model).layers
+
+
+def examine(model: Any) -> Facts:
+    """Return what is known of a model, which from then on attends through pages. A model is examined once.
+
+    Raise ConfigError, with the reason, for a model that cannot run in pages.
+    """
+    if model not in _known:
+        _take_attention(model)
+        with torch.inference_mode():
+            _known[model] = _Examination(model).facts()
+    return _known[model]
+
+
+_known: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
+
+
+def refused(model: Any, why: str) -> ConfigError:
+    """Return the error that a model cannot run in pages."""
+    return ConfigError(
+        f"{model.config.model_type} cannot run in pages: {why}",
+        field="model_type",
+        hint="`kvarts model check DIR` says what is supported.",
+    )
+
+
+def _take_attention(model: Any) -> None:
+    """Let `model` ask this package for attention."""
+    if not model._can_set_attn_implementation():
+        raise refused(model, "its layers do not ask for attention through transformers' AttentionInterface")
+    model.set_attn_implementation(ATTENTION)
+
+
+class _Examination:
+    """The runs of one model, and what they showed."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._device = model.device
+        text = model.config.get_text_config(decoder=True)
+        vocabulary = int(getattr(text, "vocab_size", 0) or model.get_input_embeddings().weight.shape[0])
+        generator = torch.Generator().manual_seed(1)
+        special = {getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+        ids = torch.randint(vocabulary, (4 * sum(LENGTHS),), generator=generator).tolist()
+        ids = [token for token in ids if token not in special] or ids
+        self._ids = (ids * sum(LENGTHS))[: sum(LENGTHS)]
+        most = getattr(text, "max_position_embeddings", None)
+        self._most_position = min(most if isinstance(most, int) and most > 0 else 4096, MOST_POSITION)
+        self._is_exact = model.dtype == torch.float32
+        self._has_positions = _takes(model, "position_ids")
+        self._keeps_logits = _takes(model, "logits_to_keep")
+
+    def facts(self) -> Facts:
+        """Look at everything, the cheapest first."""
+        model = self._model
+        if not self._has_positions:
+            raise refused(model, "it takes no position_ids: its positions are its own")
+        own = self._run_by_itself()
+        calls = self._look_at_calls()
+        switch = find_switch(model, self._most_position, self._device)
+        self._look_at_tokens(self._most_position if switch is None else switch.length)
+        shapes = self._look_at_masks(calls)
+        self._compare(own, shapes, switch)
+        self._look_at_cache(own, shapes)
+        return Facts(shapes, self._keeps_logits, switch)
+
+    # Each look --------------------------------------------------------------------------------------------
+
+    def _run_by_itself(self) -> list[torch.Tensor]:
+        """Return the logits of each sequence as the model computes them by itself, and look which tokens it sees."""
+        model = self._model
+        sequences = self._sequences()
+        changed = [*sequences[0][:-1], sequences[1][0]]
+        try:
+            model.set_attn_implementation("eager")
+            logits = []
+            for ids in [*sequences, changed]:
+                ids_tensor = torch.tensor([ids], device=self._device)
+                out = model(input_ids=ids_tensor, attention_mask=torch.ones_like(ids_tensor), use_cache=False)
+                logits.append(out.logits[0].float())
+        except Exception as error:  # whatever its code raises
+            raise refused(model, f"it does not run on tokens alone ({_first_line(error)})") from error
+        finally:
+            model.set_attn_implementation(ATTENTION)
+        if logits[0].dim() != 2 or len(logits[0]) != len(sequences[0]):
+            raise refused(model, f"its logits for {LENGTHS[0]} tokens have the shape {list(logits[0].shape)}")
+        if not bool(torch.isfinite(logits[0]).all()):
+            raise refused(model, "its logits are not finite")
+        if self._differ(logits[2][:-1], logits[0][:-1]):
+            raise refused(model, "a token sees tokens that come after it, as in an encoder")
+        return logits[:2]
+
+    def _look_at_calls(self) -> list[Seen]:
+        """Return what each call of attention brought, for tokens that are each a sequence of its own."""
+        model = self._model
+        seen = self._run(Alone(), self._ids[:6], list(range(6)))[1]
+        if not seen:
+            raise refused(model, "its layers never ask for attention")
+        for call in seen:
+            queries, keys, values = call.states
+            counts = [len(states) for states in call.states]
+            if counts != [6] * 3 or queries.shape[1] % keys.shape[1] or keys.shape[1] != values.shape[1]:
+                shapes = ", ".join(str(list(states.shape)) for states in call.states)
+                raise refused(model, f"call {call.number} of attention has queries, keys and values of shapes {shapes}")
+        return seen
+
+    def _look_at_tokens(self, most: int) -> None:
+        """Look whether a token depends on any other but through attention, at positions below `most`."""
+        model = self._model
+        near = [min(position, max(0, most - 3)) for position in (0, 1, 5, most // 5, most // 2)]
+        ids, other = self._ids[:6], self._ids[7]
+        base, before = self._run(Alone(), ids, [*near, near[-1] + 1])
+        cases = (
+            ([*ids[:-1], other], [*near, near[-1] + 1], slice(0, 5), "on tokens beside it in the step"),
+            (ids, [*near, most - 1], slice(0, 5), "on the positions of tokens beside it in the step"),
+            (
+                [other, *ids[1:]],
+                [7 % most, *near[1:], near[-1] + 1],
+                slice(1, 6),
+                "on tokens before it, without attention",
+            ),
+            (ids, [*near, near[-1] + 1], slice(0, 6), "on what was computed before"),
         )
-    kind = model.config.model_type
-    if sorted(probe.shapes) != list(range(count)):
-        raise ConfigError(
-            f"{kind} has {count} layers, and {len(probe.shapes)} of them are attention",
-            field="model_type",
-            hint="Every layer must keep keys and values, or read those of another.",
-        )
-    return _known.setdefault(model, [probe.shapes[layer] for layer in range(count)])
+        for case_ids, positions, rows, on_what in cases:
+            logits, seen = self._run(Alone(), case_ids, positions)
+            if len(seen) != len(before):
+                raise refused(model, f"it asks for attention {len(before)} times or {len(seen)} times")
+            pairs = [(logits[rows], base[rows])]
+            for one, two in zip(seen, before, strict=True):
+                pairs += [(a[rows], b[rows]) for a, b in zip(one.states, two.states, strict=True)]
+            if any(self._differ(a.flatten(1).float(), b.flatten(1).float()) for a, b in pairs):
+                raise refused(model, f"what it computes for a token depends {on_what}")
+        if self._keeps_logits:
+            try:
+                kept = self._run(Alone(), ids, [*near, near[-1] + 1], keep=[1, 4])[0]
+                self._keeps_logits = kept.shape == base[[1, 4]].shape and not self._differ(kept, base[[1, 4]])
+            except (RuntimeError, TypeError, ValueError, IndexError):
+                self._keeps_logits = False
 
-
-_known: WeakKeyDictionary[Any, list[LayerShape]] = WeakKeyDictionary()
-
-
-class _Probe:
-    """An Attention that notes the shapes it is given, and returns zeros."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-        self._seen: list[tuple[int, torch.Tensor]] = []
-        """Layers that keep something, and their keys, which are kept so that no other tensor gets their address."""
-
-    def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        if keys.shape != values.shape or queries.shape[0] != keys.shape[0] or queries.shape[2] != keys.shape[2]:
-            shapes = ", ".join(str(list(states.shape)) for states in (queries, keys, values))
-            raise ConfigError(
-                f"layer {layer} has queries, keys and values of unlike shapes: {shapes}", field="model_type"
+    def _look_at_masks(self, calls: list[Seen]) -> tuple[LayerShape, ...]:
+        """Return the shape and the window of each call, and look whether it is attention as it is known."""
+        watched = Watched(LENGTHS[0], self._most_position)
+        _, seen = self._run(watched, self._ids[: LENGTHS[0]], list(range(LENGTHS[0])))
+        shapes = []
+        for call in calls:
+            queries, keys, values = call.states
+            head_dim = max(keys.shape[2], values.shape[2])
+            shapes.append(
+                LayerShape(queries.shape[1], keys.shape[1], head_dim, call.owner, watched.windows[call.number])
             )
-        owner = next((other for other, known in self._seen if known.data_ptr() == keys.data_ptr()), layer)
-        if owner == layer:
-            self._seen.append((layer, keys))
-        self.shapes[layer] = LayerShape(queries.shape[1], keys.shape[1], keys.shape[2], owner)
-        return torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        assert len(seen) == len(calls)
+        return tuple(shapes)
+
+    def _look_at_cache(self, own: list[torch.Tensor], shapes: tuple[LayerShape, ...]) -> None:
+        """Look whether `generate`, which goes on from a cache, computes what the model computes at once."""
+        model = self._model
+        ids = torch.tensor([self._sequences()[0]], device=self._device)
+        try:
+            model.set_attn_implementation("eager")
+            begun = model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=True)
+            cache = begun.past_key_values
+            last = model(
+                input_ids=ids[:, -1:], attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True
+            )
+            logits = last.logits[0, -1:].float()
+        except Exception as error:  # whatever its code raises
+            raise refused(model, f"it does not go on from a cache ({_first_line(error)})") from error
+        finally:
+            model.set_attn_implementation(ATTENTION)
+        kept = [getattr(layer, "sliding_window", None) for layer in getattr(cache, "layers", ())]
+        windows = [shape.window for shape in shapes]
+        if len(kept) == len(windows):
+            pairs = zip(kept, windows, strict=True)
+            forgets = any(most is not None and (window is None or window > most) for most, window in pairs)
+        else:
+            forgets = any(kept) and None in windows
+        if forgets or self._differ(logits, own[0][-1:], several=10.0):
+            raise refused(model, "going on from its cache it computes something else than at once: the two disagree")
+
+    def _compare(self, own: list[torch.Tensor], shapes: tuple[LayerShape, ...], switch: RopeSwitch | None) -> None:
+        """Compare the model by itself with several sequences in a row."""
+        sequences = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+        positions = torch.cat([torch.arange(length) for length in LENGTHS])
+        # In no order, so that nothing is right by where in the row it stands.
+        order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(3))
+        mixed = sequences[order].to(self._device), positions[order].to(self._device)
+        chosen: AbstractContextManager[None] = nullcontext()
+        if switch is not None:
+            chosen = switch.chosen(torch.tensor(LENGTHS, device=self._device)[mixed[0]] > switch.length)
+        with chosen:
+            ids = [self._ids[place] for place in order.tolist()]
+            logits, _ = self._run(Packed(*mixed, shapes), ids, mixed[1].tolist())
+        logits = logits[torch.argsort(order).to(self._device)]
+        for mine, alone in zip(logits.split(LENGTHS), own, strict=True):
+            if self._differ(mine, alone, several=10.0):
+                raise refused(
+                    self._model,
+                    "with several sequences in a step it computes something else than by itself: its positions, its "
+                    "masks or its attention are its own",
+                )
+
+    # Runs -------------------------------------------------------------------------------------------------
+
+    def _sequences(self) -> list[list[int]]:
+        return [self._ids[: LENGTHS[0]], self._ids[LENGTHS[0] :]]
+
+    def _run(
+        self, attention: Watching, ids: list[int], positions: list[int], keep: list[int] | None = None
+    ) -> tuple[torch.Tensor, list[Seen]]:
+        """Return the logits of a row of tokens, and what attention was asked."""
+        more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self._device)}
+        try:
+            with attending(attention):
+                logits = self._model(
+                    input_ids=torch.tensor([ids], device=self._device),
+                    position_ids=torch.tensor([positions], device=self._device),
+                    use_cache=False,
+                    **more,
+                ).logits
+        except Refusal as error:
+            raise refused(self._model, str(error)) from None
+        except Exception as error:  # whatever its code raises
+            if keep is not None:
+                raise
+            raise refused(self._model, f"it does not run where attention is in pages ({_first_line(error)})") from error
+        return logits[0].float(), attention.seen
+
+    def _differ(self, mine: torch.Tensor, other: torch.Tensor, several: float = 1.0) -> bool:
+        """Return whether rows differ by more than rounding does.
+
+        In 16 bits that is a tenth of what there is, of half of the rows: a layer of experts may choose others.
+        """
+        if mine.shape != other.shape or not bool(torch.isfinite(mine).all()):
+            return True
+        size = other.norm(dim=-1).clamp_min(1e-20)
+        error = (mine - other).norm(dim=-1) / size
+        if self._is_exact:
+            return float(error.max()) > 1e-4 * several
+        return float(error.median()) > 0.03 * min(several, 5.0)
+
+
+def _takes(model: Any, name: str) -> bool:
+    """Return whether a model's forward has a keyword, or hands on all that it gets."""
+    parameters = signature(model.forward).parameters
+    return name in parameters or any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import ATTENTION_KEYWORD
-from kvarts.executor.torch.metadata import AttentionParams
+from kvarts.executor.torch.attention import AttentionCall, attending
+from kvarts.executor.torch.probe import examine
 
 __all__ = ["ModelRotary", "TorchRotation"]
 
@@ -49,6 +49,11 @@ class ModelRotary:
         ]
         if self._embedding is None or not self._apply or None in self._apply:
             raise _no_rotation(model, "its layers have no rotary embedding that is known")
+        facts = examine(model)
+        if len(facts.layers) != len(modules):
+            raise _no_rotation(model, f"its {len(modules)} layers attend {len(facts.layers)} times")
+        if facts.switch is not None:
+            raise _no_rotation(model, "its rotation depends on how long a sequence is")
         has_types = "layer_type" in signature(self._embedding.forward).parameters
         types = model.config.get_text_config(decoder=True).layer_types if has_types else [None] * len(modules)
         self._types: list[str | None] = list(types)
@@ -67,13 +72,11 @@ class ModelRotary:
         plain, rotated = _Keys(), _Keys()
         device = self._model.device
         for keys, positions in ((plain, (0, 0)), (rotated, PROBED_POSITIONS)):
-            with torch.inference_mode():
+            with torch.inference_mode(), attending(keys):
                 self._model(
                     input_ids=torch.zeros((1, 2), dtype=torch.long, device=device),
                     position_ids=torch.tensor([positions], device=device),
                     use_cache=False,
-                    logits_to_keep=torch.tensor([1], device=device),
-                    **{ATTENTION_KEYWORD: keys},
                 )
         where = torch.tensor(PROBED_POSITIONS, device=device)
         tolerance = 1e-4 if self._model.dtype == torch.float32 else 3e-2
@@ -102,11 +105,14 @@ class _Keys:
     def __init__(self) -> None:
         self.of_layer: dict[int, torch.Tensor] = {}
 
-    def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        self.of_layer[layer] = keys.clone()
-        return torch.zeros_like(queries, memory_format=torch.contiguous_format)
+    def called(self, call: AttentionCall) -> torch.Tensor:
+        """Note the keys."""
+        queries, keys, values = call.packed()
+        self.of_layer[call.number] = keys.clone()
+        return queries.new_zeros(*queries.shape[:2], values.shape[2])
+
+    def mask(self, **_: Any) -> None:
+        """Make no mask."""
 
 
 def _no_rotation(model: Any, why: str) -> ConfigError:

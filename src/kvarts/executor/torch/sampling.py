@@ -22,6 +22,8 @@ from kvarts.sampling import Likeliest, SamplingParams
 
 __all__ = ["BatchSampler", "Sampler", "SamplingParams", "TokenSampler"]
 
+USUAL_TEMPERATURES = 1e-3, 1e3
+"""Between these, scores are divided in 32 bits, as transformers does."""
 Tokens = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
@@ -111,7 +113,9 @@ class Sampler:
             self._generator = torch.Generator(device=device)
             self._generator.manual_seed(index if params.seed is None else params.seed)
             if params.temperature != 1.0:
-                self._processors.append(TemperatureLogitsWarper(params.temperature))
+                is_usual = USUAL_TEMPERATURES[0] <= params.temperature <= USUAL_TEMPERATURES[1]
+                warper = TemperatureLogitsWarper if is_usual else _AnyTemperature
+                self._processors.append(warper(params.temperature))
             if params.top_k:
                 self._processors.append(TopKLogitsWarper(params.top_k))
             if params.top_p < 1.0:
@@ -129,11 +133,13 @@ class Sampler:
         scores = logits.clone()
         generated = known[self._num_prompt_tokens :]
         if len(generated) < params.min_tokens:
-            scores[self._stop_ids] = -torch.inf
+            scores[self._stop_ids[self._stop_ids < len(scores)]] = -torch.inf
         if params.presence_penalty or params.frequency_penalty:
             seen, counts = generated.unique(return_counts=True)
             scores[seen] -= params.presence_penalty + params.frequency_penalty * counts
         scores = self._processors(known[None], scores[None])[0]
+        if not bool(torch.isfinite(scores.max())):
+            scores = _finite(scores, logits)
         if self._generator is None:
             token = int(scores.argmax())
         else:
@@ -144,6 +150,25 @@ class Sampler:
             top = logprobs.topk(min(params.top_logprobs, len(logprobs)))
             likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return token, float(logprobs[token]), likeliest
+
+
+class _AnyTemperature:
+    """A temperature by which scores cannot be divided in 32 bits: the largest becomes 0 first, in 64 bits."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+
+    def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wide = scores.double()
+        return ((wide - wide.max(dim=-1, keepdim=True).values) / self._temperature).float()
+
+
+def _finite(scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Return scores of which one can be drawn: of the infinite ones where there are any, else those of `logits`."""
+    infinite = scores == torch.inf
+    if bool(infinite.any()):
+        return torch.where(infinite, 0.0, -torch.inf)
+    return torch.nan_to_num(logits, nan=-torch.inf)
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:

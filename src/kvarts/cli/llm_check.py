@@ -1,0 +1,85 @@
+"""`kvarts model check`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from kvarts.cli.llm import need_torch
+from kvarts.cli.options import Command
+from kvarts.cli.printing import print_json
+from kvarts.limits import MOST_SEED, check_whole
+
+if TYPE_CHECKING:
+    from kvarts.llm.check import ModelCheck
+
+__all__ = ["check_command"]
+
+EXIT_DIFFERENT = 5
+
+
+@click.command("check", cls=Command)
+@click.argument("model")
+@click.option("--prompts", "num_prompts", metavar="N", type=click.IntRange(min=1), default=8, show_default=True,
+              help="Random prompts to compare.")  # fmt: skip
+@click.option("--max-tokens", metavar="N", type=click.IntRange(min=1), default=16, show_default=True,
+              help="Tokens to generate for each.")  # fmt: skip
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of the prompts.")
+@click.option("--dtype", metavar="DTYPE", default="auto", show_default=True,
+              help="auto, float32, bfloat16 or float16.")  # fmt: skip
+@click.option("--device", metavar="NAME", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--attention", metavar="NAME", default="auto", show_default=True,
+              help="Attention backend: auto, flash, flex, numba or sdpa.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
+def check_command(
+    model: str, num_prompts: int, max_tokens: int, seed: int, dtype: str, device: str, attention: str, as_json: bool
+) -> int:
+    r"""Say whether the model in the directory MODEL runs in pages, and prove it.
+
+    Random prompts run in an engine with few pages, and by themselves with transformers' `generate`; their tokens must
+    be the same, but where rounding in 16 bits decides.
+
+    \b
+    Exit codes: 0 exact, 2 refused, with the reason, 3 missing file,
+    4 unreadable input, 5 tokens differ.
+    """
+    check_whole(seed, "seed", least=0, most=MOST_SEED)
+    need_torch()
+    from kvarts.executor.torch.loading import load_model
+    from kvarts.llm.check import check_model
+
+    loaded = load_model(model, dtype=dtype, device=device)
+    check = check_model(loaded, attention=attention, num_prompts=num_prompts, num_tokens=max_tokens, seed=seed)
+    if as_json:
+        print_json({**msgspec.to_builtins(check), "is_exact": check.is_exact})
+    else:
+        _print_lines(model, check)
+    return 0 if check.is_exact else EXIT_DIFFERENT
+
+
+def _print_lines(model: str, check: ModelCheck) -> None:
+    windows = ", ".join(
+        f"{count} see {'all' if window == 'all' else f'the last {window} tokens'}"
+        for window, count in check.windows.items()
+    )
+    rows = [
+        ("model", f"{model}: {check.model_type}, {check.dtype}, attention by {check.attention}"),
+        ("attention", f"{check.num_attention_calls} times a step; {windows}"),
+        ("KV a token", f"{check.kv_bytes_per_token:,} bytes"),
+    ]
+    if check.switch_length is not None:
+        rows.append(("rotation", f"changes for sequences of more than {check.switch_length:,} tokens"))
+    alike = f"{check.num_alike:,} of {check.num_tokens:,} tokens are those of generate, for {check.num_prompts} prompts"
+    rows.append(("self-test", alike))
+    if check.rounded:
+        rows.append(("", f"{len(check.rounded)} prompts go on otherwise where rounding decides"))
+    rows += [
+        ("", f"prompt {one.prompt} differs after {one.num_alike} tokens, by {one.gap:.3f} deviations")
+        for one in check.differences[:5]
+    ]
+    exact = f"exact but for rounding in {check.dtype}" if check.rounded else "exact"
+    rows.append(("verdict", exact if check.is_exact else "DIFFERENT"))
+    for name, text in rows:
+        click.echo(f"{name:<12}{text}")

@@ -1,0 +1,140 @@
+"""Attentions under which a model is run to see what it asks for: none of them has pages."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+import torch
+
+from kvarts.executor.torch.attention import AttentionCall
+from kvarts.executor.torch.masks import AskedMasks
+from kvarts.executor.torch.metadata import AttentionParams
+from kvarts.executor.torch.plain import causal, plain_attention
+from kvarts.executor.torch.pools import LayerShape
+
+__all__ = ["Alone", "Packed", "Refusal", "Seen", "Watched", "Watching"]
+
+
+class Refusal(Exception):  # noqa: N818  # an answer, with the reason
+    """A call of attention that cannot be carried out in pages."""
+
+
+class Seen(msgspec.Struct):
+    """What a call of attention brought: queries, keys and values as [tokens, heads, numbers].
+
+    `owner`: the call with the same keys and values.
+    """
+
+    number: int
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    owner: int
+
+
+class Watching:
+    """An Attention that keeps what it was asked. Tensors are kept, so that no other gets their address."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def called(self, call: AttentionCall) -> torch.Tensor:
+        """Note the call, and answer it."""
+        if call.query.dim() != 4 or len(call.query) != 1:
+            raise ValueError(f"queries have the shape {list(call.query.shape)}")
+        addresses = call.key.data_ptr(), call.value.data_ptr()
+        owner = next(
+            (number for number, key, value in self._kept if (key.data_ptr(), value.data_ptr()) == addresses),
+            call.number,
+        )
+        if owner == call.number:
+            self._kept.append((call.number, call.key, call.value))
+        queries, keys, values = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
+        self.seen.append(Seen(call.number, (queries.clone(), keys.clone(), values.clone()), owner))
+        return self.answer(call).to(call.query.dtype)
+
+    def answer(self, call: AttentionCall) -> torch.Tensor:
+        """Return what the queries read."""
+        raise NotImplementedError
+
+    def mask(self, **_: Any) -> Any:
+        """Make no mask."""
+        return None
+
+
+class Alone(Watching):
+    """Every token sees itself."""
+
+    def answer(self, call: AttentionCall) -> torch.Tensor:
+        """Return the value of each token, for all heads that read it."""
+        each = call.query.shape[1] // call.value.shape[1]
+        return call.value[0].transpose(0, 1).repeat_interleave(each, dim=1).contiguous()
+
+
+class Packed(Watching):
+    """Several sequences in a row, as in a step."""
+
+    def __init__(self, sequences: torch.Tensor, positions: torch.Tensor, shapes: tuple[LayerShape, ...]) -> None:
+        super().__init__()
+        self._shapes = shapes
+        windows = {shape.window for shape in shapes}
+        self._seen = {window: causal(sequences, positions, window) for window in windows}
+
+    def answer(self, call: AttentionCall) -> torch.Tensor:
+        """Attend within each sequence."""
+        window = self._shapes[call.number].window
+        read = plain_attention(*call.packed(), call.params(window), self._seen[window])
+        return read[..., : call.value.shape[-1]].contiguous()
+
+
+class Watched(Watching):
+    """One sequence, with the masks that the model asks for; `windows`: how far back each call sees."""
+
+    def __init__(self, length: int, most_position: int) -> None:
+        super().__init__()
+        self.windows: dict[int, int | None] = {}
+        self._length = length
+        self._masks = AskedMasks(most_position)
+
+    def mask(self, **asked: Any) -> Any:
+        """Make the mask that eager attention would get."""
+        return self._masks.make(asked)
+
+    def answer(self, call: AttentionCall) -> torch.Tensor:
+        """Attend, and note the window. Raise Refusal for a call that is not attention as it is known."""
+        reason, window = self._masks.window_of(call.mask)
+        if reason is not None:
+            raise Refusal(f"call {call.number} of attention {reason}")
+        self.windows[call.number] = window
+        params = call.params(window)
+        places = torch.arange(self._length, device=call.query.device)
+        seen = causal(torch.zeros_like(places), places, window)
+        if not _is_known(call, params, seen):
+            raise Refusal(f"call {call.number} of attention does more than attention that is known")
+        return plain_attention(*call.packed(), params, seen)[..., : call.value.shape[-1]].contiguous()
+
+
+def _is_known(call: AttentionCall, params: AttentionParams, seen: torch.Tensor) -> bool:
+    """Return whether the model's own attention computes the same from random numbers, in 32 bits.
+
+    Numbers are large, so that caps and biases matter. True for a model without attention of its own to compare with:
+    it is compared as a whole.
+    """
+    own = getattr(sys.modules.get(type(call.module).__module__), "eager_attention_forward", None)
+    if own is None:
+        return True
+    generator = torch.Generator().manual_seed(call.number)
+    query, key, value = (
+        (torch.randn(each.shape, generator=generator) * 2).to(call.query.device)
+        for each in (call.query, call.key, call.value)
+    )
+    mask = call.mask.float() if isinstance(call.mask, torch.Tensor) else call.mask
+    try:
+        theirs = own(call.module, query, key, value, mask, **call.keywords)[0]
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return True
+    random = AttentionCall(call.number, call.module, query, key, value, call.mask, call.keywords)
+    mine = plain_attention(*random.packed(), params, seen)[..., : call.value.shape[-1]]
+    theirs = theirs.reshape(mine.shape).float()
+    return bool(((mine - theirs).abs().max() <= 2e-3 * theirs.abs().max()).item())

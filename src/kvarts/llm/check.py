@@ -1,0 +1,170 @@
+"""Whether a model runs in pages as it runs by itself: random prompts, compared with `generate` token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import msgspec
+import torch
+
+from kvarts.config import EngineConfig
+from kvarts.executor.torch.attention import ATTENTION
+from kvarts.executor.torch.pools import page_bytes_of
+from kvarts.executor.torch.probe import Facts, examine
+from kvarts.llm.llm import LLM
+from kvarts.sampling import SamplingParams
+
+__all__ = ["Difference", "ModelCheck", "check_model"]
+
+PAGE_SIZE = 16
+MOST_WINDOW = 1024
+"""Prompts are made longer than windows up to this."""
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Prompt `prompt` goes on alike for `num_alike` tokens, then with another token than that of `generate`.
+
+    `gap`: by how much the model prefers the token of `generate`, in standard deviations of its logits.
+    """
+
+    prompt: int
+    num_alike: int
+    gap: float
+
+
+class ModelCheck(msgspec.Struct, frozen=True):
+    """What a check found. `windows`: how many calls of attention see so far back, `all` for everything.
+
+    `num_tokens` were compared, of which `num_alike` come before the first difference of their prompt. `rounded`: those
+    differences that rounding in 16 bits decides; `differences`: all others, of which there must be none.
+    """
+
+    model_type: str
+    dtype: str
+    attention: str
+    num_attention_calls: int
+    kv_bytes_per_token: int
+    windows: dict[str, int]
+    switch_length: int | None
+    num_prompts: int
+    num_tokens: int
+    num_alike: int
+    rounded: list[Difference]
+    differences: list[Difference]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no difference is more than rounding."""
+        return not self.differences
+
+
+def check_model(
+    model: Any, *, attention: str = "auto", num_prompts: int = 8, num_tokens: int = 16, seed: int = 0
+) -> ModelCheck:
+    """Run random prompts through an engine with few pages and small chunks, and compare it with `generate`.
+
+    Raise ConfigError for a model that cannot run in pages.
+    """
+    facts = examine(model)
+    prompts = _prompts(model, facts, num_prompts, num_tokens, seed)
+    longest = max(map(len, prompts)) + num_tokens
+    # Room for the longest and half of another: the others wait, share and are preempted.
+    config = EngineConfig(
+        num_pages=-(-longest // PAGE_SIZE) * 3 // 2 + 2,
+        page_size=PAGE_SIZE,
+        max_num_batched_tokens=max(24, longest // 3),
+        max_num_seqs=4,
+    )
+    with _by_itself(model):
+        expected = [_generated(model, prompt, num_tokens) for prompt in prompts]
+    llm = LLM(model, None, config, attention=attention)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    said = [list(completion.tokens) for completion in llm.generate(prompts, params)]
+    differences: list[Difference] = []
+    num_alike = 0
+    with _by_itself(model):
+        for number, (prompt, mine, own) in enumerate(zip(prompts, said, expected, strict=True)):
+            alike = next((place for place in range(num_tokens) if mine[place] != own[place]), num_tokens)
+            num_alike += alike
+            if alike < num_tokens:
+                gap = _gap(model, prompt + own[:alike], own[alike], mine[alike])
+                differences.append(Difference(number, alike, gap))
+    most_gap = 1e-4 if model.dtype == torch.float32 else 0.25
+    windows: dict[str, int] = {}
+    for layer in facts.layers:
+        name = "all" if layer.window is None else str(layer.window)
+        windows[name] = windows.get(name, 0) + 1
+    return ModelCheck(
+        model_type=model.config.model_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        attention=llm.attention,
+        num_attention_calls=len(facts.layers),
+        kv_bytes_per_token=page_bytes_of(facts.layers, page_size=1, dtype=model.dtype),
+        windows=windows,
+        switch_length=None if facts.switch is None else facts.switch.length,
+        num_prompts=len(prompts),
+        num_tokens=num_tokens * len(prompts),
+        num_alike=num_alike,
+        rounded=[one for one in differences if one.gap <= most_gap],
+        differences=[one for one in differences if one.gap > most_gap],
+    )
+
+
+def _prompts(model: Any, facts: Facts, count: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Return prompts of many lengths: shorter than a page, longer than windows, and some that begin alike."""
+    random = Random(seed)
+    text = model.config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    room = (most if isinstance(most, int) and most > 0 else 1 << 20) - num_tokens
+    if facts.switch is not None:
+        room = min(room, facts.switch.length - num_tokens)
+    far = max((layer.window for layer in facts.layers if layer.window and layer.window <= MOST_WINDOW), default=0)
+    longest = max(1, min(room, max(3 * PAGE_SIZE + 5, far + PAGE_SIZE)))
+    prompts: list[list[int]] = []
+    for number in range(count):
+        length = max(1, longest * (number + 1) // count) if number % 2 else random.randint(1, longest)
+        tokens = [random.randrange(text.vocab_size) for _ in range(length)]
+        if number % 3 == 2:
+            shared = prompts[-1][: random.randint(1, len(prompts[-1]))]
+            tokens = (shared + tokens)[:longest]
+        prompts.append(tokens)
+    if facts.switch is not None and facts.switch.length <= MOST_WINDOW:
+        tokens = [random.randrange(text.vocab_size) for _ in range(facts.switch.length + PAGE_SIZE + 3)]
+        prompts += [tokens, tokens[: facts.switch.length + 1]]
+    return prompts
+
+
+@contextmanager
+def _by_itself(model: Any) -> Iterator[None]:
+    """Let a model attend by its own code."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.set_attn_implementation(ATTENTION)
+
+
+def _generated(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([list(prompt)], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def _gap(model: Any, tokens: Sequence[int], preferred: int, other: int) -> float:
+    ids = torch.tensor([list(tokens)], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    return float((logits[preferred] - logits[other]) / logits.std())
