@@ -47,6 +47,7 @@ class Engine:
         self.plan = StepPlan(-1, Batch((), 0, 0, config.pool_tokens))
         """The plan of the last scheduled step."""
         self._result: StepResult | None = None
+        self._num_withheld = 0
         self._audit = audit
         self._moves_pages = moves_pages
         self._is_at_rest = True
@@ -103,28 +104,40 @@ class Engine:
 
         Return False, without a step, if there is nothing to compute and the executor does not carry out transfers.
         """
+        if not self.prepare(now_ns):
+            return False
+        self.carry_out(now_ns)
+        return True
+
+    def prepare(self, now_ns: int) -> bool:
+        """Plan the step that starts at `now_ns`: the first half of `begin`. Return whether there is anything to do."""
         log, scheduler = self.log, self.scheduler
         if self.tiers is not None and self.executor.needs_page_ids:
             self.tiers.expire(now_ns)
         if log.tell_details is not None:
             log.tell_details(StepStarted(scheduler.wheel.step, now_ns))
-        num_withheld = scheduler.pages.num_withheld
+        self._num_withheld = scheduler.pages.num_withheld
         plan = self.plan = scheduler.schedule(now_ns)
         batch = plan.batch
         if not (batch.num_decodes or batch.chunks or plan.preemptions or self._moves_pages):
             self._result = None
             return False
+        return True
+
+    def carry_out(self, now_ns: int) -> None:
+        """Execute the step that `prepare` planned: the second half of `begin`."""
+        log, scheduler, plan = self.log, self.scheduler, self.plan
+        batch = plan.batch
         result = self._result = self.executor.execute(plan)
         if self.tiers is not None and self.executor.needs_page_ids:
             moving_ns = sum(report.duration_ns for report in result.transfer_reports)
             num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
             self.tiers.measure(num_tokens, batch.num_decodes, result.duration_ns - moving_ns)
         if log.tell is not None:
-            log.tell(step_done(scheduler, plan, now_ns, result.duration_ns, num_withheld))
+            log.tell(step_done(scheduler, plan, now_ns, result.duration_ns, self._num_withheld))
         self.now_ns = now_ns + result.duration_ns
         if self.now_ns > LATEST_NS:
             raise TooLateError
-        return True
 
     def end(self) -> list[Request]:
         """Commit the step under way and emit what happened; return the requests that finished, in admission order."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,20 @@ rooflines = st.builds(
     attention_efficiency=st.floats(0.1, 1.0),
     step_us=st.floats(0.0, 5000.0),
     sequence_us=st.floats(0.0, 100.0),
+    pipeline_parallel=st.sampled_from([1, 1, 2, 5]),
+    expert_efficiency=st.floats(0.1, 1.0),
+    link_efficiency=st.none() | st.floats(0.05, 1.0),
+    link_us=st.none() | st.floats(0.0, 100.0),
+    graph_tokens=st.sampled_from([0, 0, 20, 512]),
+    eager_us=st.sampled_from([0.0, 0.0, 30_000.0]),
 )
+
+
+@st.composite
+def in_lockstep(draw: st.DrawFn) -> RooflineCost:
+    """A cost with several ranks."""
+    cost = draw(rooflines.filter(lambda cost: cost.geometry.experts is not None))
+    return msgspec.structs.replace(cost, pipeline_parallel=1, data_parallel=draw(st.sampled_from([2, 3])))
 
 
 @st.composite
@@ -43,59 +58,85 @@ def chunks(draw: st.DrawFn) -> Chunk:
     return Chunk(start, count, known, known)
 
 
-def naive_ms(cost: RooflineCost, batch: Batch) -> float:
-    """Every matrix, every layer and every pair by itself; decodes all know the same number of tokens."""
+def padded(num_tokens: int, largest: int) -> int:
+    """The smallest captured graph that holds as many tokens; as many, where none does."""
+    sizes = [size for size in (1, 2, 4, *range(8, 257, 8), *range(272, 4096, 16)) if size < largest] + [largest]
+    return next((size for size in sizes if size >= num_tokens), num_tokens) if largest else num_tokens
+
+
+def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
+    """Every matrix, layer, pair and collective by itself; decodes of a batch all know the same number of tokens."""
     geometry: Geometry = cost.geometry
-    device, ways = cost.hardware, cost.tensor_parallel
-    bits = {"bfloat16": 16.0, "fp8-block": 8 + 32 / 128**2, "mxfp4": 4.25, "fp8": 8.0}
-    bandwidth, link = device.bandwidth_bytes_per_s, device.link_bytes_per_s
+    device, ways, ranks = cost.hardware, cost.tensor_parallel, cost.num_ranks
+    link = device.link_bytes_per_s * cost.coefficient("link_efficiency")
+    bits = {"bfloat16": 16.0, "fp8-block": 8 + 32 / 128**2, "mxfp4": 4.25, "fp8": 8.0, "int4-block": 4 + 20 / 128}
+    bandwidth = device.bandwidth_bytes_per_s
 
     def flops(dtype: str) -> float:
         unit = {"fp8-block": "fp8", "fp8": "fp8"}.get(dtype, "bfloat16")
         return device.tflops[unit] * 1e12 * cost.compute_efficiency
 
-    sampled = batch.num_decodes + sum(chunk.is_last for chunk in batch.chunks)
-    read_s = work_s = 0.0
-    for layer in range(geometry.num_layers):
-        experts = geometry.experts
-        numbers = geometry.attention_matrix
-        if experts is None or layer < geometry.num_layers - experts.num_layers:
-            numbers += 3 * geometry.hidden_size * geometry.intermediate_size
+    experts = geometry.experts
+    of_all = sum(batch.num_tokens for batch in batches)
+    largest = max(batch.num_tokens for batch in batches)
+    slowest = 0.0
+    for batch in batches:
+        sampled = batch.num_decodes + sum(chunk.is_last for chunk in batch.chunks)
+        sequences = batch.num_decodes + len(batch.chunks)
+        parts = max(1, min(cost.pipeline_parallel, sequences))
+        num_tokens = padded(batch.num_tokens, cost.graph_tokens)
+        read_s = work_s = 0.0
+        for layer in range(geometry.num_layers):
+            numbers = geometry.attention_matrix
+            if experts is None or layer < geometry.num_layers - experts.num_layers:
+                numbers += 3 * geometry.hidden_size * geometry.intermediate_size
+            else:
+                numbers += geometry.hidden_size * (3 * experts.shared_size + experts.count)
+                one = 3 * geometry.hidden_size * experts.intermediate_size / ranks / cost.expert_efficiency
+                missed = (1 - experts.per_token / experts.count) ** (of_all / parts)
+                read_s += experts.count * (1 - missed) * one * bits[geometry.expert_dtype] / 8 / bandwidth
+                work_s += 2 * one * experts.per_token * of_all / flops(geometry.expert_dtype)
+            read_s += numbers * bits[geometry.weight_dtype] / 8 / bandwidth
+            work_s += 2 * numbers * num_tokens / flops(geometry.weight_dtype)
+        if sampled:
+            read_s += geometry.vocab_size * geometry.hidden_size * 2 / bandwidth
+            work_s += 2 * geometry.vocab_size * geometry.hidden_size * sampled / flops(geometry.dtype)
+        seconds = max(read_s / cost.bandwidth_efficiency, work_s / parts) / ways
+        latent = geometry.latent
+        if latent is None:
+            heads = max(1, -(-geometry.num_kv_heads // ways))
+            token_bytes = 2 * heads * geometry.head_dim * bits[cost.kv_dtype or geometry.dtype] / 8
+            operations = decode_operations = 4 * geometry.num_heads * geometry.head_dim / ways
         else:
-            numbers += geometry.hidden_size * (3 * experts.shared_size + experts.count)
-            one = 3 * geometry.hidden_size * experts.intermediate_size
-            missed = (1 - experts.per_token / experts.count) ** batch.num_tokens
-            read_s += experts.count * (1 - missed) * one * bits[geometry.expert_dtype] / 8 / bandwidth
-            work_s += 2 * one * experts.per_token * batch.num_tokens / flops(geometry.expert_dtype)
-        read_s += numbers * bits[geometry.weight_dtype] / 8 / bandwidth
-        work_s += 2 * numbers * batch.num_tokens / flops(geometry.weight_dtype)
-    if sampled:
-        read_s += geometry.vocab_size * geometry.hidden_size * 2 / bandwidth
-        work_s += 2 * geometry.vocab_size * geometry.hidden_size * sampled / flops(geometry.dtype)
-    seconds = max(read_s / cost.bandwidth_efficiency, work_s) / ways
-    if ways > 1:
-        seconds += geometry.num_layers * 2 * batch.num_tokens * geometry.hidden_size * 2 * 2 * (ways - 1) / ways / link
-    latent = geometry.latent
-    if latent is None:
-        heads = max(1, -(-geometry.num_kv_heads // ways))
-        token_bytes = 2 * heads * geometry.head_dim * bits[cost.kv_dtype or geometry.dtype] / 8
-        operations = decode_operations = 4 * geometry.num_heads * geometry.head_dim / ways
-    else:
-        token_bytes = (latent.kv_rank + latent.rope_dim) * bits[cost.kv_dtype or geometry.dtype] / 8
-        operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) / ways
-        decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim) / ways
-    kv_s = token_bytes / bandwidth / cost.attention_efficiency
-    for window in geometry.windows:
-        for chunk in batch.chunks:
-            pairs = sum(min(end, window or end) for end in range(chunk.start + 1, chunk.end + 1))
-            read = min(chunk.end, (window or chunk.end) + chunk.num_tokens)
-            seconds += max(pairs * operations / flops(geometry.dtype), read * kv_s)
-        if batch.num_decodes:
-            each = batch.decode_known_tokens / batch.num_decodes
-            seen = batch.num_decodes * min(each, window or each)
-            seconds += seen * max(decode_operations / flops(geometry.dtype), kv_s)
-    sequences = batch.num_decodes + len(batch.chunks)
-    return seconds * 1e3 + cost.step_us / 1e3 + sequences * cost.sequence_us / 1e3
+            token_bytes = (latent.kv_rank + latent.rope_dim) * bits[cost.kv_dtype or geometry.dtype] / 8
+            operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) / ways
+            decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim) / ways
+        kv_s = token_bytes / bandwidth / cost.attention_efficiency
+        for window in geometry.windows:
+            for chunk in batch.chunks:
+                pairs = sum(min(end, window or end) for end in range(chunk.start + 1, chunk.end + 1))
+                read = min(chunk.end, (window or chunk.end) + chunk.num_tokens)
+                seconds += max(pairs * operations / flops(geometry.dtype), read * kv_s) / parts
+            if batch.num_decodes:
+                each = batch.decode_known_tokens / batch.num_decodes
+                seen = batch.num_decodes * min(each, window or each)
+                seconds += seen * max(decode_operations / flops(geometry.dtype), kv_s) / parts
+        slowest = max(slowest, seconds + sequences * cost.sequence_us / 1e6)
+    # Collectives: what each device sends and receives of the activations, and a constant time.
+    activation, constant = geometry.hidden_size * 2, cost.coefficient("link_us") / 1e6
+    exchanged = 0.0
+    for layer in range(geometry.num_layers):
+        is_expert = experts is not None and layer >= geometry.num_layers - experts.num_layers
+        if ways > 1:
+            exchanged += largest / parts * activation * 2 * (ways - 1) / ways / link + constant
+            if not (is_expert and ranks > 1):
+                exchanged += largest / parts * activation * 2 * (ways - 1) / ways / link + constant
+        if is_expert and ranks > 1:
+            every = ways * ranks
+            exchanged += 2 * (of_all * activation * (every - 1) / every / link + constant)
+    exchanged += (cost.pipeline_parallel - 1) * (largest * activation / max(link, 1e-30) + constant)
+    ms = (slowest + exchanged) * 1e3 + cost.step_us / 1e3
+    return max(ms, cost.eager_us / 1e3) if largest > cost.graph_tokens else ms
 
 
 @given(rooflines, st.lists(chunks(), max_size=3), st.integers(0, 200), st.integers(1, 6000))
@@ -104,6 +145,35 @@ def test_a_step_takes_what_its_parts_take(cost: RooflineCost, some: list[Chunk],
         return
     batch = Batch(tuple(some), decodes, decodes * each, 1)
     assert cost.step_ns(batch) / 1e6 == pytest.approx(naive_ms(cost, batch), rel=1e-9, abs=1e-6)
+
+
+batches = st.builds(
+    lambda some, decodes, each: Batch(tuple(some), decodes, decodes * each, 1),
+    st.lists(chunks(), max_size=2),
+    st.integers(0, 200),
+    st.integers(1, 6000),
+).filter(lambda batch: batch.num_tokens > 0)
+
+
+@given(in_lockstep(), st.lists(batches, min_size=1, max_size=3), st.randoms())
+def test_ranks_take_as_long_as_the_slowest_and_what_they_exchange(
+    cost: RooflineCost, some: list[Batch], random: Random
+) -> None:
+    some = some[: cost.num_ranks]
+    expected = cost.together_ns(some)
+    assert expected / 1e6 == pytest.approx(naive_ms(cost, *some), rel=1e-9, abs=1e-6)
+    shuffled = random.sample(some, len(some))
+    assert cost.together_ns(shuffled) == pytest.approx(expected, abs=1)
+    assert all(expected >= cost.step_ns(batch) - 1 for batch in some)
+
+
+@given(in_lockstep(), st.lists(st.tuples(st.integers(1, 300), st.integers(0, 100_000)), min_size=1, max_size=3))
+def test_many_steps_of_ranks_are_as_one_by_one(cost: RooflineCost, some: list[tuple[int, int]]) -> None:
+    decodes = [(num, known + num) for num, known in some[: cost.num_ranks]]
+    one_by_one = [
+        cost.together_ns([Batch((), num, known + step * num, 1) for num, known in decodes]) for step in range(40)
+    ]
+    assert cost.decodes_together_ns(decodes, 40) == one_by_one
 
 
 @given(rooflines, st.integers(1, 300), st.integers(1, 100_000), st.integers(1, 80))
@@ -115,6 +185,8 @@ def test_many_steps_are_as_one_by_one(cost: RooflineCost, decodes: int, known: i
 
 @given(rooflines, chunks(), st.integers(1, 100), st.integers(1, 5000))
 def test_more_work_never_takes_less(cost: RooflineCost, chunk: Chunk, decodes: int, each: int) -> None:
+    """Without stages: with another sequence, a batch is divided into more parts, which are taken to be alike."""
+    cost = msgspec.structs.replace(cost, pipeline_parallel=1)
     small = cost.step_ns(Batch((), decodes, decodes * each, 1))
     assert cost.step_ns(Batch((chunk,), decodes, decodes * each, 1)) >= small
     assert cost.step_ns(Batch((), decodes + 1, (decodes + 1) * each, 1)) >= small

@@ -11,7 +11,7 @@ import pytest
 from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
 from kvarts.hardware import Device, Geometry, MemoryFit, fit_memory, load_device, load_geometry
 from kvarts.hardware.device import device_names
-from kvarts.hardware.fit import local_kv_bytes_per_token
+from kvarts.hardware.fit import local_kv_bytes_per_token, local_weight_bytes
 from kvarts.hardware.geometry import preset_names
 
 # Counted over the modules that transformers 5.23 builds from the same configurations.
@@ -225,3 +225,93 @@ def test_a_fit_that_cannot_be(setting: dict[str, Any]) -> None:
 def test_a_geometry_is_a_value() -> None:
     assert load_geometry("QWEN3-8B") == load_geometry("qwen3-8b")
     assert isinstance(load_geometry("qwen3-8b"), Geometry)
+
+
+# Devices in files -----------------------------------------------------------------------------------------
+
+MY_CARD = """
+memory = "96GiB"
+bandwidth = "1597GB/s"
+link = "64GB/s"
+source = "its maker"
+[tflops]
+bfloat16 = 503.8
+fp8 = 1007.6
+"""
+
+
+def test_a_device_is_described_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(MY_CARD)
+    mine, known = load_device(str(path)), load_device("rtx-pro-6000-server")
+    assert (mine.name, mine.source) == ("my", "its maker")
+    for field in ("memory_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "link_kind", "link_efficiency"):
+        assert getattr(mine, field) == getattr(known, field)
+    for dtype in ("bfloat16", "fp8", "mxfp4"):
+        assert mine.flops_per_s(dtype) == known.flops_per_s(dtype)
+    path.write_text(MY_CARD.replace('link = "64GB/s"', 'link_kind = "nvlink"'))
+    assert load_device(str(path)).link_bytes_per_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('memory = "96GiB"', "", "memory"),
+        ("96GiB", "much", "memory: 'much' is no size"),
+        ("1597GB/s", "fast", "bandwidth"),
+        ("1597GB/s", "0GB/s", "bandwidth"),
+        ("bfloat16", "float17", "tflops.float17: 'float17' is not known"),
+        ("bfloat16 = 503.8", "", "tflops.bfloat16: is missing"),
+        ("503.8", "-1", "tflops"),
+        ("503.8", '"x"', "tflops"),
+        ("source", "sauce", "sauce"),
+        ('link = "64GB/s"', 'link_kind = "rope"', "link_kind"),
+        ("[tflops]", "[tflops", "no readable TOML"),
+    ],
+)
+def test_a_device_that_is_described_badly_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(MY_CARD.replace(old, new))
+    with pytest.raises(KvartsError) as caught:
+        load_device(str(path))
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+    with pytest.raises(MissingFileError):
+        load_device(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_presets_say_where_they_are_from(name: str) -> None:
+    device = load_device(name)
+    assert len(device.source) > 20
+    assert device.memory_bytes > 10 << 30
+    assert 1e11 < device.bandwidth_bytes_per_s < 1e13
+    assert device.link_bytes_per_s > 0
+    assert device.flops_per_s("fp8") >= device.flops_per_s("bfloat16") > 5e13
+    assert device.link_efficiency == (0.2 if device.link_kind == "pcie" else 0.8)
+
+
+def test_weights_of_four_bits_take_a_quarter_and_their_scales(tmp_path: Path) -> None:
+    whole = load_geometry("llama-3.1-8b")
+    presets = json.loads((Path(load_geometry.__code__.co_filename).parent / "presets/models.json").read_text())
+    config = {**presets["llama-3.1-8b"], "quantization_config": {"quant_method": "awq", "bits": 4}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    packed = load_geometry(path)
+    assert packed.weight_dtype == "int4-block"
+    saved = whole.weight_bytes - packed.weight_bytes
+    assert saved == pytest.approx(whole.common_matrix * (2 - 0.5 - 20 / 128 / 8), rel=1e-6)
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 3}}))
+    with pytest.raises(ConfigError, match="'gptq' is not understood"):
+        load_geometry(path)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "llama-3.1-8b"])
+def test_all_devices_together_hold_the_weights(name: str) -> None:
+    """With ranks, every rank has all that is not experts, and the experts are there once."""
+    geometry = load_geometry(name)
+    for tensor, ranks, stages in ((1, 1, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2)):
+        local = local_weight_bytes(geometry, tensor, ranks, stages)
+        common = geometry.weight_bytes - geometry.expert_bytes
+        wanted = ranks * common + geometry.expert_bytes
+        assert local * tensor * ranks * stages == pytest.approx(wanted, rel=1e-6)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvarts.calibrate.comparison import Comparison, compare
-from kvarts.calibrate.fitting import Calibration, calibrate
+from kvarts.calibrate.fitting import Calibration, calibrate, calibrate_runs
 from kvarts.calibrate.measured import Measured, load_measured
+from kvarts.calibrate.run import MeasuredRun
 from kvarts.calibrate.series import Series, load_series
 from kvarts.calibrate.stepfit import StepFit, fit_steps
 
@@ -12,9 +13,11 @@ __all__ = [
     "Calibration",
     "Comparison",
     "Measured",
+    "MeasuredRun",
     "Series",
     "StepFit",
     "calibrate",
+    "calibrate_runs",
     "compare",
     "fit_steps",
     "load_measured",

@@ -1,8 +1,8 @@
-"""The coefficients of a roofline as a search sees them: logarithms between bounds, and their uncertainty."""
+"""The coefficients of a roofline as a search sees them: logarithms, what is guessed of them, and their uncertainty."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,7 +11,8 @@ import numpy.typing as npt
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
 
-__all__ = ["BOUNDS", "cost_of", "log_bounds", "logs_of", "needs_scipy", "not_identified", "uncertainty_of"]
+__all__ = ["BOUNDS", "WIDTHS", "cost_of", "log_bounds", "logs_of", "names_of", "needs_scipy", "not_identified"]
+__all__ += ["uncertainty_of", "widths_of"]
 
 Values = npt.NDArray[np.float64]
 
@@ -21,7 +22,23 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "attention_efficiency": (0.1, 1.0),
     "step_us": (50.0, 20_000.0),
     "sequence_us": (0.5, 200.0),
+    "expert_efficiency": (0.1, 1.0),
+    "link_efficiency": (0.02, 1.0),
+    "link_us": (1.0, 500.0),
 }
+WIDTHS: Mapping[str, float] = {
+    "compute_efficiency": 0.2,
+    "bandwidth_efficiency": 0.1,
+    "attention_efficiency": 0.3,
+    "step_us": 0.7,
+    "sequence_us": 0.7,
+    "expert_efficiency": 0.35,
+    "link_efficiency": 0.4,
+    "link_us": 0.7,
+}
+"""Standard deviations, in logarithms, of the guess that each coefficient starts from. Matrix products reach 0.55 to
+0.85 of the stated arithmetic, memory 0.72 to 0.88 of the stated bandwidth; the constants of an engine are known to a
+factor of two."""
 UNFELT = 1e-3
 """A direction that changes the residuals by less than this share of the strongest counts as changing nothing."""
 PART = 0.5
@@ -38,26 +55,38 @@ def needs_scipy() -> None:
         raise ConfigError("calibration needs SciPy", hint="Install it: pip install 'kvarts[calibrate]'.") from None
 
 
-def log_bounds() -> tuple[Values, Values]:
+def names_of(costs: Sequence[RooflineCost]) -> tuple[str, ...]:
+    """Return the coefficients that any of `costs` depends on, in the order of COEFFICIENTS."""
+    active = {name for cost in costs for name in cost.active_coefficients}
+    return tuple(name for name in COEFFICIENTS if name in active)
+
+
+def log_bounds(names: Sequence[str]) -> tuple[Values, Values]:
     """Return the lowest and the highest value of each coefficient, in logarithms."""
-    low, high = (np.log([BOUNDS[name][side] for name in COEFFICIENTS]) for side in (0, 1))
+    low, high = (np.log([BOUNDS[name][side] for name in names]) for side in (0, 1))
     return low, high
 
 
-def logs_of(cost: RooflineCost) -> Values:
-    """Return the logarithms of the coefficients of `cost`, clipped to the bounds."""
-    low, high = log_bounds()
-    values = [max(getattr(cost, name), 1e-9) for name in COEFFICIENTS]
+def widths_of(names: Sequence[str]) -> Values:
+    """Return the standard deviations of the guesses."""
+    return np.array([WIDTHS[name] for name in names])
+
+
+def logs_of(costs: Sequence[RooflineCost], names: Sequence[str]) -> Values:
+    """Return the logarithms of the coefficients, each of the first cost that depends on it, clipped to the bounds."""
+    low, high = log_bounds(names)
+    firsts = [next(cost for cost in costs if name in cost.active_coefficients) for name in names]
+    values = [max(cost.coefficient(name), 1e-9) for cost, name in zip(firsts, names, strict=True)]
     logs: Values = np.clip(np.log(values), low, high)
     return logs
 
 
-def cost_of(cost: RooflineCost, logs: Values) -> RooflineCost:
+def cost_of(cost: RooflineCost, logs: Values, names: Sequence[str]) -> RooflineCost:
     """Return `cost` with the coefficients that `logs` gives."""
-    return msgspec.structs.replace(cost, **dict(zip(COEFFICIENTS, map(float, np.exp(logs)), strict=True)))
+    return msgspec.structs.replace(cost, uncertainty=None, **dict(zip(names, map(float, np.exp(logs)), strict=True)))
 
 
-def uncertainty_of(residuals: Values, jacobian: Values) -> dict[str, float]:
+def uncertainty_of(residuals: Values, jacobian: Values, names: Sequence[str] = COEFFICIENTS[:5]) -> dict[str, float]:
     """Return the uncertainty of each coefficient as a share of it: that of least squares, to first order.
 
     `jacobian`: shape [residuals, coefficients], by logarithms. The uncertainty is infinite for a coefficient that
@@ -74,7 +103,7 @@ def uncertainty_of(residuals: Values, jacobian: Values) -> dict[str, float]:
         # Along it, the coefficient that moves most can have any value, and the others change in proportion.
         moves = direction / direction.max()
         errors = np.where(moves > PART, np.inf, np.maximum(errors, moves))
-    return dict(zip(COEFFICIENTS, map(float, errors), strict=True))
+    return dict(zip(names, map(float, errors), strict=True))
 
 
 def not_identified(uncertainty: Mapping[str, float]) -> list[str]:

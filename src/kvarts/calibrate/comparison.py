@@ -16,6 +16,7 @@ from kvarts.calibrate.measured import Measured
 from kvarts.calibrate.replayed import Replayed
 from kvarts.calibrate.series import Series
 from kvarts.errors import InputError
+from kvarts.limits import brief
 
 __all__ = ["METRICS", "STATISTICS", "Comparison", "compare", "latencies_ms", "statistics"]
 
@@ -44,6 +45,12 @@ class Comparison(msgspec.Struct, frozen=True):
     def worst(self) -> float:
         """The largest relative error of any statistic."""
         return max(abs(_relative(*pair)) for row in self.metrics.values() for pair in row.values())
+
+    @property
+    def mean(self) -> float:
+        """The mean of the absolute relative errors of all statistics."""
+        errors = [abs(_relative(*pair)) for row in self.metrics.values() for pair in row.values()]
+        return sum(errors) / len(errors)
 
     def to_text(self) -> str:
         """Return a table, with a line end."""
@@ -104,13 +111,11 @@ def statistics(values: Values) -> Values:
 def compare(
     measured: Measured, replayed: Replayed, series: Series | None = None, *, some: slice | None = None
 ) -> Comparison:
-    """Compare all requests, or only the latencies of `some`. Raise InputError if the requests are not the same."""
-    if len(replayed.arrival_ms) != len(measured) or (replayed.output_tokens != measured.output_tokens).any():
-        raise InputError(
-            f"holds {len(measured)} requests, the replay {len(replayed.arrival_ms)}, or their lengths differ",
-            path=measured.name,
-            hint="Replay the same requests, in the same order.",
-        )
+    """Compare all requests, or only the latencies of `some`. Raise InputError if the requests are not the same.
+
+    Requests are the same that have the same id; where a trace had no ids, those in the same row of both files.
+    """
+    replayed = _joined(measured, replayed)
     theirs, ours = (latencies_ms(side, some or slice(None)) for side in (measured, replayed))
     metrics = {}
     for metric in METRICS:
@@ -120,6 +125,35 @@ def compare(
         return Comparison(len(theirs["e2e"]), metrics)
     error_points = peaks = None
     if series is not None and replayed.curve is not None:
-        error_points = series.kv_distance(replayed.curve)
+        error_points = series.kv_distance(replayed.curve)  # None where KV use was not measured
         peaks = float(series.waiting.max()), float(replayed.curve.waiting.max())
     return Comparison(len(theirs["e2e"]), metrics, replayed.num_preemptions, error_points, peaks)
+
+
+def _joined(measured: Measured, replayed: Replayed) -> Replayed:
+    """Return the replay with its requests in the order of those measured."""
+    hint = "Replay the same requests."
+    if len(replayed.arrival_ms) != len(measured):
+        raise InputError(
+            f"holds {len(measured)} requests, the replay {len(replayed.arrival_ms)}", path=measured.name, hint=hint
+        )
+    if replayed.request_ids is not None:
+        places = {request_id: place for place, request_id in enumerate(replayed.request_ids)}
+        wanted = measured.request_ids
+        if places.keys() != set(wanted):
+            wanted = [str(row) for row in measured.rows.tolist()]
+        missing = next((request_id for request_id in wanted if request_id not in places), None)
+        if missing is not None or len(places) < len(measured):
+            named = brief(measured.request_ids[0] if missing is None else measured.request_ids[wanted.index(missing)])
+            raise InputError(f"holds request {named}, which the replay does not", path=measured.name, hint=hint)
+        replayed = replayed.ordered(np.array([places[request_id] for request_id in wanted], np.int64))
+    differing = np.flatnonzero(replayed.output_tokens != measured.output_tokens)
+    if len(differing):
+        place = int(differing[0])
+        raise InputError(
+            f"says {measured.output_tokens[place]} output tokens for request {brief(measured.request_ids[place])}, "
+            f"the replay {replayed.output_tokens[place]}",
+            path=measured.name,
+            hint=hint,
+        )
+    return replayed

@@ -1,66 +1,114 @@
-"""Fits the coefficients of a roofline to a measured run, by replaying it.
+"""Fits the coefficients of a roofline to measured runs, by replaying them.
 
-A replay takes a fraction of a second, so the search is direct. It evaluates points spread over the box of physically
-plausible values (Sobol), then runs Nelder and Mead's simplex from the best of them, in logarithms of the coefficients.
-Queues make the objective rough, so the simplex restarts from where it ended, each time with a smaller one. The
-objective is the root of the sum of squares of the relative errors of all statistics and of a fifth of the distance of
-the KV curves. The curves have a small weight because their distance never gets small: a curve is sampled once a second.
-Same input, same seed, same coefficients.
+The coefficients are shared by all runs, each of which has a model, a device and a parallelism of its own. What is
+searched is the likeliest point: residuals of every run, in standard deviations, beside the distance of each coefficient
+from a guess, in standard deviations of the guess. So what the runs do not say stays where it was guessed. A replay
+takes a fraction of a second, so the search is direct: points drawn from the guesses (Sobol), rounds of planes that
+are fitted around the best of them, and Nelder and Mead's simplex at the end, because queues make the objective rough.
+Everything is in logarithms of the coefficients. Same input, same seed, same coefficients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.coefficients import cost_of, log_bounds, logs_of, needs_scipy, not_identified, uncertainty_of
-from kvarts.calibrate.comparison import METRICS, Comparison, compare, latencies_ms, statistics
+from kvarts.calibrate.coefficients import cost_of, log_bounds, logs_of, names_of, needs_scipy, widths_of
+from kvarts.calibrate.comparison import Comparison
 from kvarts.calibrate.measured import Measured
-from kvarts.calibrate.replayed import Replayed, replayed_of
+from kvarts.calibrate.run import FittedRun, MeasuredRun
 from kvarts.calibrate.series import Series
 from kvarts.errors import ConfigError
-from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
+from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.uncertainty import MeasuredOn, Uncertainty
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 
-__all__ = ["MOST_REPLAYS", "Calibration", "calibrate"]
+__all__ = ["KNOWN", "Calibration", "OfRun", "Search", "calibrate", "calibrate_runs", "covariance_of", "most_replays"]
 
 Values = npt.NDArray[np.float64]
 
-NUM_SPREAD = 64
-NUM_STARTS = 5
+NUM_SPREAD = 32
+NUM_STARTS = 2
+ROUNDS = 10
+CLOUD = 3
+"""Points of a round for each coefficient."""
+WIDEST, NARROWEST = 0.6, 0.05
+"""How far these are from the best at most, as a share of the guess's standard deviation, in the first and any round."""
 EVALUATIONS = 120
 """Evaluations of the objective for each simplex."""
-RESTARTS = (0.1, 0.05, 0.025)
-"""Widths of the simplices that restart from the best point, in logarithms."""
-CURVE_WEIGHT = 0.2
-MOST_REPLAYS = 1 + NUM_SPREAD + 1 + EVALUATIONS * (NUM_STARTS + 2 * len(RESTARTS)) + 1 + 2 * len(COEFFICIENTS) + 3
-NUDGE = 0.05
+RESTARTS = (0.05, 0.02)
+"""Widths of the simplices, in logarithms."""
+SLOPE = 0.5
+"""The same for the points that say the uncertainty: closer by, roughness would pass for information."""
+POINTS = 10
+"""So many of them for each coefficient."""
+DEPENDENT = 2.0
+"""Statistics of one run depend on each other: so many of them say as much as one would by itself."""
+KNOWN = 0.7
+"""Where more of the guess's standard deviation is left than this, the data do not identify a coefficient."""
 
 
-class Calibration(msgspec.Struct, frozen=True):
-    """The fitted `cost` and its errors. `uncertainty`: of each coefficient, as a share of it, to first order.
+class OfRun(msgspec.Struct, frozen=True):
+    """The errors of one run: `before` under the coefficients that the search began with, `overall` under those found.
 
-    `fitted` compares the requests that were fitted, `held_out` the others, if there are any. `before` compares all
-    requests under the coefficients that the search began with, `overall` under those that it found.
+    `fitted` compares the requests that were fitted, `held_out` the others, if there are any.
     """
 
+    name: str
     cost: RooflineCost
-    uncertainty: dict[str, float]
+    num_requests: int
     before: Comparison
     overall: Comparison
     fitted: Comparison
     held_out: Comparison | None
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """The fitted `cost`, of what the first run ran on, and the errors of each run.
+
+    `uncertainty`: the standard deviation of each coefficient, as a share of it; `guessed`: that of its guess.
+    """
+
+    cost: RooflineCost
+    uncertainty: dict[str, float]
+    guessed: dict[str, float]
+    runs: tuple[OfRun, ...]
     num_replays: int
 
     @property
     def not_identified(self) -> list[str]:
-        """The coefficients that the data do not identify."""
-        return not_identified(self.uncertainty)
+        """The coefficients that the data say little about: they are where they were guessed, and as uncertain."""
+        return [name for name, share in self.uncertainty.items() if share > KNOWN * self.guessed[name]]
+
+    @property
+    def before(self) -> Comparison:
+        """That of the first run."""
+        return self.runs[0].before
+
+    @property
+    def overall(self) -> Comparison:
+        """That of the first run."""
+        return self.runs[0].overall
+
+    @property
+    def fitted(self) -> Comparison:
+        """That of the first run."""
+        return self.runs[0].fitted
+
+    @property
+    def held_out(self) -> Comparison | None:
+        """That of the first run."""
+        return self.runs[0].held_out
+
+
+def most_replays(num_runs: int, num_coefficients: int) -> int:
+    """Return how many replays a calibration takes at most."""
+    rounds = NUM_STARTS * (ROUNDS * (CLOUD * num_coefficients + 1) + 2) + POINTS * num_coefficients
+    return num_runs * (NUM_SPREAD + 2 + rounds + (EVALUATIONS + 1) * len(RESTARTS) + 5)
 
 
 def calibrate(
@@ -73,115 +121,172 @@ def calibrate(
     seed: int = 0,
     on_progress: Callable[[int], object] | None = None,
 ) -> Calibration:
-    """Fit `config.cost`, a RooflineCost, to `measured`; the search begins at its coefficients.
+    """Fit `config.cost`, a RooflineCost, to one run. The arguments are those of MeasuredRun and calibrate_runs."""
+    run = MeasuredRun(measured=measured, config=config, prompts=prompts, series=series, fit_on=fit_on)
+    return calibrate_runs([run], seed=seed, on_progress=on_progress)
 
-    `prompts`: the content of the prompts, as for Measured.trace. `fit_on`: fit to the first `fit_on` requests and hold
-    out the rest; all are replayed. Raise ConfigError without SciPy, for another cost model, or if a request does not
-    fit in the pool.
+
+def calibrate_runs(
+    runs: Sequence[MeasuredRun],
+    *,
+    seed: int = 0,
+    guesses: float = 1.0,
+    on_progress: Callable[[int], object] | None = None,
+) -> Calibration:
+    """Fit the coefficients that `runs` share; the search begins at those of their costs, which are the guesses.
+
+    `guesses`: the weight of the guesses; 0: only the data count. Raise ConfigError without SciPy, for another cost
+    model, or if a request does not fit in the pool.
     """
     needs_scipy()
-    from scipy.optimize import minimize
-    from scipy.stats import qmc
-
-    start = config.cost
-    if not isinstance(start, RooflineCost):
-        raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
-    if fit_on is not None and not 2 <= fit_on <= len(measured):
-        raise ConfigError(f"must be from 2 to {len(measured)}, got {fit_on}", field="fit_on")
-    some = slice(fit_on)
-    trace = measured.trace(prompts)
-    search = _Search(measured, trace, config, series, some, on_progress)
-    low, high = log_bounds()
-    before = search.compare(start)
-    spread = qmc.scale(qmc.Sobol(len(COEFFICIENTS), rng=seed).random(NUM_SPREAD), low, high)
-    starts = sorted([logs_of(start), *spread], key=search.error)[:NUM_STARTS]
-    box = list(zip(low, high, strict=True))
-
-    def descend(point: Values, width: float) -> tuple[float, Values]:
-        simplex = np.array([point, *(point + width * step for step in np.eye(len(point)))])
-        found = minimize(
-            search.error,
-            point,
-            method="Nelder-Mead",
-            bounds=box,
-            options={
-                "maxfev": EVALUATIONS,
-                "initial_simplex": np.clip(simplex, low, high),
-                "xatol": 1e-4,
-                "fatol": 1e-6,
-            },
-        )
-        return float(found.fun), found.x
-
-    _, best = min((descend(point, 0.2) for point in starts), key=lambda pair: pair[0])
-    for width in RESTARTS:
-        _, best = min((descend(best, sign * width) for sign in (1, -1)), key=lambda pair: pair[0])
-    cost = cost_of(start, best)
+    if not runs:
+        raise ConfigError("names no run", field="runs")
+    fitted = [FittedRun(run, on_progress) for run in runs]
+    costs = [run.cost for run in runs]
+    search = Search(fitted, names_of(costs), guesses)
+    before = [each.compare(each.run.cost) for each in fitted]
+    best = search.run(seed)
+    covariance = search.covariance(best)
+    measured_on = tuple(dict.fromkeys(MeasuredOn.of(cost) for cost in costs))
+    uncertainty = Uncertainty(
+        coefficients=search.names, covariance=tuple(map(tuple, covariance.tolist())), measured=measured_on
+    )
+    of_runs = []
+    for each, was in zip(fitted, before, strict=True):
+        cost = cost_of(each.run.cost, best, search.names)
+        fit_on, num_requests = each.run.fit_on, len(each.run.measured)
+        overall = each.compare(cost)
+        held_out = None if fit_on in (None, num_requests) else each.compare(cost, slice(fit_on, None))
+        part = overall if held_out is None else each.compare(cost, slice(fit_on))
+        of_runs.append(OfRun(each.run.name, cost, num_requests, was, overall, part, held_out))
+    deviations = np.sqrt(np.diag(covariance))
     return Calibration(
-        cost,
-        search.uncertainty(best),
-        before,
-        search.compare(cost),
-        search.compare(cost, some),
-        None if fit_on is None or fit_on == len(measured) else search.compare(cost, slice(fit_on, None)),
-        search.num_replays,
+        msgspec.structs.replace(of_runs[0].cost, uncertainty=uncertainty),
+        dict(zip(search.names, map(float, deviations), strict=True)),
+        dict(zip(search.names, map(float, search.widths), strict=True)),
+        tuple(of_runs),
+        sum(each.num_replays for each in fitted),
     )
 
 
-class _Search:
-    """Replays with other coefficients and measures the error of each."""
+class Search:
+    """The objective, and the search for where it is least."""
 
     def __init__(
-        self,
-        measured: Measured,
-        trace: Trace,
-        config: ReplayConfig,
-        series: Series | None,
-        some: slice,
-        on_progress: Callable[[int], object] | None,
+        self, runs: Sequence[FittedRun], names: tuple[str, ...], guesses: float, guess: Values | None = None
     ) -> None:
-        self._measured, self._trace, self._config = measured, trace, config
-        # The curve over the held-out requests must not be fitted.
-        self._all_series = series
-        self._series = None if series is None else series.until(float(measured.arrival_ns[some][-1]) / 1e9)
-        self._some, self._on_progress = some, on_progress
-        latencies = latencies_ms(measured, some)
-        self._aim = np.concatenate([statistics(latencies[metric]) for metric in METRICS])
-        # A metric without a value (TPOT if no request has two tokens) says nothing.
-        self._counts = np.isfinite(self._aim) & (self._aim > 0)
-        self.num_replays = 0
+        self.names = names
+        self.widths = widths_of(names)
+        self._runs = runs
+        self._guess = logs_of([each.run.cost for each in runs], names) if guess is None else guess
+        self._weights = guesses / self.widths
+        self._low, self._high = log_bounds(names)
 
-    def _replay(self, cost: RooflineCost) -> Replayed:
-        self.num_replays += 1
-        if self._on_progress is not None:
-            self._on_progress(1)
-        outcome = replayed_of(replay(self._trace, msgspec.structs.replace(self._config, cost=cost)))
-        if np.isnan(outcome.last_token_ms).any():
-            raise ConfigError(
-                "is too small for some of the measured requests", field="pages", hint="Give what the engine had."
+    def run(self, seed: int) -> Values:
+        """Return the logarithms of the likeliest coefficients."""
+        from scipy.optimize import minimize
+        from scipy.stats import norm, qmc
+
+        drawn = norm.ppf(np.clip(qmc.Sobol(len(self.names), rng=seed).random(NUM_SPREAD), 1e-3, 1 - 1e-3))
+        spread = [self._clip(self._guess + self.widths * point) for point in drawn]
+        starts = [self._guess, *sorted(spread, key=self.error)[: NUM_STARTS - 1]]
+        best = min((self._descend(start, seed) for start in starts), key=self.error)
+        box = list(zip(self._low, self._high, strict=True))
+        for width in RESTARTS:
+            simplex = np.array([best, *(best + width * step for step in np.eye(len(best)))])
+            found = minimize(
+                self.error,
+                best,
+                method="Nelder-Mead",
+                bounds=box,
+                options={
+                    "maxfev": EVALUATIONS,
+                    "initial_simplex": self._clip(simplex),
+                    "xatol": 1e-4,
+                    "fatol": 1e-6,
+                },
             )
-        return outcome
-
-    def compare(self, cost: RooflineCost, some: slice | None = None) -> Comparison:
-        return compare(self._measured, self._replay(cost), self._all_series, some=some)
+            best = found.x
+        return np.asarray(best, np.float64)
 
     def residuals(self, logs: Values) -> Values:
-        """Return relative errors of the statistics and the weighted distance of the KV curves, a share of the pool."""
-        ours = self._replay(cost_of(self._config.cost, logs))
-        latencies = latencies_ms(ours, self._some)
-        values = np.concatenate([statistics(latencies[metric]) for metric in METRICS])
-        errors: Values = (values[self._counts] - self._aim[self._counts]) / self._aim[self._counts]
-        if self._series is None or ours.curve is None:
-            return errors
-        return np.append(errors, CURVE_WEIGHT / 100 * self._series.kv_distance(ours.curve))
+        """Return the distances from the data and from the guesses, in standard deviations."""
+        of_runs = [each.residuals(cost_of(each.run.cost, logs, self.names)) for each in self._runs]
+        return np.concatenate([*of_runs, (logs - self._guess) * self._weights])
 
     def error(self, logs: Values) -> float:
-        return float(np.sqrt((self.residuals(logs) ** 2).sum()))
+        """Return the sum of their squares."""
+        return float((self.residuals(logs) ** 2).sum())
 
-    def uncertainty(self, logs: Values) -> dict[str, float]:
-        """Return the uncertainty of each coefficient at `logs`, as a share of it."""
-        columns = [
-            (self.residuals(logs + step) - self.residuals(logs - step)) / (2 * NUDGE)
-            for step in NUDGE * np.eye(len(logs))
-        ]
-        return uncertainty_of(self.residuals(logs), np.array(columns).T)
+    def covariance(self, logs: Values) -> Values:
+        """Return the covariance of the logarithms: Laplace's approximation at the likeliest point."""
+        return covariance_of(self.information(logs), self.widths)
+
+    def information(self, logs: Values) -> Values:
+        """Return what the data say at `logs`, in units of what the guesses say: shape [coefficients, coefficients].
+
+        Where the data are farther away than their standard deviations say, or the objective is rougher, these are taken
+        to be as much larger.
+        """
+        points, residuals = self._cloud(logs, SLOPE, POINTS * len(logs), 1)
+        num_data = residuals.shape[1] - len(logs)
+        slopes, _, rough = _linear(points - logs, residuals[:, :num_data])
+        here = self.residuals(logs)[:num_data]
+        excess = DEPENDENT * (max(1.0, float((here**2).mean())) + float((rough**2).mean()))
+        # Slopes that come from roughness alone would add to what the data say: their expected share is taken off.
+        moves = points - points.mean(axis=0)
+        spurious = float((rough**2).mean(axis=0).sum()) * np.linalg.inv(moves.T @ moves)
+        scale = np.diag(self.widths)
+        strengths, axes = np.linalg.eigh(scale @ (slopes @ slopes.T - spurious) @ scale / excess)
+        information: Values = (axes * np.maximum(strengths, 0.0)) @ axes.T  # nothing says less than nothing
+        return information
+
+    def _clip(self, logs: Values) -> Values:
+        return np.clip(logs, self._low, self._high)
+
+    def _cloud(self, logs: Values, reach: float, count: int, seed: int) -> tuple[Values, Values]:
+        """Return `count` points around `logs` and their residuals: shapes [count, coefficients], [count, residuals]."""
+        from scipy.stats import qmc
+
+        spread = 2.0 * qmc.LatinHypercube(len(logs), rng=seed).random(count) - 1.0
+        points = logs + reach * self.widths * spread
+        return points, np.array([self.residuals(point) for point in points])
+
+    def _descend(self, logs: Values, seed: int) -> Values:
+        """Return where rounds from `logs` end.
+
+        Each fits a plane to residuals at points around the best, which smooths their roughness, and goes to where the
+        plane is least. Rounds get narrower where that gains nothing.
+        """
+        reach, least = WIDEST, self.error(logs)
+        for number in range(ROUNDS):
+            points, residuals = self._cloud(logs, reach, CLOUD * len(logs), seed + number)
+            slopes, level, _ = _linear(points - logs, residuals)
+            damped = slopes @ slopes.T + np.diag(1e-3 / self.widths**2)
+            step = np.linalg.solve(damped, -slopes @ level)
+            longest = float(np.abs(step / self.widths).max())
+            step *= min(1.0, 2 * reach / max(longest, 1e-12))
+            there = self._clip(logs + step)
+            errors = [*(residuals**2).sum(axis=1), self.error(there)]
+            candidates = [*map(self._clip, points), there]
+            place = int(np.argmin(errors))
+            if errors[place] < least and np.array_equal(candidates[place], [*points, there][place]):
+                logs, least = candidates[place], float(errors[place])
+            if place != len(errors) - 1 or errors[place] > least:
+                reach = max(reach / 1.6, NARROWEST)
+        return logs
+
+
+def covariance_of(information: Values, widths: Values) -> Values:
+    """Return the covariance that is left of guesses with standard deviations `widths`."""
+    covariance: Values = widths[:, None] * np.linalg.inv(np.eye(len(widths)) + information) * widths
+    return (covariance + covariance.T) / 2
+
+
+def _linear(moves: Values, residuals: Values) -> tuple[Values, Values, Values]:
+    """Return the plane through residuals: slopes [coefficients, residuals], level [residuals], and what is left."""
+    design = np.column_stack([moves, np.ones(len(moves))])
+    plane = np.linalg.lstsq(design, residuals, rcond=None)[0]
+    left: Values = (residuals - design @ plane) * np.sqrt(len(moves) / max(1, len(moves) - design.shape[1]))
+    slopes, level = np.asarray(plane[:-1], np.float64), np.asarray(plane[-1], np.float64)
+    return slopes, level, left

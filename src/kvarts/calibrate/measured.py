@@ -1,6 +1,7 @@
 """Measurements of an engine: when each request arrived and got its first and last token, and how many tokens it had.
 
-Two forms are read: JSON lines of vLLM's per-request timings, and CSV with named columns. No row is skipped in silence:
+Three forms are read: JSON lines of vLLM's per-request timings, CSV with named columns, and result files of load
+generators. No row is skipped in silence:
 a row that is not consistent is an error with its line and field.
 """
 
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.calibrate.results import result_rows
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import read_text
 from kvarts.limits import LATEST_NS, MOST_COUNT, brief
@@ -102,7 +104,8 @@ class Measured(msgspec.Struct, frozen=True):
 def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None, time_unit: str = "s") -> Measured:
     """Read a measured run. `columns`: the file's names for those of FIELDS that it calls otherwise.
 
-    A file of JSON lines with `queued_ts` is read in vLLM's format. Raise MissingFileError; ConfigError for a column
+    A file of JSON lines with `queued_ts` is read in vLLM's format, and result files of load generators in theirs, with
+    times in seconds. Raise MissingFileError; ConfigError for a column
     that does not exist; InputError, with line and field, for a value that is missing, no number, or inconsistent.
     """
     path = Path(path)
@@ -114,6 +117,11 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
             raise ConfigError(f"{field!r} is not a field", field="columns", hint=f"There are {', '.join(FIELDS)}.")
         names[field] = name
     text = read_text(path, hint="Check the path of the measured run.")
+    results = result_rows(path, text) if text.lstrip().startswith("{") and columns is None else None
+    if results is not None:
+        if not results:
+            raise InputError("has no request that succeeded", path=path)
+        return _measured(path, results, names, UNITS_NS["s"])
     rows = list(_json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text))
     if not rows:
         raise InputError("holds no request", path=path)

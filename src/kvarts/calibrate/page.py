@@ -34,7 +34,7 @@ def render_page(measured: Measured, replayed: Replayed, series: Series | None, c
         data["curves"] = [
             {
                 "t": curve.time_s[thin].tolist(),
-                "kv": curve.kv_pct[thin].tolist(),
+                "kv": None if curve.kv_pct is None else curve.kv_pct[thin].tolist(),
                 "waiting": curve.waiting[thin].tolist(),
             }
             for curve, thin in ((series, slice(None)), (replayed.curve, ours_thin))

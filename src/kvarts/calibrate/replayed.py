@@ -25,6 +25,7 @@ class Replayed(msgspec.Struct, frozen=True):
     """Requests in order of arrival. Times are in ms; arrays have shape [n].
 
     `curve`, if known: the start of each step in seconds, requests running and waiting then, and KV use in per cent.
+    `request_ids`: None where they are not known, and the order is that of what was measured.
     """
 
     arrival_ms: Values
@@ -33,17 +34,32 @@ class Replayed(msgspec.Struct, frozen=True):
     output_tokens: npt.NDArray[np.int64]
     num_preemptions: int
     curve: Series | None = None
+    request_ids: list[str] | None = None
+
+    def ordered(self, order: npt.NDArray[np.int64]) -> Replayed:
+        """Return the same replay with its requests in `order`."""
+        return Replayed(
+            self.arrival_ms[order],
+            self.first_token_ms[order],
+            self.last_token_ms[order],
+            self.output_tokens[order],
+            self.num_preemptions,
+            self.curve,
+            None if self.request_ids is None else [self.request_ids[place] for place in order.tolist()],
+        )
 
 
 def replayed_of(report: Report) -> Replayed:
-    """Return the replay that `report` describes, of one engine."""
+    """Return the replay that `report` describes; its curve, if it is of one engine."""
     rows, steps = report.requests, report.steps
-    curve = Series(
-        time_s=np.asarray(steps["start_ms"]) / 1e3,
-        running=np.asarray(steps["running"], np.float64),
-        waiting=np.asarray(steps["waiting"], np.float64),
-        kv_pct=np.asarray(steps["used_pages"]) * (100.0 / report.config.num_pages),
-    )
+    curve = None
+    if report.config.replicas == 1:
+        curve = Series(
+            time_s=np.asarray(steps["start_ms"]) / 1e3,
+            running=np.asarray(steps["running"], np.float64),
+            waiting=np.asarray(steps["waiting"], np.float64),
+            kv_pct=np.asarray(steps["used_pages"]) * (100.0 / report.config.num_pages),
+        )
     return Replayed(
         np.asarray(rows["arrival_ms"]),
         np.asarray(rows["first_token_ms"]),
@@ -51,6 +67,7 @@ def replayed_of(report: Report) -> Replayed:
         np.asarray(rows["output_tokens"], np.int64),
         int(np.asarray(rows["preemptions"]).sum()),
         curve,
+        [str(name) for name in rows["request_id"]],
     )
 
 
@@ -62,6 +79,7 @@ class _Row(msgspec.Struct):
     preemptions: int
     replica: int
     status: str
+    request_id: str | int | None = None
 
 
 def load_replayed(path: Path | str) -> Replayed:
@@ -100,6 +118,7 @@ def load_replayed(path: Path | str) -> Replayed:
         np.array([row.output_tokens for row in rows], np.int64),
         sum(row.preemptions for row in rows),
         curve,
+        None if any(row.request_id is None for row in rows) else [str(row.request_id) for row in rows],
     )
 
 

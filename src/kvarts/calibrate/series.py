@@ -16,28 +16,39 @@ from kvarts.limits import brief
 
 __all__ = ["Series", "load_series"]
 
+KV = "kv_cache_pct"
 COLUMNS = {"t": "time_s", "running": "running", "waiting": "waiting", "kv_cache_pct": "kv_pct"}
 
 Values = npt.NDArray[np.float64]
 
 
 class Series(msgspec.Struct, frozen=True):
-    """Samples in order of time; all arrays have shape [n]. `time_s`: since the first arrival. `kv_pct`: in per cent."""
+    """Samples in order of time; all arrays have shape [n]. `time_s`: since the first arrival.
+
+    `kv_pct`: in per cent; None where it was not recorded, `left_out` says why.
+    """
 
     time_s: Values
     running: Values
     waiting: Values
-    kv_pct: Values
+    kv_pct: Values | None
+    left_out: str | None = None
 
     def until(self, time_s: float) -> Series | None:
         """Return the samples up to `time_s`; None if there are none."""
         last = int(np.searchsorted(self.time_s, time_s, side="right"))
         if not last:
             return None
-        return Series(self.time_s[:last], self.running[:last], self.waiting[:last], self.kv_pct[:last])
+        kv_pct = None if self.kv_pct is None else self.kv_pct[:last]
+        return Series(self.time_s[:last], self.running[:last], self.waiting[:last], kv_pct, self.left_out)
 
-    def kv_distance(self, other: Series) -> float:
-        """Return the mean distance of the KV use of `other` from this one, at its samples, in percentage points."""
+    def kv_distance(self, other: Series) -> float | None:
+        """Return the mean distance of the KV use of `other` from this one, at its samples, in percentage points.
+
+        None where either was not recorded.
+        """
+        if self.kv_pct is None or other.kv_pct is None:
+            return None
         at = np.searchsorted(other.time_s, self.time_s, side="right") - 1
         theirs = np.where(at >= 0, other.kv_pct[np.maximum(at, 0)], 0.0)
         return float(np.abs(theirs - self.kv_pct).mean())
@@ -46,6 +57,7 @@ class Series(msgspec.Struct, frozen=True):
 def load_series(path: Path | str) -> Series:
     """Read CSV with the columns `t` (seconds), `running`, `waiting` and `kv_cache_pct`; other columns are ignored.
 
+    KV use that is missing, or 0 although requests run, was not recorded, and is left out.
     Raise MissingFileError; InputError, with line and field, for a value that is missing, no number, or back in time.
     """
     path = Path(path)
@@ -57,7 +69,10 @@ def load_series(path: Path | str) -> Series:
         names = reader.fieldnames or ()
     except csv.Error as error:
         raise InputError(f"is no CSV: {error}", path=path, line=reader.line_num) from error
-    for name in COLUMNS:
+    has_kv = KV in names
+    if not has_kv:
+        del values[KV]
+    for name in values:
         if name not in names:
             raise InputError("is missing", path=path, line=1, field=name)
     for line, row in rows:
@@ -73,4 +88,12 @@ def load_series(path: Path | str) -> Series:
             raise InputError("the clock goes back", path=path, line=line, field="t")
     if not values["t"]:
         raise InputError("holds no samples", path=path)
-    return Series(**{field: np.array(values[name]) for name, field in COLUMNS.items()})
+    arrays: dict[str, Values | None] = {COLUMNS[name]: np.array(column) for name, column in values.items()}
+    left_out = None
+    if not has_kv:
+        left_out = f"{path.name} has no column {KV}: KV use is left out"
+    elif not any(values[KV]) and any(values["running"]):
+        left_out = f"{KV} of {path.name} is 0 in all {len(values[KV])} samples: KV use is left out"
+    if left_out is not None:
+        arrays["kv_pct"] = None
+    return Series(**arrays, left_out=left_out)  # type: ignore[arg-type]

@@ -14,7 +14,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.coefficients import cost_of, log_bounds, logs_of, needs_scipy, not_identified, uncertainty_of
+from kvarts.calibrate.coefficients import (
+    cost_of,
+    log_bounds,
+    logs_of,
+    names_of,
+    needs_scipy,
+    not_identified,
+    uncertainty_of,
+)
 from kvarts.errors import InputError, parts_of
 from kvarts.executor.roofline import RooflineCost
 from kvarts.files import read_text
@@ -114,19 +122,20 @@ def fit_steps(records: list[StepRecord], start: RooflineCost) -> StepFit:
     from scipy.optimize import least_squares
 
     batches = [record.batch() for record in records]
+    names = names_of([start])
     durations = np.array([record.duration_ns for record in records], np.float64)
 
     def errors(logs: Values) -> Values:
-        cost = cost_of(start, logs)
+        cost = cost_of(start, logs, names)
         return np.array([cost.step_ns(batch) for batch in batches]) / durations - 1.0
 
-    low, high = log_bounds()
-    first = np.clip(logs_of(start), low + 1e-6, high - 1e-6)
+    low, high = log_bounds(names)
+    first = np.clip(logs_of([start], names), low + 1e-6, high - 1e-6)
     found = least_squares(errors, first, bounds=(low, high), loss="soft_l1", f_scale=0.05, diff_step=[1e-3])
     residuals = errors(found.x)
     return StepFit(
-        cost_of(start, found.x),
-        uncertainty_of(residuals, np.asarray(found.jac, np.float64)),
+        cost_of(start, found.x, names),
+        uncertainty_of(residuals, np.asarray(found.jac, np.float64), names),
         len(records),
         float(np.median(np.abs(residuals))),
         float(np.percentile(np.abs(residuals), 90)),

@@ -16,29 +16,44 @@ from kvarts.cli.printing import print_json
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_COUNT, check_whole
-from kvarts.settings import given_in
+from kvarts.settings import Given, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 __all__ = ["calibrate_command", "compare_command"]
 
 
-MEASURED = click.Argument(["measured"], type=INPUT)
+RUNS = click.Argument(["runs"], type=INPUT, nargs=-1, metavar="RUN...")
 KEYS = (
     "model",
     "device",
     "tensor_parallel",
+    "data_parallel",
+    "expert_parallel",
+    "pipeline_parallel",
     "weight_dtype",
     "kv_dtype",
     "cost",
     "pages",
+    "memory_fraction",
     "page_size",
     "max_batched_tokens",
     "max_seqs",
+    "replicas",
+    "router",
 )
 """Settings of a replay that say what was measured."""
+KEPT = (
+    "tensor_parallel",
+    "compute_efficiency",
+    "bandwidth_efficiency",
+    "attention_efficiency",
+    "step_us",
+    "sequence_us",
+)
+"""What a file with a cost model says also where it is at its default."""
 
 
-@click.command("calibrate", cls=GroupedCommand, params=[MEASURED, *options_of(SECTIONS, KEYS)])
+@click.command("calibrate", cls=GroupedCommand, params=[RUNS, *options_of(SECTIONS, KEYS)])
 @click.option("--prompts", metavar="FILE", type=INPUT,
               help="Mooncake trace of the same requests in the same order: which share prefixes.")  # fmt: skip
 @click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
@@ -46,18 +61,21 @@ KEYS = (
 @click.option("--series", metavar="FILE", type=INPUT,
               help="CSV of t, running, waiting and kv_cache_pct, second by second.")  # fmt: skip
 @click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
-              help="What MEASURED calls request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
+              help="What a run calls request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
               "output_tokens. Once for each.")  # fmt: skip
 @click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--fit-on", metavar="N", type=int, help="Fit to the first N requests, and hold out the rest.")
 @click.option(
     "--seed", metavar="N", type=int, default=0, show_default=True, help="Of the points the search tries first."
 )
+@click.option("--design", "asks_design", is_flag=True,
+              help="Without a RUN: propose the shortest benchmarks that would identify the coefficients of the engine "
+              "that options describe.")  # fmt: skip
 @click.option("--out", metavar="FILE", type=OUTPUT,
               help="Write the cost model to FILE, for `kvarts replay --cost FILE`.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def calibrate_command(
-    measured: Path,
+    runs: tuple[Path, ...],
     prompts: Path | None,
     trace_block_size: int,
     series: Path | None,
@@ -65,42 +83,52 @@ def calibrate_command(
     time_unit: str,
     fit_on: int | None,
     seed: int,
+    asks_design: bool,
     out: Path | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Fit a cost model to a measured run, by replaying it some thousand times.
+    """Fit a cost model to measured runs, by replaying them some thousand times.
 
-    MEASURED has a line a request, with times and token counts: JSON lines as vLLM's timings have them, or CSV; or a
-    line a step, with its work and its duration. Needs the extra kvarts[calibrate].
+    A RUN has a line a request, with times and token counts: JSON lines as vLLM's timings have them, CSV, or what `vllm
+    bench serve`, GuideLLM or AIPerf wrote; or a line a step, with its work and its duration. Or it is a .toml that says
+    where that is and what it ran on: `measured`, with settings by their long names (tensor_parallel for
+    --tensor-parallel), and prompts, trace_block_size, series, time_unit and a table [columns] as the options. What it
+    does not say, options say, of all runs. Needs the extra kvarts[calibrate].
     """
     from kvarts.calibrate.stepfit import is_step_record
-    from kvarts.executor.roofline import RooflineCost
+    from kvarts.cli.calibrate_runs import RunOptions, load_runs
 
+    given = given_by_flags(settings, SECTIONS)
+    if asks_design:
+        for name, unwanted in {
+            "runs": runs,
+            "out": out,
+            "prompts": prompts,
+            "series": series,
+            "fit_on": fit_on,
+        }.items():
+            if unwanted:
+                raise ConfigError("is for a fit, and a design has none", field=name, hint="Leave it out.")
+        _design(given, as_json=as_json)
+        return
+    if not runs:
+        raise ConfigError("is missing", field="runs", hint="Name what was measured, or ask for a --design.")
     if out is not None:
         check_writable(out)
-    given = given_by_flags(settings, SECTIONS)
-    is_of_steps = is_step_record(measured)
+    is_of_steps = len(runs) == 1 and is_step_record(runs[0])
     of_requests = {"prompts": prompts, "series": series, "column": columns or None, "fit_on": fit_on}
     for name, value in of_requests.items():
         if is_of_steps and value is not None:
-            raise ConfigError(
-                "is for a run of requests, and MEASURED is one of steps", field=name, hint="Leave it out."
-            )
+            raise ConfigError("is for a run of requests, and RUN is one of steps", field=name, hint="Leave it out.")
     check_whole(seed, "seed", least=0, most=MOST_COUNT)
     if fit_on is not None:
         check_whole(fit_on, "fit_on")
     if is_of_steps:
-        given = given.over(given_in({"pages": 1}, SECTIONS))  # steps are not replayed
-    config = resolve_replay(given)
-    if not isinstance(config.cost, RooflineCost):
-        raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
-    if is_of_steps:
-        text, report, cost = _fit_steps(measured, config.cost)
+        text, report, cost = _fit_steps(runs[0], given)
     else:
-        text, report, cost = _fit_requests(
-            measured, config, prompts, trace_block_size, series, _columns_of(columns), time_unit, fit_on, seed
-        )
+        options = RunOptions(prompts, trace_block_size, series, _columns_of(columns), time_unit, fit_on)
+        text, report, cost = _fit_requests(load_runs(runs, given, options), seed)
     if is_standard_output(out):
         pass
     elif as_json:
@@ -108,7 +136,7 @@ def calibrate_command(
     else:
         click.echo(text, nl=False)
     if out is not None:
-        write_whole(out, _as_toml(cost, measured, report).encode())
+        write_whole(out, _as_toml(cost, [path.name for path in runs], report).encode())
         click.echo(f"kvarts: wrote {out}", err=True)
 
 
@@ -125,55 +153,88 @@ def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
     return columns or None
 
 
-def _fit_requests(
-    path: Path,
-    config: Any,
-    prompts: Path | None,
-    trace_block_size: int,
-    series: Path | None,
-    columns: dict[str, str] | None,
-    time_unit: str,
-    fit_on: int | None,
-    seed: int,
-) -> tuple[str, dict[str, Any], Any]:
-    from kvarts.calibrate import calibrate, load_measured, load_series
-    from kvarts.traffic.mooncake import load_mooncake
+def _fit_requests(runs: list[Any], seed: int) -> tuple[str, dict[str, Any], Any]:
+    from kvarts.calibrate import calibrate_runs
 
-    measured = load_measured(path, columns=columns, time_unit=time_unit)
-    known = None if prompts is None else load_mooncake(prompts, trace_block_size=trace_block_size)
-    curve = None if series is None else load_series(series)
-    with _Progress() as progress:
-        found = calibrate(measured, config, prompts=known, series=curve, fit_on=fit_on, seed=seed, on_progress=progress)
-    lines = [_coefficients(found.cost, found.uncertainty, found.not_identified)]
-    lines.append(f"before ({len(measured)} requests)\n{found.before.to_text()}")
-    lines.append(f"after ({len(measured)} requests, {found.num_replays:,} replays)\n{found.overall.to_text()}")
-    if found.held_out is not None:
-        lines.append(f"fitted to the first {fit_on}\n{found.fitted.to_text()}")
-        lines.append(f"held out ({len(measured) - (fit_on or 0)})\n{found.held_out.to_text()}")
+    for run in runs:
+        if run.series is not None and run.series.left_out is not None:
+            click.echo(f"kvarts: {run.series.left_out}", err=True)
+    with _Progress(runs) as progress:
+        found = calibrate_runs(runs, seed=seed, on_progress=progress)
+    lines = [
+        _coefficients(found.cost, found.uncertainty, found.not_identified, "a guess, of which these data say little")
+    ]
+    for run, of in zip(runs, found.runs, strict=True):
+        of_run = f"{of.num_requests} requests" if len(runs) == 1 else f"{of.name}: {of.num_requests} requests"
+        lines.append(f"before ({of_run})\n{of.before.to_text()}")
+        lines.append(f"after ({of_run}, {found.num_replays:,} replays)\n{of.overall.to_text()}")
+        if of.held_out is not None:
+            lines.append(f"fitted to the first {run.fit_on}\n{of.fitted.to_text()}")
+            lines.append(f"held out ({of.num_requests - (run.fit_on or 0)})\n{of.held_out.to_text()}")
+    of_runs = [
+        {
+            "name": of.name,
+            "cost": _of_cost(of.cost),
+            "before": of.before.to_builtins(),
+            "after": of.overall.to_builtins(),
+            "fitted": of.fitted.to_builtins(),
+            "held_out": None if of.held_out is None else of.held_out.to_builtins(),
+        }
+        for of in found.runs
+    ]
+    first = of_runs[0]
     report = {
-        "cost": msgspec.to_builtins(found.cost),
+        "cost": _of_cost(found.cost),
         "uncertainty": _finite(found.uncertainty),
+        "guessed": found.guessed,
         "not_identified": found.not_identified,
         "num_replays": found.num_replays,
-        "before": found.before.to_builtins(),
-        "after": found.overall.to_builtins(),
-        "fitted": found.fitted.to_builtins(),
-        "held_out": None if found.held_out is None else found.held_out.to_builtins(),
+        **{name: first[name] for name in ("before", "after", "fitted", "held_out")},
+        "runs": of_runs,
+        "posterior": msgspec.to_builtins(found.cost.uncertainty),
     }
     return "\n".join(lines), report, found.cost
 
 
-def _fit_steps(path: Path, start: Any) -> tuple[str, dict[str, Any], Any]:
-    from kvarts.calibrate.stepfit import fit_steps, load_steps
+def _design(given: Given, *, as_json: bool) -> None:
+    from kvarts.calibrate.design import design
 
+    config = resolve_replay(given)
+    proposals, unknown = design(config)
+    if as_json:
+        print_json({"benchmarks": [msgspec.to_builtins(each) for each in proposals], "not_identified": unknown})
+        return
+    for number, each in enumerate(proposals, 1):
+        found = f"identifies {', '.join(each.identifies)}" if each.identifies else "makes them surer"
+        click.echo(f"{number}. some {each.duration_s:,.0f} s, {found}\n   {each.bench.command(config.cost.llm)}")
+        surer = ", ".join(f"{name} {share:.0%}" for name, share in each.uncertainty.items())
+        click.echo(f"   uncertain after it: {surer}")
+    if unknown:
+        click.echo(f"None of them identifies {', '.join(unknown)}: guesses will stand for these.")
+
+
+def _of_cost(cost: Any) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.to_builtins(cost)
+    del values["uncertainty"]
+    return values
+
+
+def _fit_steps(path: Path, given: Given) -> tuple[str, dict[str, Any], Any]:
+    from kvarts.calibrate.stepfit import fit_steps, load_steps
+    from kvarts.executor.roofline import RooflineCost
+
+    # Steps are not replayed: an engine of any size will do.
+    start = resolve_replay(given.over(given_in({"pages": 1}, SECTIONS))).cost
+    if not isinstance(start, RooflineCost):
+        raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
     found = fit_steps(load_steps(path), start)
-    text = _coefficients(found.cost, found.uncertainty, found.not_identified)
+    text = _coefficients(found.cost, found.uncertainty, found.not_identified, "hardly identified by these data")
     text += (
         f"\n{found.num_steps:,} steps: error of one {found.median_error:.2%} (median), {found.p90_error:.2%} (p90); "
         f"of all together {found.total_error:+.2%}\n"
     )
     report = {
-        "cost": msgspec.to_builtins(found.cost),
+        "cost": _of_cost(found.cost),
         "uncertainty": _finite(found.uncertainty),
         "not_identified": found.not_identified,
         "num_steps": found.num_steps,
@@ -188,30 +249,45 @@ def _finite(shares: dict[str, float]) -> dict[str, float | None]:
     return {name: share if share < float("inf") else None for name, share in shares.items()}
 
 
-def _coefficients(cost: Any, uncertainty: dict[str, float], not_identified: list[str]) -> str:
+def _coefficients(cost: Any, uncertainty: dict[str, float], not_identified: list[str], why: str) -> str:
     lines = [f"{cost.llm} on {cost.device}"]
     for name, share in uncertainty.items():
         unsure = "these data do not say" if share == float("inf") else f"+- {share:.0%}"
         if name in not_identified and share < float("inf"):
-            unsure += ", hardly identified by these data"
-        lines.append(f"  {name:<22}{getattr(cost, name):>12.4g}   {unsure}")
+            unsure += f", {why}"
+        lines.append(f"  {name:<22}{cost.coefficient(name):>12.4g}   {unsure}")
     return "\n".join(lines) + "\n"
 
 
-def _as_toml(cost: Any, measured: Path, report: dict[str, Any]) -> str:
-    lines = [f"# Fitted by kvarts calibrate to {measured.name}.", "[cost]"]
+def _as_toml(cost: Any, measured: list[str], report: dict[str, Any]) -> str:
+    lines = [f"# Fitted by kvarts calibrate to {', '.join(measured)}.", "[cost]"]
+    defaults = {field.name: field.default for field in msgspec.structs.fields(cost)}
     for name, value in report["cost"].items():
-        if value is not None:
-            lines.append(f"{name} = {msgspec.json.encode(value).decode()}")
+        if value is not None and (name in KEPT or value != defaults.get(name, msgspec.NODEFAULT)):
+            lines.append(f"{name} = {_toml(value)}")
     lines += ["", "[uncertainty]  # as a share of each; left out, these data do not say"]
     lines += [f"{name} = {share!r}" for name, share in report["uncertainty"].items() if share is not None]
+    posterior = report.get("posterior")
+    if posterior is not None:
+        lines += ["", "[posterior]  # of the logarithms: what replays say of their uncertainty follows from it"]
+        lines.append(f"coefficients = {_toml(posterior['coefficients'])}")
+        lines.append("covariance = [")
+        lines += [f"  {_toml(row)}," for row in posterior["covariance"]]
+        lines.append("]")
+        for each in posterior["measured"]:
+            lines += ["", "[[posterior.measured]]", *(f"{name} = {_toml(value)}" for name, value in each.items())]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 class _Progress:
     """A progress bar on standard error, if that is a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: list[Any]) -> None:
+        self._runs = runs
         self._bar: Any = None
 
     def __enter__(self) -> Callable[[int], object] | None:
@@ -219,9 +295,11 @@ class _Progress:
             return None
         from tqdm import tqdm
 
-        from kvarts.calibrate.fitting import MOST_REPLAYS
+        from kvarts.calibrate.coefficients import names_of
+        from kvarts.calibrate.fitting import most_replays
 
-        self._bar = tqdm(total=MOST_REPLAYS, unit=" replays", file=sys.stderr, leave=False)
+        most = most_replays(len(self._runs), len(names_of([run.cost for run in self._runs])))
+        self._bar = tqdm(total=most, unit=" replays", file=sys.stderr, leave=False)
         update: Callable[[int], object] = self._bar.update
         return update
 
@@ -253,7 +331,8 @@ def compare_command(
 ) -> None:
     """State how far a replay is from what was measured.
 
-    REPLAY is what `kvarts replay --run-dir` or `--requests` wrote, of the requests in MEASURED.
+    REPLAY is what `kvarts replay --run-dir` or `--requests` wrote, of the requests in MEASURED. Requests are matched by
+    their ids, or by their rows where the trace had none.
     """
     from kvarts.calibrate import compare, load_measured, load_series
     from kvarts.calibrate.page import render_page
@@ -264,6 +343,8 @@ def compare_command(
     ours = load_replayed(replayed)
     theirs = load_measured(measured, columns=_columns_of(columns), time_unit=time_unit)
     curve = None if series is None else load_series(series)
+    if curve is not None and curve.left_out is not None:
+        click.echo(f"kvarts: {curve.left_out}", err=True)
     comparison = compare(theirs, ours, curve)
     if is_standard_output(html_file):
         pass

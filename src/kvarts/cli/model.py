@@ -47,6 +47,8 @@ SECTIONS = (
 KEYS = (
     "device",
     "tensor_parallel",
+    "data_parallel",
+    "pipeline_parallel",
     "page_size",
     "memory_fraction",
     "weight_dtype",
@@ -79,12 +81,14 @@ def show_command(model: str, as_json: bool, **settings: Any) -> None:
                 load_device(on.device),
                 page_size=page_size,
                 tensor_parallel=tensor_parallel,
+                data_parallel=on.data_parallel,
+                pipeline_parallel=on.pipeline_parallel,
                 memory_fraction=on.memory_fraction,
                 kv_dtype=kv_dtype,
                 max_num_batched_tokens=engine.max_num_batched_tokens,
                 max_num_seqs=engine.max_num_seqs,
             )
-        token_bytes = local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype)
+        token_bytes = local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, on.pipeline_parallel)
     except ConfigError as error:
         raise given.named(error, (setting for section in SECTIONS for setting in section.settings)) from error
     if as_json:
@@ -102,7 +106,7 @@ def show_command(model: str, as_json: bool, **settings: Any) -> None:
         }
         print_json(values)
         return
-    for name, text in _rows(geometry, token_bytes, page_size, tensor_parallel, kv_dtype, fit):
+    for name, text in _rows(geometry, token_bytes, page_size, on, kv_dtype, fit):
         click.echo(f"{name:<14}{text}")
 
 
@@ -110,7 +114,7 @@ def _rows(
     geometry: Geometry,
     token_bytes: int,
     page_size: int,
-    tensor_parallel: int,
+    on: DeviceSettings,
     kv_dtype: str | None,
     fit: MemoryFit | None,
 ) -> list[tuple[str, str]]:
@@ -123,9 +127,9 @@ def _rows(
         ("weights", f"{geometry.weight_bytes:,} bytes"),
         ("layers", ", ".join(_layers(window, count) for window, count in geometry.layers_by_window.items())),
     ]
-    numbers = f"{geometry.num_layers} layers x "
+    numbers = f"{-(-geometry.num_layers // on.pipeline_parallel)} layers x "
     if geometry.latent is None:
-        heads = -(-geometry.num_kv_heads // tensor_parallel)
+        heads = -(-geometry.num_kv_heads // on.tensor_parallel)
         numbers += f"2 x {heads} KV heads x {geometry.head_dim}"
     else:
         numbers += f"({geometry.latent.kv_rank} latent + {geometry.latent.rope_dim} rotary)"

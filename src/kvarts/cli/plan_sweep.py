@@ -116,7 +116,7 @@ def run_point(point: dict[str, Any], base: Path) -> dict[str, Any]:
     sections = all_sections()
     path = base / point["path"]
     given = given_in(point["values"], sections, path)
-    config = resolve_replay(given, sections)
+    config = resolve_replay(given, sections).certain
     traffic = _traffic(str(path), _frozen(point["values"]), point["traffic"])
     summary = replay(traffic, with_policy(config, given, traffic)).summary
     goodput = summary["goodput"]

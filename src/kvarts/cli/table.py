@@ -37,6 +37,10 @@ def render_table(summary: dict[str, Any]) -> str:
         values = summary[name]
         cells = "".join(f"{as_number(values[column]):>12}" for column in COLUMNS)
         lines.append(f"{name.removesuffix('_ms').upper():<8}{cells}")
+        spread = summary.get("uncertainty", {}).get(name)
+        if spread is not None:
+            known = "".join(f"{_plus_minus(spread.get(column)):>12}" for column in COLUMNS)
+            lines.append(f"{'':<8}{known}".rstrip())
     lines += [
         "",
         _row("duration", f"{summary['duration_ms'] / 1e3:,.1f} s in {summary['num_steps']:,} steps"),
@@ -75,6 +79,10 @@ def render_table(summary: dict[str, Any]) -> str:
         *_advice(summary),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _plus_minus(value: float | None) -> str:
+    return "" if value is None else f"+-{as_number(value)}"
 
 
 def _tiers(summary: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ import numpy as np
 from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.executor.manysteps import FEW_STEPS, whole_ns
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.uncertainty import Uncertainty
 from kvarts.files import read_toml
 from kvarts.limits import MOST_MS, brief, check_number
 from kvarts.sched.plan import Batch
@@ -163,6 +164,8 @@ CostSpec = PolynomialCost | LinearCost | RooflineCost
 def parse_cost(text: str) -> CostSpec:
     """Return the cost model of `polynomial`, `linear:step_ms=5,decode_ms=0.1`, or a TOML file with a table `[cost]`.
 
+    A table `[posterior]` beside it says how uncertain a roofline is.
+
     Raise ConfigError for anything else, MissingFileError and InputError for the file.
     """
     if text.endswith(".toml"):
@@ -207,4 +210,13 @@ def _load_cost(path: Path) -> CostSpec:
         raise InputError(what, path=path, field=f"cost.{field}" if field else "cost") from error
     except ConfigError as error:
         raise ConfigError(error.what, path=path, field=error.field, hint=error.hint) from error
-    return cost
+    if "posterior" not in values or not isinstance(cost, RooflineCost):
+        return cost
+    try:
+        return msgspec.structs.replace(cost, uncertainty=msgspec.convert(values["posterior"], Uncertainty))
+    except msgspec.ValidationError as error:
+        what, field = parts_of(error)
+        raise InputError(what, path=path, field=f"posterior.{field}" if field else "posterior") from error
+    except ConfigError as error:
+        field = (error.field or "").replace("uncertainty.", "posterior.")
+        raise ConfigError(error.what, path=path, field=field, hint=error.hint) from error

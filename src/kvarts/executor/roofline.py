@@ -2,12 +2,13 @@
 
 Matrices are read once for all tokens of the step and multiplied with each token; attention reads the KV of every
 sequence. Each of the two takes as long as its memory traffic or its arithmetic, whichever is longer (Williams,
-Waterman and Patterson, Roofline, CACM 52:4, 2009), at a share of the device's peaks that calibration finds. A constant
-time is added for the step, and one for each sequence in it.
+Waterman and Patterson, Roofline, CACM 52:4, 2009), at a share of the device's peaks that calibration finds. What
+devices tell each other is added, a constant time for the step, and one for each sequence in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ import numpy as np
 
 from kvarts.errors import ConfigError
 from kvarts.executor.manysteps import FEW_STEPS, whole_ns
-from kvarts.limits import MOST_MS, MOST_REPLICAS, check_number, check_whole
-from kvarts.sched.plan import Batch, Chunk
+from kvarts.executor.step_parts import StepParts
+from kvarts.executor.uncertainty import Uncertainty
+from kvarts.limits import MOST_COUNT, MOST_MS, MOST_REPLICAS, check_number, check_whole
+from kvarts.sched.plan import Batch
 
 if TYPE_CHECKING:
     from kvarts.hardware import Device, Geometry
@@ -25,24 +28,53 @@ if TYPE_CHECKING:
 __all__ = ["COEFFICIENTS", "RooflineCost"]
 
 LEAST_EFFICIENCY = 1e-12
-COEFFICIENTS = ("compute_efficiency", "bandwidth_efficiency", "attention_efficiency", "step_us", "sequence_us")
+COEFFICIENTS = (
+    "compute_efficiency",
+    "bandwidth_efficiency",
+    "attention_efficiency",
+    "step_us",
+    "sequence_us",
+    "expert_efficiency",
+    "link_efficiency",
+    "link_us",
+)
+"""What a calibration fits. The last three count only for models with experts and for several devices."""
+WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 
 
 class RooflineCost(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="model", tag="roofline", dict=True
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="model",
+    tag="roofline",
+    dict=True,
 ):
     """Steps of the model `llm` on `device`. Raises ConfigError for unknown names and values out of range.
 
     `llm` and `device`: names as load_geometry and load_device take them. `weight_dtype` and `kv_dtype`: by default
     those of the model. `compute_efficiency`, `bandwidth_efficiency` and `attention_efficiency`: the shares of the
-    device's peaks that arithmetic, reading weights and reading KV reach. `step_us`: constant time of a step, in
-    microseconds; `sequence_us`: time for each sequence in it. The defaults are guesses; `kvarts calibrate` fits them.
+    device's peaks that arithmetic, reading weights and reading KV reach; `expert_efficiency`: what experts reach of the
+    first two. `link_efficiency`: the share of the link's rate that collectives reach; `link_us`: the constant time of
+    each, both by default as the device says. `step_us`: constant time of a step, in microseconds; `sequence_us`: time
+    for each sequence in it. The defaults are guesses; `kvarts calibrate` fits them.
 
     Arithmetic: 2 operations a token for each number of the matrices it is multiplied with; for attention, 4 for each
     token, head, number of the head and token attended to; the output head only for sequences that sample. Of E experts
     with k a token, T tokens read E (1 - (1 - k/E)^T), as if each token chose at random. Decodes with a sliding window
-    count as if all had the mean length. With tensor parallelism, all of it is divided, KV as far as there are heads,
-    and two all-reduces a layer move 2 (n - 1) / n of the activations over the link.
+    count as if all had the mean length.
+
+    With tensor parallelism, all of it is divided, KV as far as there are heads, and two all-reduces a layer move
+    2 (n - 1) / n of the activations over the link. With data parallelism, each rank has requests of its own; a model
+    with experts has them divided over all ranks, which are in lock step: each layer gathers the tokens of all ranks and
+    scatters the results, instead of an all-reduce. `expert_parallel`: 1, or all devices of the ranks; experts are
+    divided either way, as whole experts or each into parts, which takes alike long. With pipeline parallelism, a step
+    is a round of as many parts of the batch as there are stages: matrices are read once for each part, and all else is
+    divided over the parts. `graph_tokens`: steps of so many tokens at most run as CUDA graphs, which vLLM captures for
+    1, 2, 4, multiples of 8 up to 256, and of 16 above: tokens are padded to the next; 0: there are none. `eager_us`: at
+    least so long takes a step without a graph, to launch its kernels. `uncertainty`: of the coefficients, where a
+    calibration says it.
     """
 
     llm: str
@@ -55,18 +87,56 @@ class RooflineCost(
     attention_efficiency: float = 0.7
     step_us: float = 1000.0
     sequence_us: float = 10.0
+    data_parallel: int = 1
+    expert_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_efficiency: float = 0.7
+    link_efficiency: float | None = None
+    link_us: float | None = None
+    graph_tokens: int = 0
+    eager_us: float = 0.0
+    uncertainty: Uncertainty | None = None
 
     def __post_init__(self) -> None:
-        check_whole(self.tensor_parallel, "cost.tensor_parallel", most=MOST_REPLICAS)
+        for ways in WAYS:
+            check_whole(getattr(self, ways), f"cost.{ways}", most=MOST_REPLICAS)
+        check_whole(self.graph_tokens, "cost.graph_tokens", least=0, most=MOST_COUNT)
+        check_number(self.eager_us, "cost.eager_us", most=MOST_MS)
         for field in COEFFICIENTS:
             value = getattr(self, field)
+            if value is None:
+                continue
             if field.endswith("efficiency"):
                 check_number(value, f"cost.{field}", least=LEAST_EFFICIENCY, most=MOST_MS)
             else:
                 check_number(value, f"cost.{field}", most=MOST_MS)
-        if self.tensor_parallel > 1 and not self.hardware.link_bytes_per_s:
-            raise ConfigError(f"{self.device} has no link to a second one", field="cost.tensor_parallel")
-        _ = self._parts
+        self._check_ways()
+        _ = self.parts
+
+    def _check_ways(self) -> None:
+        every = self.tensor_parallel * self.data_parallel
+        linked = next((ways for ways in WAYS if getattr(self, ways) > 1), None)
+        has_experts = self.geometry.experts is not None
+        if linked == "data_parallel" and not has_experts and self.pipeline_parallel == 1:
+            linked = None  # each rank is an engine by itself
+        if linked is not None and not self.hardware.link_bytes_per_s:
+            raise ConfigError(f"{self.device} has no link to a second one", field=f"cost.{linked}")
+        if self.expert_parallel > 1:
+            if not has_experts:
+                raise ConfigError(f"{self.llm} has no experts", field="cost.expert_parallel")
+            if self.expert_parallel != every:
+                raise ConfigError(
+                    f"must be 1 or {every}, got {self.expert_parallel}",
+                    field="cost.expert_parallel",
+                    hint="Experts are divided over all devices of all ranks: tensor_parallel x data_parallel.",
+                )
+        if self.pipeline_parallel > self.geometry.num_layers:
+            raise ConfigError(
+                f"must be at most {self.geometry.num_layers}, the layers of {self.llm}, got {self.pipeline_parallel}",
+                field="cost.pipeline_parallel",
+            )
+        if self.pipeline_parallel > 1 and self.num_ranks > 1:
+            raise ConfigError("is not modelled for ranks in lock step", field="cost.pipeline_parallel")
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -83,12 +153,37 @@ class RooflineCost(
         return load_device(self.device)
 
     @cached_property
-    def _parts(self) -> _Parts:
-        return _Parts(self)
+    def parts(self) -> StepParts:
+        """The parts of which the time of a step is made."""
+        return StepParts(self)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many engines are in lock step: the ranks of data parallelism, where experts are divided over them."""
+        return 1 if self.geometry.experts is None else self.data_parallel
+
+    def coefficient(self, name: str) -> float:
+        """Return one of COEFFICIENTS; where it is left out, what the device says."""
+        value = getattr(self, name)
+        return float(getattr(self.hardware, name) if value is None else value)
+
+    @property
+    def active_coefficients(self) -> tuple[str, ...]:
+        """The names of the coefficients that the time of a step depends on."""
+        active: tuple[str, ...] = COEFFICIENTS[:5]
+        if self.geometry.experts is not None:
+            active += ("expert_efficiency",)
+        if self.parts.num_collectives:
+            active += ("link_efficiency", "link_us")
+        return active
+
+    def alternatives(self) -> list[tuple[RooflineCost, RooflineCost]]:
+        """Return pairs of costs that say how uncertain this one is, see Uncertainty; none where that is not known."""
+        return [] if self.uncertainty is None else self.uncertainty.alternatives(self)
 
     def step_ns(self, batch: Batch) -> int:
-        """Return the duration of a step."""
-        parts = self._parts
+        """Return the duration of a step; of several ranks, while the others have nothing to do."""
+        parts = self.parts
         chunks = batch.chunks
         num_decodes = batch.num_decodes
         if not chunks:
@@ -100,16 +195,16 @@ class RooflineCost(
             num_samples += chunk.is_last
             num_sequences += 1
             attention_ms += parts.chunk_ms(chunk)
-        ms = parts.linear_ms(num_tokens, num_samples) + num_sequences * parts.sequence_ms
+        ms = parts.linear_ms(num_tokens, num_samples, num_sequences) + num_sequences * parts.sequence_ms
         if num_decodes:
             attention_ms += parts.context_ms(num_decodes, batch.decode_known_tokens)
-        return round((ms + attention_ms) * 1e6)
+        return round(parts.at_least(ms + attention_ms / parts.divided_by(num_sequences), num_tokens) * 1e6)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of steps of decodes."""
-        parts = self._parts
+        parts = self.parts
         fixed_ms = parts.fixed_ms(num_decodes)
-        if num_steps < FEW_STEPS or parts.has_windows:
+        if num_steps < FEW_STEPS or not parts.is_simple:
             return [
                 round(parts.decode_ms(num_decodes, known, fixed_ms) * 1e6)
                 for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
@@ -120,101 +215,17 @@ class RooflineCost(
         ms *= 1e6
         return whole_ns(ms)
 
+    def together_ns(self, batches: Sequence[Batch]) -> int:
+        """Return the duration of a step of ranks in lock step, each with a batch; a rank left out has none.
 
-class _Parts:
-    """The constants of a RooflineCost, in milliseconds, and the durations of the parts of a step."""
+        All wait for the slowest; experts see the tokens of all.
+        """
+        if len(batches) == 1:
+            return self.step_ns(batches[0])
+        return round(self.parts.together_ms(batches) * 1e6)
 
-    def __init__(self, cost: RooflineCost) -> None:
-        from kvarts.hardware.dtypes import dtype_bits
-        from kvarts.hardware.fit import local_kv_bytes_per_token
-
-        geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
-        flops = device.flops_per_s(geometry.weight_dtype) * cost.compute_efficiency / 1e3
-        expert_flops = device.flops_per_s(geometry.expert_dtype) * cost.compute_efficiency / 1e3
-        bandwidth = device.bandwidth_bytes_per_s * cost.bandwidth_efficiency / 1e3
-        number_bytes = float(dtype_bits(geometry.dtype, field="dtype")) / 8
-        matrix_bytes = float(dtype_bits(geometry.weight_dtype, field="weight_dtype")) / 8
-        expert_bytes = float(dtype_bits(geometry.expert_dtype, field="expert_dtype")) / 8
-        self.step_ms = cost.step_us / 1e3
-        self.sequence_ms = cost.sequence_us / 1e3
-        self._common_read_ms = geometry.common_matrix * matrix_bytes / ways / bandwidth
-        self._common_token_ms = 2 * geometry.common_matrix / ways / flops
-        self._head_read_ms = geometry.head_matrix * number_bytes / ways / bandwidth
-        self._head_sample_ms = 2 * geometry.head_matrix / ways / (device.flops_per_s(geometry.dtype) / 1e3)
-        self._head_sample_ms /= cost.compute_efficiency
-        self._experts = geometry.experts
-        if self._experts is not None:
-            numbers = self._experts.num_layers * geometry.expert_matrix / ways
-            self._expert_read_ms = numbers * expert_bytes / bandwidth
-            self._expert_token_ms = 2 * numbers * self._experts.per_token / expert_flops
-        self._reduce_token_ms = 0.0
-        if ways > 1:
-            moved = 2 * geometry.num_layers * geometry.hidden_size * number_bytes * 2 * (ways - 1) / ways
-            self._reduce_token_ms = moved / (device.link_bytes_per_s / 1e3)
-        # Attention, for one layer.
-        kv_bytes = local_kv_bytes_per_token(geometry, ways, cost.kv_dtype) / geometry.num_layers
-        self._kv_read_ms = kv_bytes / (device.bandwidth_bytes_per_s * cost.attention_efficiency / 1e3)
-        attention_flops = device.flops_per_s(geometry.dtype) * cost.compute_efficiency / 1e3
-        latent = geometry.latent
-        if latent is None:
-            prompt_operations = decode_operations = 4 * geometry.num_heads * geometry.head_dim
-        else:
-            # A prompt expands keys and values; a decode computes on the latent ones.
-            prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
-            decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
-        self._pair_ms = prompt_operations / ways / attention_flops
-        self._decode_pair_ms = max(decode_operations / ways / attention_flops, self._kv_read_ms)
-        self._layers = list(geometry.layers_by_window.items())
-        self.has_windows = any(window is not None for window, _ in self._layers)
-        self.context_token_ms = self._decode_pair_ms * geometry.num_layers
-
-    def linear_ms(self, num_tokens: int, num_samples: int) -> float:
-        """Return the time of all but attention and the constant of each sequence, for a step of `num_tokens` tokens."""
-        read_ms = self._common_read_ms
-        work_ms = self._common_token_ms * num_tokens
-        if num_samples:
-            read_ms += self._head_read_ms
-            work_ms += self._head_sample_ms * num_samples
-        experts = self._experts
-        if experts is not None:
-            share = 1.0 - (1.0 - experts.per_token / experts.count) ** num_tokens
-            read_ms += self._expert_read_ms * experts.count * share
-            work_ms += self._expert_token_ms * num_tokens
-        longer_ms = read_ms if read_ms > work_ms else work_ms
-        return longer_ms + self._reduce_token_ms * num_tokens + self.step_ms
-
-    def fixed_ms(self, num_decodes: int) -> float:
-        """Return the time of a step of decodes without attention."""
-        return self.linear_ms(num_decodes, num_decodes) + num_decodes * self.sequence_ms
-
-    def decode_ms(self, num_decodes: int, known_tokens: int, fixed_ms: float) -> float:
-        """Return the time of a step of decodes that know `known_tokens` tokens together."""
-        return self.context_ms(num_decodes, known_tokens) + fixed_ms
-
-    def context_ms(self, num_decodes: int, known_tokens: int) -> float:
-        """Return the time of attention of decodes."""
-        if not self.has_windows:
-            return known_tokens * self.context_token_ms
-        pairs = 0.0
-        for window, count in self._layers:
-            seen = known_tokens if window is None else min(known_tokens, window * num_decodes)
-            pairs += seen * count
-        return pairs * self._decode_pair_ms
-
-    def chunk_ms(self, chunk: Chunk) -> float:
-        """Return the time of attention of a chunk: every token attends to itself and to all tokens before it."""
-        ms = 0.0
-        start, end = chunk.start, chunk.end
-        for window, count in self._layers:
-            pairs = _pairs(end, window) - _pairs(start, window)
-            read = end if window is None else min(end, window + end - start)
-            work_ms, read_ms = pairs * self._pair_ms, read * self._kv_read_ms
-            ms += count * (work_ms if work_ms > read_ms else read_ms)
-        return ms
-
-
-def _pairs(num_tokens: int, window: int | None) -> int:
-    """Return how many tokens the first `num_tokens` attend to in sum, each to at most the last `window`."""
-    if window is None or num_tokens <= window:
-        return num_tokens * (num_tokens + 1) // 2
-    return window * (window + 1) // 2 + (num_tokens - window) * window
+    def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
+        """Return the durations of steps of decodes on ranks in lock step: (decodes, known tokens) of each with work."""
+        if len(decodes) == 1:
+            return self.decode_ns(*decodes[0], 0, num_steps)
+        return [round(ms * 1e6) for ms in self.parts.decodes_together_ms(decodes, num_steps)]

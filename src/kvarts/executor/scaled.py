@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from kvarts.limits import LATEST_NS, TooLateError
 
@@ -19,6 +20,20 @@ class ScaledCost:
     def __init__(self, cost: CostModel, factor: float) -> None:
         self._cost = cost
         self._factor = factor
+
+    @property
+    def num_ranks(self) -> int:
+        """How many engines are in lock step, as the cost model says."""
+        return int(getattr(self._cost, "num_ranks", 1))
+
+    def together_ns(self, batches: Sequence[Batch]) -> int:
+        """Return the duration of a step of ranks in lock step. Raise TooLateError."""
+        return self._scaled(cast("Any", self._cost).together_ns(batches))
+
+    def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
+        """Return the durations of steps of decodes of ranks in lock step. Raise TooLateError."""
+        durations = cast("Any", self._cost).decodes_together_ns(decodes, num_steps)
+        return [self._scaled(duration) for duration in durations]
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step. Raise TooLateError for one that is longer than virtual time."""

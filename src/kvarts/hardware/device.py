@@ -1,14 +1,28 @@
-"""Devices: memory, bandwidth and arithmetic throughput, as stated by their makers."""
+"""Devices: memory, bandwidth and arithmetic throughput, as stated by their makers, or in a file.
+
+A file describes a device in TOML::
+
+    memory = "96GiB"
+    bandwidth = "1597GB/s"
+    link = "64GB/s"          # one way, to another such device
+    link_kind = "pcie"       # without peer access; nvlink stands for any link with it
+    source = "where these are stated"
+    [tflops]                 # dense, 10^12 operations a second
+    bfloat16 = 503.8
+    fp8 = 1007.6
+"""
 
 from __future__ import annotations
 
-from math import prod
-from typing import Any
+from math import isfinite, prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvarts.errors import ConfigError
-from kvarts.hardware.dtypes import flops_dtype
+from kvarts.errors import ConfigError, InputError, parts_of
+from kvarts.files import read_toml
+from kvarts.hardware.dtypes import dtype_bits, flops_dtype
 from kvarts.limits import MOST_COUNT
 from kvarts.units import parse_bytes, parse_rate
 
@@ -17,11 +31,17 @@ __all__ = ["Device", "device_names", "load_device"]
 GIB = 1 << 30
 CPU_FIELDS = {"cores": "2", "bandwidth": "20GB/s", "memory": "16GiB", "ghz": "2.5", "flops_per_cycle": "32"}
 
+LinkKind = Literal["nvlink", "pcie"]
+# What collectives reach of the stated rate of a link, and the constant time of one in microseconds, before anything is
+# measured. Over PCIe without peer access, data go through host memory: NCCL then reaches about a fifth.
+LINK_GUESSES: dict[LinkKind, tuple[float, float]] = {"nvlink": (0.8, 6.0), "pcie": (0.2, 30.0)}
+
 
 class Device(msgspec.Struct, frozen=True):
     """One device. `tflops`: dense matrix arithmetic by number format, in 10^12 operations a second.
 
-    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link.
+    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for links
+    with peer access, of any maker, `pcie` for those without.
     """
 
     name: str
@@ -30,6 +50,17 @@ class Device(msgspec.Struct, frozen=True):
     bandwidth_bytes_per_s: float
     tflops: dict[str, float]
     link_bytes_per_s: float = 0.0
+    link_kind: LinkKind = "nvlink"
+
+    @property
+    def link_efficiency(self) -> float:
+        """The share of the link's rate that collectives reach: a guess."""
+        return LINK_GUESSES[self.link_kind][0]
+
+    @property
+    def link_us(self) -> float:
+        """The constant time of a collective in microseconds: a guess."""
+        return LINK_GUESSES[self.link_kind][1]
 
     def flops_per_s(self, dtype: str) -> float:
         """Return operations a second on numbers stored as `dtype`; formats without a unit of their own use 16 bits."""
@@ -42,19 +73,22 @@ def device_names() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """Return a preset by its name, or a CPU: `cpu:cores=8,bandwidth=80GB/s`. Raise ConfigError for anything else.
+    """Return a preset by its name, a device that a TOML file describes, or a CPU: `cpu:cores=8,bandwidth=80GB/s`.
 
-    A CPU has `memory` (16GiB), `ghz` (2.5) and `flops_per_cycle` a core (32: two 256-bit multiply-adds in 32 bits).
+    Raise ConfigError for anything else, MissingFileError and InputError for the file. A CPU has `memory` (16GiB), `ghz`
+    (2.5) and `flops_per_cycle` a core (32: two 256-bit multiply-adds in 32 bits).
     """
     kind, _, rest = name.partition(":")
     if kind.lower() == "cpu":
         return _cpu(name, rest)
+    if name.lower().endswith(".toml"):
+        return _from_file(Path(name))
     preset = _presets().get(name.lower())
     if preset is None:
         raise ConfigError(
             f"{name!r} is not known",
             field="device",
-            hint=f"Use one of {', '.join(device_names())}, or cpu:cores=8,bandwidth=80GB/s.",
+            hint=f"Use one of {', '.join(device_names())}, a file my.toml, or cpu:cores=8,bandwidth=80GB/s.",
         )
     return Device(
         name.lower(),
@@ -63,6 +97,53 @@ def load_device(name: str) -> Device:
         preset["bandwidth_gb_per_s"] * 1e9,
         preset["tflops"],
         preset["link_gb_per_s"] * 1e9,
+        preset.get("link", "nvlink"),
+    )
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    memory: str
+    bandwidth: str
+    tflops: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1e9)]]
+    link: str | None = None
+    link_kind: LinkKind = "pcie"
+    name: str | None = None
+    source: str = ""
+
+
+def _from_file(path: Path) -> Device:
+    values = read_toml(path, hint="Check the path of the device.")
+    try:
+        file = msgspec.convert(values, _File)
+    except msgspec.ValidationError as error:
+        what, field = parts_of(error)
+        raise InputError(what, path=path, field=field) from error
+    rates = {}
+    for field in ("memory", "bandwidth", "link"):
+        text = getattr(file, field)
+        if text is None:
+            continue
+        try:
+            rates[field] = float(parse_bytes(text) if field == "memory" else parse_rate(text))
+        except ConfigError as error:
+            raise InputError(error.what, path=path, field=field) from error
+        if not rates[field] >= 1 or not isfinite(rates[field]):
+            raise InputError(f"must be above 0, got {text}", path=path, field=field)
+    for dtype in file.tflops:
+        try:
+            dtype_bits(dtype, field="tflops")
+        except ConfigError as error:
+            raise InputError(error.what, path=path, field=f"tflops.{dtype}") from error
+    if "bfloat16" not in file.tflops:
+        raise InputError("is missing", path=path, field="tflops.bfloat16")
+    return Device(
+        file.name or path.stem,
+        file.source or str(path),
+        int(rates["memory"]),
+        rates["bandwidth"],
+        file.tflops,
+        rates.get("link", 0.0),
+        file.link_kind,
     )
 
 

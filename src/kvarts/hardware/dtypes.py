@@ -8,6 +8,7 @@ from kvarts.errors import ConfigError
 
 __all__ = ["dtype_bits", "flops_dtype"]
 
+# int4-block: 16 bits of scale and 4 of zero for every 128, as in GPTQ and AWQ. nvfp4: 8 bits of scale for every 16.
 # mxfp4: 4 bits a number and 8 bits of scale for every 32. fp8 in blocks: 32 bits of scale for every 128 by 128.
 _BITS = {
     "float32": Fraction(32),
@@ -17,7 +18,9 @@ _BITS = {
     "fp8-block": 8 + Fraction(32, 128 * 128),
     "int8": Fraction(8),
     "mxfp4": 4 + Fraction(8, 32),
+    "nvfp4": 4 + Fraction(8, 16),
     "int4": Fraction(4),
+    "int4-block": 4 + Fraction(16 + 4, 128),
 }
 _OTHER_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float8_e4m3fn": "fp8"}
 
@@ -32,8 +35,11 @@ def dtype_bits(name: str, *, field: str) -> Fraction:
 
 
 def flops_dtype(name: str) -> str:
-    """Return the format in which a device multiplies numbers stored as `name`: fp8 as such, narrower in 16 bits."""
+    """Return the format in which a device multiplies numbers stored as `name`.
+
+    That is fp8, int8 and nvfp4 as such, where the device has units for them, and others that are narrower in 16 bits.
+    """
     name = _OTHER_NAMES.get(name, name)
     if name == "fp8-block":
         return "fp8"
-    return name if name in ("float32", "fp8", "int8") else "bfloat16"
+    return name if name in ("float32", "fp8", "int8", "nvfp4") else "bfloat16"

@@ -9,7 +9,7 @@ from kvarts.hardware.device import Device
 from kvarts.hardware.dtypes import dtype_bits
 from kvarts.hardware.geometry import Geometry
 
-__all__ = ["MemoryFit", "fit_memory", "local_kv_bytes_per_token"]
+__all__ = ["MemoryFit", "fit_memory", "local_kv_bytes_per_token", "local_weight_bytes"]
 
 CONTEXT_BYTES = 512 << 20
 """Bytes that the driver, the libraries and the allocator take on a device."""
@@ -40,16 +40,35 @@ class MemoryFit(msgspec.Struct, frozen=True):
         )
 
 
-def local_kv_bytes_per_token(geometry: Geometry, tensor_parallel: int = 1, kv_dtype: str | None = None) -> int:
+def local_kv_bytes_per_token(
+    geometry: Geometry, tensor_parallel: int = 1, kv_dtype: str | None = None, pipeline_parallel: int = 1
+) -> int:
     """Return the bytes of KV that a token takes on one of `tensor_parallel` devices if every layer keeps every token.
 
-    KV heads are split over the devices, at least one a device; latent KV is kept whole on each device.
+    KV heads are split over the devices, at least one a device; latent KV is kept whole on each device. Of
+    `pipeline_parallel` stages, the one with the most layers counts.
     """
     total = geometry.kv_bytes_per_token(kv_dtype)
+    if pipeline_parallel > 1:
+        total = total * -(-geometry.num_layers // pipeline_parallel) // geometry.num_layers
     if geometry.latent is not None:
         return total
     heads = -(-geometry.num_kv_heads // tensor_parallel)
     return total * heads // geometry.num_kv_heads
+
+
+def local_weight_bytes(
+    geometry: Geometry, tensor_parallel: int = 1, data_parallel: int = 1, pipeline_parallel: int = 1
+) -> int:
+    """Return the bytes of weights on one device.
+
+    Experts are divided over all devices of all `data_parallel` ranks, everything else over the devices of a rank.
+    """
+    if data_parallel == 1:
+        return -(-geometry.weight_bytes // (tensor_parallel * pipeline_parallel))
+    experts = geometry.expert_bytes
+    common = -(-(geometry.weight_bytes - experts) // (tensor_parallel * pipeline_parallel))
+    return common + -(-experts // (tensor_parallel * data_parallel * pipeline_parallel))
 
 
 def fit_memory(
@@ -61,6 +80,8 @@ def fit_memory(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    pipeline_parallel: int = 1,
     kv_dtype: str | None = None,
 ) -> MemoryFit:
     """Return how many pages of `page_size` tokens fit. Raise ConfigError if not even one page fits beside the weights.
@@ -68,8 +89,14 @@ def fit_memory(
     Activations are an estimate; an engine measures what it needs. For each token of a step: the residual stream twice,
     queries, and the widest feed-forward layer with its gate. For each sequence: its logits in 32 bits, twice.
     """
-    if tensor_parallel < 1:
-        raise ConfigError(f"must be at least 1, got {tensor_parallel}", field="tensor_parallel")
+    ways = {
+        "tensor_parallel": tensor_parallel,
+        "data_parallel": data_parallel,
+        "pipeline_parallel": pipeline_parallel,
+    }
+    for field, count in ways.items():
+        if count < 1:
+            raise ConfigError(f"must be at least 1, got {count}", field=field)
     if not 0.0 < memory_fraction <= 1.0:
         raise ConfigError(f"must be above 0 and at most 1, got {memory_fraction}", field="memory_fraction")
     if page_size < 1:
@@ -84,8 +111,8 @@ def fit_memory(
     split = (geometry.num_heads * geometry.head_dim + 3 * width) / tensor_parallel
     activation_bytes = round(max_num_batched_tokens * (2 * geometry.hidden_size + split) * number_bytes)
     activation_bytes += 2 * 4 * max_num_seqs * geometry.vocab_size // tensor_parallel
-    weight_bytes = -(-geometry.weight_bytes // tensor_parallel)
-    page_bytes = page_size * local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype)
+    weight_bytes = local_weight_bytes(geometry, **ways)
+    page_bytes = page_size * local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, pipeline_parallel)
     kv_bytes = int(memory_fraction * device.memory_bytes) - weight_bytes - activation_bytes - CONTEXT_BYTES
     fit = MemoryFit(
         max(0, kv_bytes // page_bytes),

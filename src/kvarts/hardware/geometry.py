@@ -176,6 +176,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         bits += experts * dtype_bits(self.expert_dtype, field="expert_dtype")
         return _whole_bytes(bits)
 
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of the weights of experts among them, rounded up to whole bytes."""
+        experts = 0 if self.experts is None else self.experts.num_layers * self.experts.count * self.expert_matrix
+        return _whole_bytes(experts * dtype_bits(self.expert_dtype, field="expert_dtype"))
+
     def stored_as(self, weight_dtype: str | None) -> Geometry:
         """Return the same model with all its matrices in `weight_dtype`; None leaves it as it is."""
         if weight_dtype is None:
@@ -428,9 +434,11 @@ def _stored_as(config: _Config, dtype: str, path: Path | None) -> tuple[str, str
         return dtype, "mxfp4"
     if method == "fp8":
         return "fp8-block", "fp8-block"
+    if method in ("awq", "gptq") and config.quantization_config.get("bits") == 4:
+        return "int4-block", "int4-block"
     raise ConfigError(
         f"{method!r} is not understood",
         path=path,
         field="quantization_config.quant_method",
-        hint="Known are fp8 and mxfp4.",
+        hint="Known are fp8, mxfp4, and awq and gptq of 4 bits.",
     )

@@ -14,6 +14,7 @@ from kvarts.plan.cache import CachePlan
 from kvarts.plan.ladder import MOST_REPLICAS, between, first_from, first_that, ladder_of, lowest_known
 from kvarts.plan.options import cheapest_option, other_option
 from kvarts.plan.replays import Replays, Step
+from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig, RouterName
 
 __all__ = ["COST_ERROR", "LatencyPlan", "Step"]
@@ -44,6 +45,10 @@ class LatencyPlan:
         cost_error: float = COST_ERROR,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
+        if getattr(config.cost, "num_ranks", 1) > 1:
+            raise SettingError(
+                "is not planned for: ranks in lock step", "data_parallel", hint="Replay the options you have in mind."
+            )
         self._plan = plan
         self._config = config
         self._slo_share = slo_share

@@ -97,7 +97,7 @@ class League:
     def _replayed(self, name: str, config: ReplayConfig) -> dict[str, Any]:
         if self._on_replay is not None:
             self._on_replay()
-        summary = replay(self._plan.trace, msgspec.structs.replace(config, eviction=self._makers[name])).summary
+        summary = replay(self._plan.trace, msgspec.structs.replace(config.certain, eviction=self._makers[name])).summary
         goodput = summary["goodput"]
         return {
             "policy": name,

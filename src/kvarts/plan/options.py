@@ -64,9 +64,14 @@ def other_option(
 def _option(replays: Replays, name: str, step: Step, what: str) -> Option:
     point = replays.at(step)
     kept = point["slo_ratio"]
+    spread = replays.spread(step)
+    ttft, tpot = (
+        _ms(point[metric]["p99"]) + ("" if spread is None else f" +- {_ms(spread[metric]['p99'])}")
+        for metric in ("ttft_ms", "tpot_ms")
+    )
     notes = [
-        f"{_share(point['hit_ratio'])} hits, TTFT p99 {_ms(point['ttft_ms']['p99'])}, "
-        f"TPOT p99 {_ms(point['tpot_ms']['p99'])}" + ("" if kept is None else f"; SLO kept by {kept:.1%}"),
+        f"{_share(point['hit_ratio'])} hits, TTFT p99 {ttft}, TPOT p99 {tpot}"
+        + ("" if kept is None else f"; SLO kept by {kept:.1%}"),
         f"limited by {point['limited_by'].replace('_', ' ')}",
     ]
     if point["advice"]:
@@ -81,6 +86,7 @@ def _option(replays: Replays, name: str, step: Step, what: str) -> Option:
         "limited_by": point["limited_by"],
         "notes": notes,
         "would_change": [],
+        **({} if spread is None else {"uncertainty": spread}),
     }
 
 

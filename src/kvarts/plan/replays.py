@@ -59,7 +59,8 @@ class Replays:
     ) -> None:
         self.router = router
         self._plan = plan
-        self._config = config
+        self._config = config.certain
+        self._uncertain = config
         self._command = command
         self._on_replay = on_replay
         self._found: dict[_Case, dict[str, Any]] = {}
@@ -83,6 +84,15 @@ class Replays:
         """Return whether a step was replayed with nothing else changed."""
         return self._case(step, None, router, None) in self._found
 
+    def spread(self, step: Step) -> dict[str, Any] | None:
+        """Return one standard deviation of each statistic of latency; None where the cost model does not say it."""
+        if self._uncertain is self._config:
+            return None
+        case = self._case(step, None, None, None)
+        config = msgspec.structs.replace(self._config_for(case), cost=self._uncertain.cost)
+        spread: dict[str, Any] = replay(self._plan.trace, config).summary["uncertainty"]
+        return spread
+
     def _case(self, step: Step, rate: float | None, router: str | None, cost_factor: float | None) -> _Case:
         config = self._config
         return _Case(
@@ -94,15 +104,7 @@ class Replays:
 
     def _replayed(self, case: _Case) -> dict[str, Any]:
         step = case.step
-        config = msgspec.structs.replace(
-            self._config,
-            num_pages=step.pages,
-            replicas=step.replicas,
-            router=case.router,
-            speedup=case.rate,
-            cost_factor=case.cost_factor,
-        )
-        summary = replay(self._plan.trace, config).summary
+        summary = replay(self._plan.trace, self._config_for(case)).summary
         goodput = summary["goodput"]
         return {
             "replicas": step.replicas,
@@ -122,6 +124,16 @@ class Replays:
             "advice": advice(summary),
             "command": self._command(self._changes(case)),
         }
+
+    def _config_for(self, case: _Case) -> ReplayConfig:
+        return msgspec.structs.replace(
+            self._config,
+            num_pages=case.step.pages,
+            replicas=case.step.replicas,
+            router=case.router,
+            speedup=case.rate,
+            cost_factor=case.cost_factor,
+        )
 
     def _changes(self, case: _Case) -> dict[str, Any]:
         """Return what the command line says of a case; what is as it was given says itself."""

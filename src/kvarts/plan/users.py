@@ -102,7 +102,7 @@ class UsersPlan:
             copies = -(-users // self._num_sessions)
             trace = self._trace if copies == 1 else repeated(self._trace, copies)
             config = msgspec.structs.replace(self._config, concurrency=users, speedup=1.0)
-            summary = replay(trace, config).summary
+            summary = replay(trace, config.certain).summary
             self._found[users] = {
                 "users": users,
                 "hit_ratio": summary["prefix_hit_ratio"],

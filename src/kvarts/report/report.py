@@ -103,6 +103,9 @@ class Report:
         self._transfers = transfers
         self._sessions = sessions
         self._tiers = list(steps[0].tiers)
+        self.spread: Mapping[str, Distribution] | None = None
+        """One standard deviation of each statistic of latency in milliseconds, where it is known how uncertain the cost
+        model is. It is said before the summary is asked for."""
 
     # Columns ----------------------------------------------------------------------------------------------
 
@@ -227,6 +230,7 @@ class Report:
             "tpot_ms": _distribution(tpot_ns),
             "e2e_ms": _distribution(e2e_ns),
             "queue_ms": _distribution(queue_ns),
+            **({} if self.spread is None else {"uncertainty": {name: dict(row) for name, row in self.spread.items()}}),
             "request_throughput_per_s": _ratio(num_completed, duration_s),
             "input_throughput_tokens_per_s": _ratio(input_tokens, duration_s),
             "output_throughput_tokens_per_s": _ratio(output_tokens, duration_s),

@@ -137,6 +137,9 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for field in ("data_parallel", "expert_parallel", "pipeline_parallel"):
+            if getattr(self, field) > 1:
+                raise SettingError("is not modelled for several models on a device", field)
         if not self.models:
             raise SettingError("names no model", "models", hint="Give --model NAME=MODEL for each.")
         if not self.reclaim_after_s >= 0:

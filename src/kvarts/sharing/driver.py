@@ -37,7 +37,7 @@ class SharedDriver(Driver):
 
     def _fail(self, index: int, now_ns: int) -> None:
         for request, reason in self._devices[index].take_failed():
-            of_model, row = self._in_engines.pop(request)
+            of_model, row, _ = self._in_engines.pop(request)
             of_model.log.reject(request, row, index, reason, FAILED)
             of_model.source.done(row, max(now_ns, request.arrival_ns))
             self._tell(1)

@@ -118,7 +118,12 @@ class ReplayConfig(
         float, setting("Multiply what each step takes by X: how much an answer hangs on the cost model.", metavar="X")
     ] = 1.0
     replicas: Annotated[
-        int, setting("Engines of this configuration; of several models, devices with all of them.", metavar="N")
+        int,
+        setting(
+            "Engines of this configuration, each with all ranks of --data-parallel; of several models, devices with "
+            "all of them.",
+            metavar="N",
+        ),
     ] = 1
     router: Annotated[
         RouterName,
@@ -164,6 +169,7 @@ class ReplayConfig(
             )
         if not callable(self.cost) and not hasattr(self.cost, "decode_ns"):
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
+        self._check_ranks()
         for field in ("eviction", "admission"):
             if not callable(getattr(self, field)):
                 raise SettingError(
@@ -171,6 +177,23 @@ class ReplayConfig(
                     field,
                     hint="Give a class, or a function that makes one: each replica gets its own.",
                 )
+
+    @property
+    def certain(self) -> ReplayConfig:
+        """The same with a cost model that does not say how uncertain it is, so that one replay answers for it."""
+        if getattr(self.cost, "uncertainty", None) is None:
+            return self
+        return msgspec.structs.replace(self, cost=msgspec.structs.replace(self.cost, uncertainty=None))
+
+    def _check_ranks(self) -> None:
+        ranks = int(getattr(self.cost, "num_ranks", 1))
+        if ranks == 1:
+            return
+        if self.replicas % ranks:
+            raise SettingError(f"must be a multiple of the {ranks} ranks in lock step, got {self.replicas}", "replicas")
+        for field in ("offload", "sessions"):
+            if getattr(self, field) is not None:
+                raise SettingError("is not modelled for ranks in lock step", field, hint="Leave out {data_parallel}.")
 
     @property
     def cost_model(self) -> CostModel:
@@ -193,17 +216,30 @@ class ReplayConfig(
         on_progress: Callable[[int], object] | None = None,
         observers_of: Callable[[int], Sequence[EventReader]] | None = None,
     ) -> Report:
-        """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a replica."""
-        from kvarts.sim.replay import replay_one
+        """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a replica.
 
-        return replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
+        With a cost model that says how uncertain it is, `traffic` is replayed some ten times more: the report then
+        says how uncertain latencies are.
+        """
+        from kvarts.sim.replay import replay_one, trace_of
+        from kvarts.sim.spread import spread_of
+
+        pairs = self.cost.alternatives() if hasattr(self.cost, "alternatives") else []
+        if not pairs:
+            return replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
+        trace = trace_of(traffic)
+        report = replay_one(trace, self, on_progress=on_progress, observers_of=observers_of)
+        report.spread = spread_of(
+            pairs, lambda cost: replay_one(trace, msgspec.structs.replace(self, cost=cost)).summary
+        )
+        return report
 
     def to_builtins(self) -> dict[str, Any]:
         """Return what the report says of it: by the names that a file and the command line use, JSON-able."""
         names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
         values = {encoded: getattr(self, field) for field, encoded in names}
         cost = values["cost"]
-        values["cost"] = msgspec.to_builtins(cost) if isinstance(cost, msgspec.Struct) else repr(self._cost)
+        values["cost"] = _stated(cost) if isinstance(cost, msgspec.Struct) else repr(self._cost)
         values["slo"] = msgspec.to_builtins(values["slo"])
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
@@ -219,6 +255,28 @@ class ReplayConfig(
             if make is not default:
                 values[field] = type(make()).__name__
         return values
+
+
+LATER_FIELDS = (
+    "data_parallel",
+    "expert_parallel",
+    "pipeline_parallel",
+    "expert_efficiency",
+    "link_efficiency",
+    "link_us",
+    "graph_tokens",
+    "eager_us",
+)
+"""Fields of a RooflineCost that a report names only where they are not at their default."""
+
+
+def _stated(cost: msgspec.Struct) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.to_builtins(cost)
+    values.pop("uncertainty", None)  # what follows from it is in the report
+    for field in msgspec.structs.fields(cost):
+        if field.name in LATER_FIELDS and values[field.name] == field.default:
+            del values[field.name]
+    return values
 
 
 SECTIONS = (
@@ -248,6 +306,12 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
     }
     if "cost" in facts:
         values["cost"] = facts["cost"]
+    if "data_parallel" in facts:
+        replicas = 1
+        if "replicas" in given:
+            replicas = given["replicas"]
+        check_whole(replicas, "replicas", most=MOST_REPLICAS)
+        values["replicas"] = replicas * facts["data_parallel"]
     return given.build(ReplayConfig, facts=facts, **values)
 
 

@@ -63,7 +63,7 @@ class Driver:
     """Runs one replay. `on_progress`, if given, is called with the number of further requests that have ended.
 
     `arrivals`: of each model; of requests that arrive at one time, those of the first model come first. `runners` move
-    the engines: those of every model at the place of its runner.
+    the engines: those of every model at the place of its runner, or `ranks` of them each, one after the other.
     """
 
     def __init__(
@@ -71,16 +71,18 @@ class Driver:
         arrivals: Sequence[Arrivals],
         runners: Sequence[Runner],
         *,
+        ranks: int = 1,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
         self._arrivals = arrivals
         self._runners = runners
+        self._num_ranks = ranks
         self._on_progress = on_progress
         self._is_reactive = any(of_model.source.is_reactive for of_model in arrivals)
         self._arriving = arrivals[0]
         """The model with the next arrival, as of `_look_ahead`."""
-        self._in_engines: dict[Request, tuple[Arrivals, TraceRequest]] = {}
-        """Requests that are in an engine, with the traffic and the row that they came from."""
+        self._in_engines: dict[Request, tuple[Arrivals, TraceRequest, int]] = {}
+        """Requests that are in an engine: the traffic and the row that they came from, and the number of the engine."""
         self._finished: list[Request] = []
         self._ends_ns = [NEVER_NS] * len(runners)
         self._quiet_ns = [NEVER_NS] * len(runners)
@@ -142,8 +144,8 @@ class Driver:
 
     def _end(self, index: int, finished: list[Request]) -> None:
         for request in finished:
-            of_model, row = self._in_engines.pop(request)
-            of_model.end(request, row, index)
+            of_model, row, engine = self._in_engines.pop(request)
+            of_model.end(request, row, engine)
         if finished:
             self._tell(len(finished))
 
@@ -151,20 +153,21 @@ class Driver:
         """Send the request that arrives next, at `now_ns`, to an engine."""
         of_model = self._arriving
         request, row = of_model.pop(now_ns)
-        index = of_model.choose(request, row, now_ns)
+        engine = of_model.choose(request, row, now_ns)
+        index = engine // self._num_ranks
         if not self._is_reactive:
             self._run_alone(index, now_ns)
         runner = self._runners[index]
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS
         runner.wake(now_ns)
-        reason = of_model.submit(request, row, index, now_ns)
+        reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
-            self._in_engines[request] = of_model, row
+            self._in_engines[request] = of_model, row, engine
             # It may be admitted in the next step of this engine, and end before all others.
             self._quiet_ns[index] = self._ends_ns[index]
         else:
-            of_model.reject(request, row, index, reason, now_ns)
+            of_model.reject(request, row, engine, reason, now_ns)
             self._tell(1)
 
     def _tell(self, num_ended: int) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvarts.executor.cost import CostSpec
     from kvarts.hardware import Geometry, MemoryFit
 
+WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
+"""Settings of a device that say over how many of them a model is divided, and how."""
+
 __all__ = ["DeviceSettings", "ModelSettings", "Placed", "given_cost", "kv_bytes_of", "parsed_cost", "place"]
 __all__ += ["resolve_hardware"]
 
@@ -48,9 +51,26 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What models are served on: a name or `cpu:...`, see load_device, and how much of its memory is for KV."""
 
     device: Annotated[
-        str | None, setting("Device it is served on, or cpu:cores=8,bandwidth=80GB/s.", metavar="NAME")
+        str | None,
+        setting(
+            "Device it is served on, a file my.toml that describes one, or cpu:cores=8,bandwidth=80GB/s.",
+            metavar="NAME",
+        ),
     ] = None
     tensor_parallel: Annotated[AtLeastOne, setting("Devices it is split over.", metavar="N")] = 1
+    data_parallel: Annotated[
+        AtLeastOne,
+        setting(
+            "Ranks with requests of their own; of a model with experts, these are divided over the ranks, which are "
+            "in lock step.",
+            metavar="N",
+        ),
+    ] = 1
+    expert_parallel: Annotated[
+        AtLeastOne,
+        setting("1, or N devices of all ranks, over which whole experts are divided; takes alike long.", metavar="N"),
+    ] = 1
+    pipeline_parallel: Annotated[AtLeastOne, setting("Stages that its layers are divided into.", metavar="N")] = 1
     kv_memory: Annotated[
         str | int,
         setting(
@@ -62,7 +82,8 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     memory_fraction: Annotated[float, setting("For auto: how much of the device may be used.", metavar="X")] = 0.9
 
     def __post_init__(self) -> None:
-        check_whole(self.tensor_parallel, "tensor_parallel", most=MOST_REPLICAS)
+        for ways in WAYS:
+            check_whole(getattr(self, ways), ways, most=MOST_REPLICAS)
         if not 0.0 < self.memory_fraction <= 1.0:
             raise SettingError(f"must be above 0 and at most 1, got {self.memory_fraction}", "memory_fraction")
         if isinstance(self.kv_memory, int):
@@ -90,6 +111,8 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
             load_device(on.device),
             page_size=engine.page_size,
             tensor_parallel=on.tensor_parallel,
+            data_parallel=on.data_parallel,
+            pipeline_parallel=on.pipeline_parallel,
             memory_fraction=on.memory_fraction,
             kv_dtype=kv_dtype,
             max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -122,7 +145,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     facts: dict[str, Any] = {
         "llm": model.model,
         "device": on.device,
-        "tensor_parallel": on.tensor_parallel,
+        **{ways: getattr(on, ways) for ways in WAYS},
         "weight_dtype": model.weight_dtype,
         "kv_dtype": model.kv_dtype,
     }
@@ -134,7 +157,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
     except ConfigError as error:
         field = (error.field or "").removeprefix("cost.")
         raise ConfigError(error.what, hint=error.hint, path=error.path, field=field or None) from error
-    token_bytes = local_kv_bytes_per_token(geometry, on.tensor_parallel, model.kv_dtype)
+    token_bytes = local_kv_bytes_per_token(geometry, on.tensor_parallel, model.kv_dtype, on.pipeline_parallel)
     return Placed(cost=cost, kv_bytes_per_token=token_bytes, geometry=geometry)
 
 
@@ -197,7 +220,9 @@ def resolve_hardware(given: Given) -> dict[str, Any]:
     model, on, engine = merged.build(ModelSettings), merged.build(DeviceSettings), merged.build(EngineConfig)
     try:
         placed = place(model, on, cost)
-        facts = {"cost": placed.cost, "kv_bytes_per_token": placed.kv_bytes_per_token}
+        facts: dict[str, Any] = {"cost": placed.cost, "kv_bytes_per_token": placed.kv_bytes_per_token}
+        if on.data_parallel > 1:
+            facts["data_parallel"] = on.data_parallel
         if "pages" not in given:
             facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype)
     except ConfigError as error:
@@ -211,7 +236,10 @@ def _calibrated(given: Given, cost: Any) -> Given:
 
     if not isinstance(cost, RooflineCost):
         return Given()
-    facts = {"model": cost.llm, "device": cost.device, "tensor_parallel": cost.tensor_parallel}
+    facts: dict[str, Any] = {"model": cost.llm, "device": cost.device}
+    # How it was divided otherwise holds for this model: another may have no experts.
+    ways_kept = WAYS[:1] if "model" in given else WAYS
+    facts |= {ways: getattr(cost, ways) for ways in ways_kept}
     facts |= {"weight_dtype": cost.weight_dtype, "kv_dtype": cost.kv_dtype}
     return given.implied("cost", (*settings_of(ModelSettings), *settings_of(DeviceSettings)), facts)
 

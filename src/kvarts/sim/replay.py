@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
+from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
@@ -15,7 +16,8 @@ from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.driver import Driver
+from kvarts.sim.driver import Driver, Runner
+from kvarts.sim.lockstep import GivenDuration, LockstepCost, Ranks, num_ranks_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import make_router
 from kvarts.traffic.formats import load_trace
@@ -110,13 +112,21 @@ def replay_one(
     tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
-    replicas = [
-        open_replica(config, [log, *(() if observers_of is None else observers_of(index))])
-        for index, log in enumerate(steps)
-    ]
+    readers = [[log, *(() if observers_of is None else observers_of(index))] for index, log in enumerate(steps)]
+    ranks = num_ranks_of(config.cost_model)
+    replicas: list[Replica] = []
+    runners: list[Runner] = []
+    if ranks == 1:
+        replicas = [open_replica(config, each) for each in readers]
+        runners.extend(replicas)
+    else:
+        for first in range(0, config.replicas, ranks):
+            group, runner = open_ranks(config, readers[first : first + ranks])
+            replicas += group
+            runners.append(runner)
     sessions = None if config.sessions is None else config.sessions.open(config, trace, source, replicas)
-    arrivals = Arrivals(trace, source, make_router(config.router), replicas, requests, sessions=sessions)
-    Driver([arrivals], replicas, on_progress=on_progress).run()
+    arrivals = Arrivals(trace, source, make_router(config.router, ranks), replicas, requests, sessions=sessions)
+    Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
     return Report(
         trace,
@@ -136,7 +146,18 @@ def prefill_cost(config: ReplayConfig) -> PrefillCost:
 
 def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replica:
     """Build an engine in virtual time. `readers`: of what it tells."""
-    executor = SimExecutor(config.cost_model)
+    return _open(config, readers, SimExecutor(config.cost_model))
+
+
+def open_ranks(config: ReplayConfig, readers: Sequence[Sequence[EventReader]]) -> tuple[list[Replica], Ranks]:
+    """Build engines in virtual time that are in lock step, one for each of `readers`; return them and their runner."""
+    cost = cast(LockstepCost, config.cost_model)
+    executors = [GivenDuration(cost) for _ in readers]
+    replicas = [_open(config, each, executor) for each, executor in zip(readers, executors, strict=True)]
+    return replicas, Ranks(replicas, executors, cost, step_by_step=config.step_by_step)
+
+
+def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: VirtualExecutor) -> Replica:
     engine = build_engine(
         config,
         executor,

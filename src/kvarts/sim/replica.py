@@ -88,7 +88,6 @@ class Replica:
         """
         assert not self._is_under_way
         self._is_under_way = True
-        self._num_leapt = 0
         engine, tiers = self.engine, self._tiers
         if tiers is not None and tiers.advance_to(now_ns):
             self.scheduler.blocked = Blocked.NOT
@@ -116,12 +115,13 @@ class Replica:
             self.is_pausing = False
             engine.emit()
             return []
-        if not self._num_leapt:
+        num_leapt, self._num_leapt = self._num_leapt, 0
+        if not num_leapt:
             return engine.end()
         scheduler, tell = self.scheduler, engine.log.tell_details
         if tell is not None:
-            tell(StepEnded(scheduler.wheel.step + self._num_leapt - 1, engine.now_ns))
-        finished = scheduler.commit_many(self._num_leapt, engine.now_ns)
+            tell(StepEnded(scheduler.wheel.step + num_leapt - 1, engine.now_ns))
+        finished = scheduler.commit_many(num_leapt, engine.now_ns)
         engine.emit()
         return finished
 
@@ -169,22 +169,26 @@ class Replica:
         return until_ns
 
     def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
-        scheduler = self.scheduler
         # Ask for no more durations than reach `until_ns`, estimated by the last one.
         num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
         if num_wanted < num_steps:
             num_steps = num_wanted
         if num_steps > MOST_STEPS:
             num_steps = MOST_STEPS
-        wheel = scheduler.wheel
         durations_ns = self._decode_ns(num_steps)
         end_ns = now_ns + sum(durations_ns)
         while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()
             num_steps -= 1
+        self._last_decode_ns = durations_ns[-1] or 1
+        return self.leap(now_ns, durations_ns, end_ns)
+
+    def leap(self, now_ns: int, durations_ns: list[int], end_ns: int) -> int:
+        """Start steps that are alike, as many as `durations_ns` has, that end at `end_ns`; return that."""
         if end_ns > LATEST_NS:
             raise TooLateError
-        self._last_decode_ns = durations_ns[-1] or 1
+        scheduler, num_steps = self.scheduler, len(durations_ns)
+        wheel = scheduler.wheel
         cache, log = scheduler.cache, self.engine.log
         num_used, num_cached = cache.num_used, cache.num_cached
         num_empty = cache.pool.num_empty

@@ -10,7 +10,8 @@ from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sim.config import RouterName
 
-__all__ = ["LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Router", "RouterName", "make_router"]
+__all__ = ["LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Router", "RouterName", "WithinGroups"]
+__all__ += ["make_router"]
 
 
 class Routed(Protocol):
@@ -87,13 +88,39 @@ class PrefixAware:
         return min(range(len(replicas)), key=cost)
 
 
+class WithinGroups:
+    """Sends requests to groups of `ranks` engines in turn, and in a group to the rank that vLLM chooses.
+
+    That is the one with the fewest requests, where one that waits counts as four that run.
+    """
+
+    looks_at_engines = True
+
+    def __init__(self, ranks: int) -> None:
+        self._num_ranks = ranks
+        self._num_routed = 0
+
+    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
+        """Return the rank of the next group that has the least to do."""
+        first = self._num_routed * self._num_ranks % len(replicas)
+        self._num_routed += 1
+
+        def load(index: int) -> int:
+            scheduler = replicas[index].scheduler
+            return 4 * scheduler.waiting.num_waiting + scheduler.running.num_running
+
+        return min(range(first, first + self._num_ranks), key=load)
+
+
 def num_requests(replica: Routed) -> int:
     """Return how many requests run or wait."""
     return replica.scheduler.running.num_running + replica.scheduler.waiting.num_waiting
 
 
-def make_router(name: RouterName) -> Router:
-    """Return a new router by its name."""
+def make_router(name: RouterName, ranks: int = 1) -> Router:
+    """Return a new router by its name. `ranks`: how many engines, one after the other, are in lock step."""
+    if ranks > 1 and name == "round-robin":
+        return WithinGroups(ranks)
     routers: dict[str, type[RoundRobin | LeastLoaded | PrefixAware]] = {
         "round-robin": RoundRobin,
         "least-loaded": LeastLoaded,

@@ -58,7 +58,7 @@
     const parent = document.getElementById("curves");
     const [theirs, ours] = data.curves;
     const both = (name) => merged({ x: theirs.t, y: theirs[name] }, { x: ours.t, y: ours[name] });
-    draw(parent, "KV use", both("kv"), "s", "% of the pool");
+    if (theirs.kv && ours.kv) draw(parent, "KV use", both("kv"), "s", "% of the pool");
     draw(parent, "Waiting requests", both("waiting"), "s", "requests");
   }
   document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,147 @@
+"""What to measure: the shortest benchmarks that would identify the coefficients of a roofline on a machine.
+
+Every candidate is replayed with the guesses, as if it had been measured, and what it would say of each coefficient
+follows from its slopes, as after a fit. The next benchmark is the one that says most a second, until all coefficients
+are identified, or none says anything more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.calibrate.coefficients import logs_of, widths_of
+from kvarts.calibrate.fitting import KNOWN, Search, covariance_of
+from kvarts.calibrate.measured import Measured
+from kvarts.calibrate.replayed import replayed_of
+from kvarts.calibrate.run import FittedRun, MeasuredRun
+from kvarts.errors import ConfigError
+from kvarts.executor.roofline import RooflineCost
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+
+__all__ = ["CANDIDATES", "Bench", "Proposal", "design"]
+
+Values = npt.NDArray[np.float64]
+
+LEAST_GAIN = 0.3
+"""A benchmark that gains less, in nats, is not worth running."""
+
+
+class Bench(msgspec.Struct, frozen=True):
+    """A benchmark with random prompts. `rate`: requests a second, at random; None: all at once.
+
+    `llm`: another model than the one that is asked about, on one device.
+    """
+
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+    num_prompts: int
+    rate: float | None
+    llm: str | None = None
+
+    def command(self, llm: str) -> str:
+        """Return the command that runs it against a vLLM that serves `llm`."""
+        rate = "inf" if self.rate is None else f"{self.rate:g}"
+        return (
+            f"vllm bench serve --model {self.llm or llm} --dataset-name random --random-input-len {self.prompt_tokens} "
+            f"--random-output-len {self.output_tokens} --num-prompts {self.num_prompts} --request-rate {rate} "
+            f"--ignore-eos --save-result --save-detailed --result-filename {self.name}.json"
+        )
+
+    def blank(self) -> Measured:
+        """Return its requests, without times."""
+        rng = Random(0)
+        arrivals = np.zeros(self.num_prompts)
+        if self.rate is not None:
+            arrivals = np.cumsum([0.0, *(rng.expovariate(self.rate) for _ in range(self.num_prompts - 1))])
+        times = np.rint(arrivals * 1e9).astype(np.int64)
+        prompts, outputs = (np.full(len(times), count) for count in (self.prompt_tokens, self.output_tokens))
+        names = [str(row) for row in range(len(times))]
+        return Measured(self.name, names, np.arange(len(times)), times, None, times, times, prompts, outputs)
+
+
+SMALL = "qwen3-0.6b"
+CANDIDATES = (
+    Bench("light-short", 128, 128, 16, 0.5),
+    Bench("light-long", 6000, 32, 16, 0.5),
+    Bench("medium", 512, 192, 64, 4.0),
+    Bench("heavy-short", 128, 256, 256, None),
+    Bench("heavy-long", 3000, 128, 96, None),
+    Bench("heavy-context", 6000, 384, 32, None),
+    Bench("small-light", 128, 256, 16, 0.5, SMALL),
+    Bench("small-heavy", 128, 256, 256, None, SMALL),
+)
+"""Light and heavy, of short and long prompts; and of a small model, in which the time of reading weights does not pass
+for the constant time of a step."""
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """One benchmark, in the order in which they are worth running.
+
+    `duration_s`: how long it is expected to take. `uncertainty`: of each coefficient after it and all before it, as a
+    share. `identifies`: the coefficients that are identified with it, and were not before.
+    """
+
+    bench: Bench
+    duration_s: float
+    uncertainty: dict[str, float]
+    identifies: list[str]
+
+
+def design(config: ReplayConfig, candidates: Sequence[Bench] = CANDIDATES) -> tuple[list[Proposal], list[str]]:
+    """Return what to run on the engine that `config` describes, and the coefficients that stay as guessed.
+
+    A candidate with requests that do not fit in its pages is passed over. Raise ConfigError for another cost model than
+    a roofline.
+    """
+    if not isinstance(config.cost, RooflineCost):
+        raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
+    names = config.cost.active_coefficients
+    guess, widths = logs_of([config.cost], names), widths_of(names)
+    left: dict[str, tuple[Bench, float, Values]] = {}
+    for bench in candidates:
+        blank = bench.blank()
+        of_bench = config.certain if bench.llm is None else _on_one(config, bench.llm)
+        rows = replayed_of(replay(blank.trace(), of_bench))
+        if np.isnan(rows.last_token_ms).any():
+            continue
+        first, last = (np.rint(times * 1e6).astype(np.int64) for times in (rows.first_token_ms, rows.last_token_ms))
+        measured = msgspec.structs.replace(blank, first_token_ns=first, last_token_ns=last)
+        search = Search([FittedRun(MeasuredRun(measured=measured, config=of_bench), None)], names, 1.0, guess)
+        left[bench.name] = bench, float(last.max()) / 1e9, search.information(guess)
+    total = np.zeros((len(names), len(names)))
+    unknown, proposals = list(names), []
+    while left and unknown:
+        before = _log_volume(total, widths)
+        gains = {name: before - _log_volume(total + each[2], widths) for name, each in left.items()}
+        name = max(gains, key=lambda name: gains[name] / left[name][1])
+        if gains[name] < LEAST_GAIN:
+            del left[name]
+            continue
+        bench, duration_s, information = left.pop(name)
+        total = total + information
+        deviations = np.sqrt(np.diag(covariance_of(total, widths)))
+        still = [name for name, share, width in zip(names, deviations, widths, strict=True) if share > KNOWN * width]
+        found = [name for name in unknown if name not in still]
+        uncertainty = dict(zip(names, map(float, deviations), strict=True))
+        proposals.append(Proposal(bench, duration_s, uncertainty, found))
+        unknown = still
+    return proposals, unknown
+
+
+def _on_one(config: ReplayConfig, llm: str) -> ReplayConfig:
+    """Return the same for another model, on one device."""
+    ways = dict.fromkeys(("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel"), 1)
+    cost = msgspec.structs.replace(config.cost, llm=llm, uncertainty=None, weight_dtype=None, **ways)
+    return msgspec.structs.replace(config, cost=cost, replicas=1)
+
+
+def _log_volume(information: Values, widths: Values) -> float:
+    """Return half the logarithm of the determinant of what is left of the guesses."""
+    return float(np.linalg.slogdet(covariance_of(information, widths))[1]) / 2

@@ -1,0 +1,96 @@
+"""The runs that `kvarts calibrate` fits to: files of measurements, or .toml files that say what these ran on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvarts.errors import ConfigError, InputError
+from kvarts.settings import Given, given_in
+from kvarts.sim.config import SECTIONS, resolve_replay
+
+if TYPE_CHECKING:
+    from kvarts.calibrate.run import MeasuredRun
+
+__all__ = ["RunOptions", "load_runs"]
+
+FILES = ("measured", "prompts", "series")
+OF_RUN = (*FILES, "trace_block_size", "time_unit", "columns", "fit_on")
+"""Keys of a run's .toml beside the settings of a replay."""
+
+
+class RunOptions(NamedTuple):
+    """How the files of a run are read, see the options of `kvarts calibrate`."""
+
+    prompts: Path | None
+    trace_block_size: int
+    series: Path | None
+    columns: Mapping[str, str] | None
+    time_unit: str
+    fit_on: int | None
+
+
+def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[MeasuredRun]:
+    """Load the runs at `paths`. What a .toml does not say of its run, `given` and `options` say.
+
+    Raise ConfigError where a model or a device is missing, or prompts or a series would be of several runs;
+    MissingFileError and InputError for files.
+    """
+    if len(paths) > 1:
+        for field, value in (("prompts", options.prompts), ("series", options.series), ("fit_on", options.fit_on)):
+            if value is not None:
+                raise ConfigError("is of one run, and there are several", field=field, hint="Say it in a RUN.toml.")
+    return [_load(path, given, options) for path in paths]
+
+
+def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
+    from kvarts.calibrate import MeasuredRun, load_measured, load_series
+    from kvarts.executor.roofline import RooflineCost
+    from kvarts.traffic.mooncake import load_mooncake
+
+    measured_path = path
+    if path.suffix == ".toml":
+        measured_path, given, options = _described(path, given, options)
+    config = resolve_replay(given)
+    if not isinstance(config.cost, RooflineCost):
+        raise ConfigError(
+            "model and device are missing",
+            path=path if path.suffix == ".toml" else None,
+            hint="Say what was measured: --model NAME --device NAME.",
+        )
+    measured = load_measured(measured_path, columns=options.columns, time_unit=options.time_unit)
+    block = options.trace_block_size
+    return MeasuredRun(
+        measured=measured,
+        config=config,
+        prompts=None if options.prompts is None else load_mooncake(options.prompts, trace_block_size=block),
+        series=None if options.series is None else load_series(options.series),
+        fit_on=options.fit_on,
+        name=path.name,
+    )
+
+
+def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Given, RunOptions]:
+    """Return what a .toml says of a run, over what the command line says."""
+    from kvarts.files import read_toml
+
+    values = read_toml(path, hint="Check the path of the run.")
+    own = {name: values.pop(name) for name in OF_RUN if name in values}
+    if "measured" not in own:
+        raise InputError("is missing", path=path, field="measured", hint="It is the file with the measured requests.")
+    kinds: dict[str, type] = dict.fromkeys(("trace_block_size", "fit_on"), int)
+    kinds["columns"] = dict
+    for name, value in own.items():
+        kind = kinds.get(name, str)
+        is_low = isinstance(value, int) and value < 1
+        if not isinstance(value, kind) or isinstance(value, bool) or value == "" or is_low:
+            raise InputError(f"{value!r} is no {name}", path=path, field=name)
+    files: dict[str, Any] = {name: path.parent / own.pop(name) for name in FILES if name in own}
+    measured = files.pop("measured")
+    if columns := own.get("columns"):
+        for name, value in columns.items():
+            if not isinstance(value, str):
+                raise InputError(f"{value!r} is no name", path=path, field=f"columns.{name}")
+    of_run = given_in(values, SECTIONS, path)
+    return measured, of_run.over(given), options._replace(**files, **own)

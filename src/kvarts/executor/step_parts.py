@@ -1,0 +1,211 @@
+"""The parts of the time of a step, for a RooflineCost: matrices, experts, attention, and what devices exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvarts.sched.plan import Batch, Chunk
+
+if TYPE_CHECKING:
+    from kvarts.executor.roofline import RooflineCost
+
+__all__ = ["StepParts", "graph_size"]
+
+
+class StepParts:
+    """The constants of a RooflineCost, in milliseconds, and the durations of the parts of a step."""
+
+    def __init__(self, cost: RooflineCost) -> None:
+        from kvarts.hardware.dtypes import dtype_bits
+        from kvarts.hardware.fit import local_kv_bytes_per_token
+
+        geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
+        flops = device.flops_per_s(geometry.weight_dtype) * cost.compute_efficiency / 1e3
+        expert_flops = device.flops_per_s(geometry.expert_dtype) * cost.compute_efficiency / 1e3
+        bandwidth = device.bandwidth_bytes_per_s * cost.bandwidth_efficiency / 1e3
+        number_bytes = float(dtype_bits(geometry.dtype, field="dtype")) / 8
+        matrix_bytes = float(dtype_bits(geometry.weight_dtype, field="weight_dtype")) / 8
+        expert_bytes = float(dtype_bits(geometry.expert_dtype, field="expert_dtype")) / 8
+        self._stages = cost.pipeline_parallel
+        self._graph_tokens = cost.graph_tokens
+        self._eager_ms = cost.eager_us / 1e3
+        self.step_ms = cost.step_us / 1e3
+        self.sequence_ms = cost.sequence_us / 1e3
+        self._common_read_ms = geometry.common_matrix * matrix_bytes / ways / bandwidth
+        self._common_token_ms = 2 * geometry.common_matrix / ways / flops
+        self._head_read_ms = geometry.head_matrix * number_bytes / ways / bandwidth
+        self._head_sample_ms = 2 * geometry.head_matrix / ways / (device.flops_per_s(geometry.dtype) / 1e3)
+        self._head_sample_ms /= cost.compute_efficiency
+        self._experts = geometry.experts
+        self.num_ranks = cost.num_ranks
+        expert_layers = 0
+        if self._experts is not None:
+            expert_layers = self._experts.num_layers
+            numbers = expert_layers * geometry.expert_matrix / (ways * self.num_ranks) / cost.expert_efficiency
+            self._expert_read_ms = numbers * expert_bytes / bandwidth
+            self._expert_token_ms = 2 * numbers * self._experts.per_token / expert_flops
+        # What devices exchange. An all-reduce follows attention, and another the rest of the layer, unless experts are
+        # divided over ranks: then all tokens are gathered before them, and the results scattered after.
+        self._reduce_token_ms = self._exchange_token_ms = self._pass_token_ms = 0.0
+        self.num_collectives = 0
+        link = device.link_bytes_per_s * cost.coefficient("link_efficiency") / 1e3
+        token_bytes = geometry.hidden_size * number_bytes
+        if ways > 1:
+            reduces = 2 * geometry.num_layers - (expert_layers if self.num_ranks > 1 else 0)
+            self._reduce_token_ms = reduces * token_bytes * 2 * (ways - 1) / ways / link
+            self.num_collectives += reduces
+        if self.num_ranks > 1:
+            every = ways * self.num_ranks
+            self._exchange_token_ms = 2 * expert_layers * token_bytes * (every - 1) / every / link
+            self.num_collectives += 2 * expert_layers
+        if self._stages > 1:
+            self._pass_token_ms = (self._stages - 1) * token_bytes / link
+            self.num_collectives += self._stages - 1
+        self._collectives_ms = self.num_collectives * cost.coefficient("link_us") / 1e3
+        # Attention, for one layer.
+        kv_bytes = local_kv_bytes_per_token(geometry, ways, cost.kv_dtype) / geometry.num_layers
+        self._kv_read_ms = kv_bytes / (device.bandwidth_bytes_per_s * cost.attention_efficiency / 1e3)
+        attention_flops = device.flops_per_s(geometry.dtype) * cost.compute_efficiency / 1e3
+        latent = geometry.latent
+        if latent is None:
+            prompt_operations = decode_operations = 4 * geometry.num_heads * geometry.head_dim
+        else:
+            # A prompt expands keys and values; a decode computes on the latent ones.
+            prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
+            decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
+        self._pair_ms = prompt_operations / ways / attention_flops
+        self._decode_pair_ms = max(decode_operations / ways / attention_flops, self._kv_read_ms)
+        self._layers = list(geometry.layers_by_window.items())
+        self.has_windows = any(window is not None for window, _ in self._layers)
+        self.context_token_ms = self._decode_pair_ms * geometry.num_layers
+        self.is_simple = not (self.has_windows or self._stages > 1 or self._eager_ms)
+        """Whether the time of decodes is linear in the tokens that they know."""
+
+    def divided_by(self, num_sequences: int) -> int:
+        """Return over how many parts of a batch the work of a step is divided: one a stage, of a sequence at least."""
+        return max(1, min(self._stages, num_sequences))
+
+    def _linear_ms(self, num_tokens: int, num_samples: int, num_routed: int, num_parts: int) -> float:
+        """Return the time of matrices. `num_routed`: tokens of all ranks, which experts see."""
+        if self._graph_tokens and num_tokens <= self._graph_tokens:
+            num_tokens = graph_size(num_tokens, self._graph_tokens)
+        read_ms = self._common_read_ms
+        work_ms = self._common_token_ms * num_tokens
+        if num_samples:
+            read_ms += self._head_read_ms
+            work_ms += self._head_sample_ms * num_samples
+        experts = self._experts
+        if experts is not None:
+            of_part = num_routed / num_parts if num_parts > 1 else num_routed
+            share = 1.0 - (1.0 - experts.per_token / experts.count) ** of_part
+            read_ms += self._expert_read_ms * experts.count * share
+            work_ms += self._expert_token_ms * num_routed
+        if num_parts > 1:
+            work_ms /= num_parts
+        return read_ms if read_ms > work_ms else work_ms
+
+    def _exchanged_ms(self, num_tokens: int, num_routed: int, num_parts: int) -> float:
+        """Return the time of collectives: `num_tokens` of the largest rank, `num_routed` of all."""
+        ms = self._reduce_token_ms * num_tokens + self._exchange_token_ms * num_routed + self._collectives_ms
+        if self._stages == 1:
+            return ms
+        # Parts follow each other through the stages; between stages, each token is passed on once.
+        return self._reduce_token_ms * num_tokens / num_parts + self._pass_token_ms * num_tokens + self._collectives_ms
+
+    def linear_ms(self, num_tokens: int, num_samples: int, num_sequences: int) -> float:
+        """Return the time of all but attention and the constant of each sequence, for a step of `num_tokens` tokens."""
+        parts = self.divided_by(num_sequences)
+        ms = self._linear_ms(num_tokens, num_samples, num_tokens, parts)
+        if self.num_collectives:
+            ms += self._exchanged_ms(num_tokens, num_tokens, parts)
+        return ms + self.step_ms
+
+    def fixed_ms(self, num_decodes: int) -> float:
+        """Return the time of a step of decodes without attention."""
+        return self.linear_ms(num_decodes, num_decodes, num_decodes) + num_decodes * self.sequence_ms
+
+    def decode_ms(self, num_decodes: int, known_tokens: int, fixed_ms: float) -> float:
+        """Return the time of a step of decodes that know `known_tokens` tokens together."""
+        if self.is_simple:
+            return self.context_ms(num_decodes, known_tokens) + fixed_ms
+        attention_ms = self.context_ms(num_decodes, known_tokens) / self.divided_by(num_decodes)
+        return self.at_least(fixed_ms + attention_ms, num_decodes)
+
+    def at_least(self, ms: float, num_tokens: int) -> float:
+        """Return `ms`, or the time to launch the kernels of a step without a CUDA graph, if that is longer."""
+        if ms < self._eager_ms and num_tokens > self._graph_tokens:
+            return self._eager_ms
+        return ms
+
+    def together_ms(self, batches: Sequence[Batch]) -> float:
+        """Return the time of a step of ranks in lock step."""
+        counts = [batch.num_tokens for batch in batches]
+        num_routed = sum(counts)
+        slowest_ms = 0.0
+        for batch, num_tokens in zip(batches, counts, strict=True):
+            chunks, num_decodes = batch.chunks, batch.num_decodes
+            num_samples = num_decodes + sum(chunk.is_last for chunk in chunks)
+            ms = self._linear_ms(num_tokens, num_samples, num_routed, 1)
+            ms += (num_decodes + len(chunks)) * self.sequence_ms
+            ms += sum(self.chunk_ms(chunk) for chunk in chunks)
+            if num_decodes:
+                ms += self.context_ms(num_decodes, batch.decode_known_tokens)
+            slowest_ms = max(slowest_ms, ms)
+        largest = max(counts, default=0)
+        ms = slowest_ms + self._exchanged_ms(largest, num_routed, 1) + self.step_ms
+        return self.at_least(ms, largest)
+
+    def decodes_together_ms(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
+        """Return the times of steps of decodes of ranks in lock step, as `together_ms` does one by one."""
+        num_routed = sum(num_decodes for num_decodes, _ in decodes)
+        largest = max(num_decodes for num_decodes, _ in decodes)
+        exchanged_ms = self._exchanged_ms(largest, num_routed, 1)
+        fixed = [
+            (num, known, self._linear_ms(num, num, num_routed, 1) + num * self.sequence_ms) for num, known in decodes
+        ]
+        times_ms = []
+        for step in range(num_steps):
+            slowest_ms = 0.0
+            for num, known, fixed_ms in fixed:
+                slowest_ms = max(slowest_ms, fixed_ms + self.context_ms(num, known + step * num))
+            times_ms.append(self.at_least(slowest_ms + exchanged_ms + self.step_ms, largest))
+        return times_ms
+
+    def context_ms(self, num_decodes: int, known_tokens: int) -> float:
+        """Return the time of attention of decodes."""
+        if not self.has_windows:
+            return known_tokens * self.context_token_ms
+        pairs = 0.0
+        for window, count in self._layers:
+            seen = known_tokens if window is None else min(known_tokens, window * num_decodes)
+            pairs += seen * count
+        return pairs * self._decode_pair_ms
+
+    def chunk_ms(self, chunk: Chunk) -> float:
+        """Return the time of attention of a chunk: every token attends to itself and to all tokens before it."""
+        ms = 0.0
+        start, end = chunk.start, chunk.end
+        for window, count in self._layers:
+            pairs = _pairs(end, window) - _pairs(start, window)
+            read = end if window is None else min(end, window + end - start)
+            work_ms, read_ms = pairs * self._pair_ms, read * self._kv_read_ms
+            ms += count * (work_ms if work_ms > read_ms else read_ms)
+        return ms
+
+
+def graph_size(num_tokens: int, largest: int) -> int:
+    """Return to how many tokens a step is padded: 1, 2, 4, a multiple of 8 up to 256, of 16 above, or `largest`."""
+    if num_tokens <= 2:
+        return num_tokens
+    if num_tokens <= 4:
+        return min(4, largest)
+    multiple = 8 if num_tokens <= 256 else 16
+    return min(-(-num_tokens // multiple) * multiple, largest)
+
+
+def _pairs(num_tokens: int, window: int | None) -> int:
+    """Return how many tokens the first `num_tokens` attend to in sum, each to at most the last `window`."""
+    if window is None or num_tokens <= window:
+        return num_tokens * (num_tokens + 1) // 2
+    return window * (window + 1) // 2 + (num_tokens - window) * window

@@ -1,0 +1,110 @@
+"""How uncertain the coefficients of a fitted roofline are, and what that means for another model or device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import numpy as np
+
+from kvarts.errors import ConfigError
+from kvarts.limits import check_whole
+
+if TYPE_CHECKING:
+    from kvarts.executor.roofline import RooflineCost
+
+__all__ = ["FAR", "NEAR", "OWN", "MeasuredOn", "Uncertainty"]
+
+OWN, NEAR, FAR = 0.01, 0.05, 0.10
+"""How far steps are from the roofline beyond what coefficients can say, as a share of their time: where model, device
+and parallelism were measured; on that device otherwise; and on a device that was not. Guesses, which the accuracy page
+compares with what was measured."""
+LEAST_AXIS = 1e-3
+"""Axes of a smaller standard deviation, in logarithms of coefficients, change nothing that is worth a replay."""
+# How the coefficients change where all steps take longer by a share.
+SLOWER = {
+    "compute_efficiency": -1.0,
+    "bandwidth_efficiency": -1.0,
+    "attention_efficiency": -1.0,
+    "step_us": 1.0,
+    "sequence_us": 1.0,
+    "link_efficiency": -1.0,
+    "link_us": 1.0,
+}
+Finite = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+
+
+class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run was measured on."""
+
+    llm: str
+    device: str
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @classmethod
+    def of(cls, cost: RooflineCost) -> MeasuredOn:
+        """Return what `cost` is for."""
+        return cls(*(getattr(cost, field) for field in cls.__struct_fields__))
+
+
+class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The covariance of the logarithms of `coefficients`, in their order, after a fit to the runs in `measured`.
+
+    Coefficients that are not named were not fitted, and are as certain as they are given. Raises ConfigError for a
+    covariance that is none.
+    """
+
+    coefficients: tuple[str, ...]
+    covariance: tuple[tuple[Finite, ...], ...]
+    measured: tuple[MeasuredOn, ...] = ()
+
+    def __post_init__(self) -> None:
+        from kvarts.executor.roofline import COEFFICIENTS
+
+        count = len(self.coefficients)
+        check_whole(count, "uncertainty.coefficients", most=len(COEFFICIENTS))
+        for name in self.coefficients:
+            if name not in COEFFICIENTS or self.coefficients.count(name) > 1:
+                raise ConfigError(f"{name!r} is not one coefficient", field="uncertainty.coefficients")
+        matrix = np.array([*self.covariance], np.float64) if self.covariance else np.zeros((0, 0))
+        if any(len(row) != count for row in self.covariance) or len(self.covariance) != count:
+            raise ConfigError(f"must have {count} rows of {count} numbers", field="uncertainty.covariance")
+        if not np.allclose(matrix, matrix.T, rtol=1e-6, atol=1e-12) or np.linalg.eigvalsh(matrix).min() < -1e-9:
+            raise ConfigError("is no covariance: not symmetric, or negative", field="uncertainty.covariance")
+
+    def share_of(self, cost: RooflineCost) -> float:
+        """Return how far steps of `cost` are from the roofline beyond its coefficients: OWN, NEAR or FAR."""
+        wanted = MeasuredOn.of(cost)
+        if not self.measured or wanted in self.measured:
+            return OWN
+        return NEAR if any(each.device == wanted.device for each in self.measured) else FAR
+
+    def alternatives(self, cost: RooflineCost) -> list[tuple[RooflineCost, RooflineCost]]:
+        """Return pairs of costs, one standard deviation to either side of `cost` along each axis of the uncertainty.
+
+        The square root of the sum of squares of half the differences is the standard deviation of what depends on them.
+        """
+        active = [name for name in cost.active_coefficients if name in self.coefficients or name in SLOWER]
+        places = [self.coefficients.index(name) if name in self.coefficients else None for name in active]
+        known = np.array(self.covariance, np.float64)
+        matrix = np.array([[0.0 if a is None or b is None else known[a, b] for b in places] for a in places])
+        slower = np.array([SLOWER.get(name, 0.0) for name in active])
+        matrix += self.share_of(cost) ** 2 * np.outer(slower, slower)
+        variances, directions = np.linalg.eigh(matrix)
+        pairs = []
+        for variance, direction in zip(variances[::-1], directions.T[::-1], strict=True):
+            if variance < LEAST_AXIS**2:
+                continue
+            move = direction * np.sqrt(variance)
+            pairs.append((_moved(cost, active, move), _moved(cost, active, -move)))
+        return pairs
+
+
+def _moved(cost: RooflineCost, names: Sequence[str], move: Sequence[float]) -> RooflineCost:
+    changes = {name: cost.coefficient(name) * exp(by) for name, by in zip(names, move, strict=True)}
+    return msgspec.structs.replace(cost, uncertainty=None, **changes)

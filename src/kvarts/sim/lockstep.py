@@ -1,0 +1,192 @@
+"""Engines in lock step: the ranks of data parallelism of a model with experts.
+
+Experts are divided over the ranks, so that every layer waits for the tokens of all. Steps of the ranks start together
+and take as long as their batches say together; a rank with nothing to compute waits for the others. Steps that are
+alike on every rank are done at once, and leave the same as one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvarts.executor.cost import CostModel
+from kvarts.request import Request
+from kvarts.sched.plan import Batch, StepPlan, StepResult
+from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica
+
+__all__ = ["GivenDuration", "LockstepCost", "Ranks", "num_ranks_of"]
+
+
+class LockstepCost(CostModel, Protocol):
+    """How long steps of several engines take together. Promises: as a CostModel; the order of ranks does not matter."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many engines are in lock step; 1: each is by itself."""
+
+    def together_ns(self, batches: Sequence[Batch]) -> int:
+        """Return the duration of a step of the ranks that have a batch."""
+
+    def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
+        """Return the durations of steps of decodes: their number and known tokens, of each rank that has any."""
+
+
+def num_ranks_of(cost: object) -> int:
+    """Return how many engines with this cost model are in lock step; 1 for a cost model that does not say."""
+    return int(getattr(cost, "num_ranks", 1))
+
+
+class GivenDuration:
+    """A VirtualExecutor with steps that take as long as it was told."""
+
+    needs_page_ids = False
+
+    def __init__(self, cost: CostModel) -> None:
+        self.duration_ns = 0
+        self.decode_ns = cost.decode_ns
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Return the duration of the step."""
+        return StepResult(self.duration_ns)
+
+
+class Ranks:
+    """A Runner of replicas in lock step, without tiers. Owner of the step that they are in.
+
+    `executors`: of the replicas, in the same order.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        executors: Sequence[GivenDuration],
+        cost: LockstepCost,
+        *,
+        step_by_step: bool = False,
+    ) -> None:
+        self._ranks = list(zip(replicas, executors, strict=True))
+        self._cost = cost
+        self._leaps = not step_by_step
+        self._under_way: list[Replica] = []
+        """The replicas with a step, or steps that are alike, under way."""
+        self._idle: list[Replica] = []
+        """Those that were asked and had nothing to compute."""
+        self._is_under_way = False
+        self._last_decode_ns = 10_000_000
+        self.is_pausing = False
+        self.now_ns = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to do or to wait for."""
+        return any(replica.has_work for replica, _ in self._ranks)
+
+    def wake(self, now_ns: int) -> None:
+        """End a pause at `now_ns`, because a request arrives."""
+        if self.is_pausing:
+            self.is_pausing = self._is_under_way = False
+            self._emit_idle()
+        if not self._is_under_way and now_ns > self.now_ns:
+            self.now_ns = now_ns
+
+    def flush(self) -> None:
+        """Hand all waiting events to their readers."""
+        for replica, _ in self._ranks:
+            replica.flush()
+
+    def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
+        """Start a step of every rank at `now_ns`, and all that are alike and start before `until_ns`.
+
+        Return when the last one ends. `finish` must be called for that time before anything else is done.
+        """
+        assert not self._is_under_way
+        self._is_under_way = True
+        busy = [(replica, executor) for replica, executor in self._ranks if replica.has_work]
+        num_steps = self._num_alike(busy, now_ns)
+        if num_steps > 0:
+            until_ns = min(until_ns, self._holds_until_ns(busy, now_ns))
+            self.now_ns = self._leap(busy, now_ns, until_ns, num_steps)
+            return self.now_ns
+        computing = []
+        for replica, executor in busy:
+            if replica.engine.prepare(now_ns):
+                computing.append((replica, executor))
+            else:
+                replica.engine.now_ns = now_ns
+                self._idle.append(replica)
+        if not computing:
+            self.now_ns = self._holds_until_ns(busy, now_ns) if self.has_work else now_ns
+            assert self.now_ns < NEVER_NS, "L8: there is work, and nothing can be computed"
+            self.is_pausing = True
+            return self.now_ns
+        batches = [replica.engine.plan.batch for replica, _ in computing]
+        duration_ns = self._cost.together_ns(batches)
+        for replica, executor in computing:
+            executor.duration_ns = duration_ns
+            replica.engine.carry_out(now_ns)
+            self._under_way.append(replica)
+        self.now_ns = now_ns + duration_ns
+        return self.now_ns
+
+    def finish(self) -> list[Request]:
+        """End what `start` started; return the requests that finished, rank by rank in admission order."""
+        self._is_under_way = self.is_pausing = False
+        finished = [request for replica in self._under_way for request in replica.finish()]
+        self._under_way.clear()
+        self._emit_idle()
+        return finished
+
+    def run_until(self, until_ns: int, finished: list[Request]) -> None:
+        """Do steps as long as there is work and the next one starts before `until_ns`.
+
+        Add the requests that finished to `finished`.
+        """
+        while True:
+            if self._is_under_way:
+                if self.now_ns > until_ns:
+                    return
+                finished += self.finish()
+            if self.now_ns >= until_ns or not self.has_work:
+                return
+            self.start(self.now_ns, until_ns)
+
+    def quiet_until(self, now_ns: int) -> int | None:
+        """Return when the last step would end if many alike could start now: no request ends before. Else None."""
+        busy = [pair for pair in self._ranks if pair[0].has_work]
+        num_steps = self._num_alike(busy, now_ns)
+        next_ns = self._holds_until_ns(busy, now_ns)
+        if not num_steps or next_ns <= now_ns:
+            return None
+        return min(now_ns + sum(self._durations_ns(busy, min(num_steps, MOST_STEPS))), next_ns)
+
+    def _emit_idle(self) -> None:
+        for replica in self._idle:
+            replica.engine.emit()
+        self._idle.clear()
+
+    def _num_alike(self, busy: Sequence[tuple[Replica, GivenDuration]], now_ns: int) -> int:
+        if not self._leaps or not busy:
+            return 0
+        return min(replica.scheduler.horizon(now_ns) for replica, _ in busy)
+
+    def _holds_until_ns(self, busy: Sequence[tuple[Replica, GivenDuration]], now_ns: int) -> int:
+        """Return when another request may become the head of a waiting queue."""
+        queues = [replica.scheduler.waiting for replica, _ in busy]
+        return min((queue.holds_until_ns(now_ns) for queue in queues if queue.num_waiting), default=NEVER_NS)
+
+    def _durations_ns(self, busy: Sequence[tuple[Replica, GivenDuration]], num_steps: int) -> list[int]:
+        wheels = [replica.scheduler.wheel for replica, _ in busy]
+        return self._cost.decodes_together_ns([(wheel.num_decoding, wheel.known_tokens) for wheel in wheels], num_steps)
+
+    def _leap(self, busy: Sequence[tuple[Replica, GivenDuration]], now_ns: int, until_ns: int, num_steps: int) -> int:
+        num_steps = min(num_steps, (until_ns - now_ns) // self._last_decode_ns + 2, MOST_STEPS)
+        durations_ns = self._durations_ns(busy, num_steps)
+        end_ns = now_ns + sum(durations_ns)
+        while len(durations_ns) > 1 and end_ns - durations_ns[-1] >= until_ns:
+            end_ns -= durations_ns.pop()
+        self._last_decode_ns = durations_ns[-1] or 1
+        for replica, _ in busy:
+            replica.leap(now_ns, list(durations_ns), end_ns)
+            self._under_way.append(replica)
+        return end_ns

@@ -1,0 +1,42 @@
+"""How uncertain the latencies of a replay are, where a fit said how uncertain its cost model is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any, Protocol
+
+__all__ = ["UncertainCost", "spread_of"]
+
+METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+
+Distributions = dict[str, dict[str, float | None]]
+
+
+class UncertainCost(Protocol):
+    """A cost model with alternatives: pairs, one standard deviation to either side along axes that are independent."""
+
+    def alternatives(self) -> list[tuple[Any, Any]]:
+        """Return the pairs; none where nothing is uncertain."""
+
+
+def spread_of(pairs: list[tuple[Any, Any]], replayed: Callable[[Any], Distributions]) -> Distributions:
+    """Return one standard deviation of each statistic of latency, in milliseconds.
+
+    `replayed`: answers the distributions by metric of a replay with one of the cost models. None where a replay has no
+    such value.
+    """
+    squares: dict[tuple[str, str], float | None] = {(a, b): 0.0 for a in METRICS for b in STATISTICS}
+    for above, below in pairs:
+        high, low = replayed(above), replayed(below)
+        for (metric, statistic), sum_so_far in squares.items():
+            one, other = high[metric][statistic], low[metric][statistic]
+            if sum_so_far is None or one is None or other is None:
+                squares[metric, statistic] = None
+            else:
+                squares[metric, statistic] = sum_so_far + ((one - other) / 2) ** 2
+    spread: Distributions = {metric: {} for metric in METRICS}
+    for (metric, statistic), total in squares.items():
+        spread[metric][statistic] = None if total is None else sqrt(total)
+    return spread
