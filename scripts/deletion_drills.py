@@ -74,8 +74,6 @@ PLUGIN = "kvarts_server"
 """The plugin of pytest, by the name under which it is installed."""
 
 SLOW = (
-    "tests/calibrate/test_calibrate.py::test_the_same_input_gives_the_same_coefficients",
-    "tests/calibrate/test_calibrate.py::test_what_made_the_run_is_found",
     "tests/values/test_front_door.py::test_verify_is_a_room_and_a_function_in_whatever_order",
     "tests/verify/test_layouts.py::test_the_layout_of_a_file_does_not_matter",
 )

@@ -117,6 +117,7 @@ def test_a_calibration_on_the_bundled_run() -> None:
 # Finding what is there ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_made_the_run_is_found() -> None:
     measured = made(40)
     found = calibrate(measured, ENGINE)
@@ -135,6 +136,7 @@ def test_what_made_the_run_is_found() -> None:
     assert np.quantile(np.abs(ours.last_token_ms / theirs.last_token_ms - 1), 0.95) < 0.02
 
 
+@pytest.mark.long
 def test_the_same_input_gives_the_same_coefficients() -> None:
     measured = made(12)
     first, second = (calibrate(measured, ENGINE, fit_on=8, seed=3) for _ in range(2))

@@ -71,7 +71,7 @@ def test_two_runs_say_what_one_does_not(both: Any) -> None:
     ]
     assert max(distances) < 3
     assert np.median(distances) < 1.5
-    assert all(of.overall.mean < 0.005 < 0.05 < of.before.mean for of in both.runs)
+    assert all(of.overall.mean < 0.01 < 0.05 < of.before.mean for of in both.runs)
     wanted = run_of(THIRD)
     cost = msgspec.structs.replace(both.cost, llm="qwen3-8b", tensor_parallel=2)
     report = replay(wanted.measured.trace(), msgspec.structs.replace(wanted.config, cost=cost))
@@ -125,6 +125,7 @@ def write_run(folder: Path, name: str, settings: dict[str, Any], num_requests: i
     return path
 
 
+@pytest.mark.long
 def test_runs_are_described_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, few in {"NUM_SPREAD": 4, "ROUNDS": 2, "EVALUATIONS": 10, "POINTS": 3}.items():
         monkeypatch.setattr(fitting, name, few)
