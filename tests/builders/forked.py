@@ -14,6 +14,8 @@ from typing import IO
 
 from kvarts.cli.main import run_main
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 __all__ = ["Ended", "fork", "opened", "run_forked", "wait_for"]
 
 
@@ -28,12 +30,16 @@ class Ended:
 def fork(arguments: Sequence[object], err: Path, prepare: Callable[[], object] = lambda: None) -> int:
     """Start `kvarts` with `arguments`; return the process. `prepare` runs in it, before its streams are looked at."""
     sys.stdout.flush()
+    # A signal that comes at once must not reach what the child has of the test runner.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     process = os.fork()
     if process:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return process
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for number in SIGNALS:
+            signal.signal(number, _end_at_once)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
@@ -49,6 +55,10 @@ def fork(arguments: Sequence[object], err: Path, prepare: Callable[[], object] =
             os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(1)
+
+
+def _end_at_once(number: int, _: object) -> None:
+    os._exit(128 + number)
 
 
 def opened(number: int, encoding: str) -> IO[str]:

@@ -179,7 +179,7 @@ def test_only_a_topic_is_heard(run_command: Run, fake: Fake, tmp_path: Path) -> 
         fake.send(0, stored([2, 3]), topic=b"kv@b@m")
 
     with in_thread(work):
-        run_command("watch", fake.endpoint, "--duration", 1, "--topic", "kv@b", "--verdict", tmp_path / "v.json")
+        run_command("watch", fake.endpoint, "--duration", 3, "--topic", "kv@b", "--verdict", tmp_path / "v.json")
     assert verdict_of(tmp_path / "v.json")["blocks"] == {"GPU": 2}
 
 

@@ -144,6 +144,20 @@ def test_a_signal_while_the_command_is_loaded(number: signal.Signals, code: int,
     assert not Path("new").exists()
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("moment", ["gc.disable", "main"])
+def test_a_signal_before_or_after_all_that_handles_it(
+    moment: str, number: signal.Signals, code: int, here: Path, tmp_path: Path
+) -> None:
+    """Between the first handler and the command, and between the command and the end of the process."""
+
+    def prepare() -> None:
+        pytest.MonkeyPatch().setattr(f"kvarts.cli.main.{moment}", lambda: signal.raise_signal(number))
+
+    ended = run_forked(["model", "list"], tmp_path / "err", prepare)
+    assert (ended.code, "Traceback" in ended.err) == (code, False), ended.err
+
+
 def test_two_processes_do_not_share_a_run_directory(here: Path, tmp_path: Path) -> None:
     errs = [tmp_path / "first", tmp_path / "second"]
     for _ in range(3):

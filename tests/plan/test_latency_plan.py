@@ -32,6 +32,7 @@ def replayed(asked: Callable[..., Any], command: str) -> Any:
     return asked(*words[1:], "--json")
 
 
+@pytest.mark.long
 def test_each_router_has_its_fewest_replicas_and_one_less_is_too_few(
     tmp_path: Path, asked: Callable[..., Any], run_command: Callable[..., int]
 ) -> None:
@@ -145,6 +146,7 @@ def test_no_place_below_the_answer_is_known_to_keep_it(keeps: list[bool], known:
 
 @settings(max_examples=25)
 @given(small_traces(most_requests=10), st.integers(1, 4), st.integers(8, 40), st.integers(1, 60), st.integers(1, 4))
+@pytest.mark.long
 def test_of_all_steps_replayed_the_cheapest_is_the_lowest_that_keeps_the_slo(
     trace: Trace, page_size: int, num_pages: int, ttft_ms: int, share: int
 ) -> None:

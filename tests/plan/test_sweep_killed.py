@@ -82,6 +82,7 @@ def key_of(line: bytes) -> list[str]:
         return []
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_at_random_gives_the_same_table_and_leaves_no_process(
     config: Path, tmp_path: Path, run_command: Callable[..., int]
 ) -> None:

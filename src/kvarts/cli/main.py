@@ -103,9 +103,14 @@ def _failed(what: str, code: int) -> int:
 def run_main() -> None:
     """Run the command line as a process, and end it."""
     guard_streams()
-    handle_signals()
-    gc.disable()  # a command makes many objects that live to its end, and no cycles worth looking for
-    end(main())
+    try:
+        handle_signals()
+        gc.disable()  # a command makes many objects that live to its end, and no cycles worth looking for
+        end(main())
+    except KeyboardInterrupt:  # before `main`, or after it: nothing is under way
+        end(_failed("interrupted", 128 + signal.SIGINT))
+    except Terminated as error:
+        end(_failed("terminated", 128 + error.number))
 
 
 def run() -> None:
