@@ -183,6 +183,8 @@ def test_a_consumer_that_begins_late_goes_on_from_full_state_while_the_engine_ru
                 if owner > 50:
                     gone = owner - 50
                     events.reader.observe([PagesRemoved(content(gone, gone, owner=gone), 0, 1)])
+                if owner % 8 == 0:
+                    time.sleep(0.001)  # all of it is read below
                 owner += 1
 
         engine = threading.Thread(target=run)
@@ -204,6 +206,26 @@ def test_a_consumer_that_begins_late_goes_on_from_full_state_while_the_engine_ru
         state = NaiveConsumer()
         state.apply(events.publisher._wire.encode(events.reader.snapshot().told, 0.0))
         assert consumer.content() == state.content() != {}
+
+
+def test_an_engine_that_is_faster_than_the_sender_does_not_keep_a_request_waiting() -> None:
+    with opened() as (events, client):
+        stop = threading.Event()
+
+        def run() -> None:
+            owner = 0
+            while not stop.is_set():
+                store(events, 1, owner)
+                owner += 1
+
+        engine = threading.Thread(target=run)
+        engine.start()
+        try:
+            time.sleep(0.2)
+            assert state_of(client.replay(-2)).content()["GPU"]
+        finally:
+            stop.set()
+            engine.join()
 
 
 def test_a_replay_that_is_too_late_begins_with_full_state_where_that_is_asked_for() -> None:

@@ -13,6 +13,8 @@ from kvarts.serve.kv_events.told import Batch
 __all__ = ["Outbox"]
 
 MAX_WAITING = 100_000
+AT_ONCE = 1000
+"""Batches that are sent before the sender looks at what is asked of it."""
 
 
 class Outbox:
@@ -48,14 +50,21 @@ class Outbox:
         return self._read.fileno()
 
     def take(self) -> Iterator[Batch]:
-        """Take batches until none is left."""
+        """Take batches, AT_ONCE at most: until none is left would never end beside a fast engine."""
         with suppress(BlockingIOError):
             while self._read.recv(4096):
                 pass
-        while self._waiting:
+        for _ in range(min(len(self._waiting), AT_ONCE)):
             yield self._waiting.popleft()
+        if self._waiting:
+            self.wake()
         with self._has_room:
             self._has_room.notify_all()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._waiting
 
     def close(self) -> None:
         """Close the descriptors, and let go what waits for room."""

@@ -124,7 +124,7 @@ class ZmqPublisher:
                 self._send(batch)
             if self._replay is not None:
                 self._answer(self._replay)
-            if is_closing:
+            if is_closing and self._outbox.is_empty:
                 break
         self._publish.close()
         if self._replay is not None:
