@@ -85,6 +85,7 @@ def test_two_runs_say_what_one_does_not(both: Any) -> None:
         assert abs(ours - theirs) < 2 * spread
 
 
+@pytest.mark.long
 def test_what_a_run_does_not_say_stays_guessed() -> None:
     """One request at a time, on one device, hardly feels the time of a sequence; and no link at all."""
     run = run_of(DENSE, 12)
@@ -344,6 +345,7 @@ def test_results_that_do_not_add_up_are_named(tmp_path: Path, text: str, says: s
 # What to measure ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_design_says_what_each_benchmark_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "POINTS", 4)
     candidates = [each for each in CANDIDATES if each.name in ("light-short", "heavy-short", "small-light")]

@@ -111,7 +111,7 @@ def clear(folder: Path, before: dict[str, bytes | None]) -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("name", ["replay", "report"])
 def test_signals_at_some_moments(name: str, number: signal.Signals, here: Path, tmp_path: Path) -> None:
-    strike(name, here, tmp_path, number, 3)
+    strike(name, here, tmp_path, number, 2)
 
 
 @pytest.mark.long

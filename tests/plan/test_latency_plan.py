@@ -98,6 +98,7 @@ def test_the_recommendation_for_the_conversation_trace_keeps_its_slo(
     assert replayed(asked, below["command"])["goodput"]["ratio"] == below["slo_ratio"] < 0.95
 
 
+@pytest.mark.long
 def test_the_recommendation_for_the_bundled_sample_keeps_its_slo(asked: Callable[..., Any]) -> None:
     latency = asked("plan", "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--json")["latency"]
     cheapest = latency["options"][0]

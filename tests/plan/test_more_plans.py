@@ -165,7 +165,9 @@ def test_the_page_has_everything_and_needs_nothing(planned: Callable[[], tuple[A
     assert all(point["command"].encode().split(b" ")[0] == b"kvarts" for point in values["at"])
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "dark", [pytest.param(False, id="light"), pytest.param(True, id="dark", marks=pytest.mark.long)]
+)
 def test_the_page_in_a_browser(
     planned: Callable[[], tuple[Any, Path]], browser: Callable[[bool], Any], dark: bool
 ) -> None:

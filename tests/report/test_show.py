@@ -143,7 +143,9 @@ def test_a_run_without_a_journal_says_so(run_dir: Path, tmp_path: Path) -> None:
     assert b"the journal of events was not read" in render_html(RunDirectory(copy))
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "dark", [pytest.param(False, id="light"), pytest.param(True, id="dark", marks=pytest.mark.long)]
+)
 def test_the_page_in_a_browser(run_dir: Path, tmp_path: Path, browser: Callable[[bool], Any], dark: bool) -> None:
     page = tmp_path / "report.html"
     page.write_bytes(render_html(RunDirectory(run_dir), {run_dir: TOLD}))
