@@ -218,26 +218,6 @@ def prompts(vocabulary: int) -> list[list[int]]:
     return [*made, [*made[2][:50], 3, 4], made[1]]
 
 
-def generated(model: Any, prompt: list[int]) -> list[int]:
-    """Return what `generate` says to one prompt."""
-    import torch
-
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
-
-
 def outcome_of(family: str) -> Outcome:
     """Build a family, and run it."""
     try:
@@ -251,6 +231,7 @@ def compare(family: str, model: Any) -> Outcome:
     """Run a model in pages, and compare it with `generate`."""
     from kvarts.config import EngineConfig
     from kvarts.errors import ConfigError
+    from kvarts.llm.check import generated
     from kvarts.llm.llm import LLM
     from kvarts.sampling import SamplingParams
 
@@ -267,7 +248,7 @@ def compare(family: str, model: Any) -> Outcome:
     except Exception as error:  # a defect, whatever it is
         return Outcome(family, "wrong", f"cannot be examined ({first_line(error)})")
     try:
-        expected = [generated(reference, prompt) for prompt in asked]
+        expected = [generated(reference, prompt, NUM_TOKENS) for prompt in asked]
     except Exception as error:  # whatever its code raises
         return Outcome(family, "none", f"does not generate by itself ({first_line(error)})")
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -19,8 +19,9 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.events import Arrived, Rejected
 from kvarts.llm.detokenizing import DetokenizingExecutor
+from kvarts.llm.listener import EngineDeadError
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineDeadError, EngineLoop
+from kvarts.llm.loop import EngineLoop
 from kvarts.sampling import Likeliest, SamplingParams
 from kvarts.sched.plan import StepPlan, StepResult
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvarts.clock import VirtualClock
 from kvarts.errors import ConfigError
-from kvarts.llm.loop import EngineDeadError
+from kvarts.llm.listener import EngineDeadError
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.session.config import SessionsConfig

@@ -79,7 +79,7 @@ def check_model(
         max_num_seqs=4,
     )
     with _by_itself(model):
-        expected = [_generated(model, prompt, num_tokens) for prompt in prompts]
+        expected = [generated(model, prompt, num_tokens) for prompt in prompts]
     llm = LLM(model, None, config, attention=attention)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     said = [list(completion.tokens) for completion in llm.generate(prompts, params)]
@@ -148,7 +148,8 @@ def _by_itself(model: Any) -> Iterator[None]:
         model.set_attn_implementation(ATTENTION)
 
 
-def _generated(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+def generated(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the tokens that `generate` of transformers chooses after one prompt, greedily and past any end token."""
     ids = torch.tensor([list(prompt)], device=model.device)
     out = model.generate(
         ids,

@@ -17,50 +17,18 @@ from threading import Condition, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
 from kvarts.errors import KvartsError
+from kvarts.llm.listener import EngineDeadError, Gone, Holds, Listener
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.text import Completion, Generation
 from kvarts.sampling import SamplingParams
 
-__all__ = ["EngineDeadError", "EngineLoop", "Gone", "Holds", "Listener"]
+__all__ = ["EngineLoop"]
 
 T = TypeVar("T")
 
 LINGER_S = 0.005
 """For how long the thread of an idle loop waits for a next task: starting a thread takes longer than most tasks."""
 Prompt = tuple[Sequence[int], SamplingParams]
-
-
-class EngineDeadError(KvartsError):
-    """An engine that an error in an earlier step has left in an unknown state."""
-
-    exit_code = 1
-
-
-class Listener(Protocol):
-    """Receives what becomes of one request, in the thread that has the engine. Promises to raise only Gone."""
-
-    def update(self, generation: Generation) -> None:
-        """Note the state of the request after a step in which it did not end."""
-
-    def end(self, completion: Completion) -> None:
-        """Note that the request has ended."""
-
-    def fail(self, error: BaseException) -> None:
-        """Note that the request will never end."""
-
-
-class Gone(Exception):  # noqa: N818  # not an error: nothing listens any more
-    """Raised by a listener when its event loop is closed."""
-
-
-class Holds(Protocol):
-    """Passes on what listeners are told, and can keep it for a moment."""
-
-    def hold(self) -> None:
-        """Keep what comes from now on."""
-
-    def release(self) -> None:
-        """Pass on what was kept, all at once."""
 
 
 class EngineLoop:

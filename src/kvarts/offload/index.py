@@ -67,19 +67,7 @@ class TierIndex:
 
     def find(self, content: Content, start: int, limit: int) -> int:
         """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
-        position = 0
-        node = self._roots.get(content.salt)
-        while node is not None and position < limit and node.children:
-            child = node.children.get(content.key(position))
-            if child is None:
-                break
-            common = content.common_pages(child.content, position, child.end if child.end < limit else limit)
-            if common > start and child.state is not NodeState.STORED:
-                break
-            position = common
-            if common < child.end:
-                break
-            node = child
+        _, position, _ = self._stored_from(content, start, limit)
         return position - start if position > start else 0
 
     def stored(self, content: Content, end: int) -> list[tuple[int, int]]:
@@ -111,22 +99,11 @@ class TierIndex:
 
     def pin_stored(self, content: Content, start: int, limit: int) -> TierRun | None:
         """Pin what `find` finds, with all runs before it; return the deepest run of it, or None if that is nothing."""
-        position = 0
-        node = self._roots.get(content.salt)
-        while node is not None and position < limit and node.children:
-            child = node.children.get(content.key(position))
-            if child is None:
-                break
-            common = content.common_pages(child.content, position, child.end if child.end < limit else limit)
-            if common > start and child.state is not NodeState.STORED:
-                break
-            position = common
-            if common < child.end:
-                node = self._split(child, common) if common > start else child
-                break
-            node = child
+        node, position, cut = self._stored_from(content, start, limit)
         if node is None or position <= start:
             return None
+        if cut is not None:
+            node = self._split(cut, position)
         self._pin(node)
         return node
 
@@ -348,6 +325,23 @@ class TierIndex:
                 break
             position = content.common_pages(child.content, position, child.end if child.end < end else end)
             if position < child.end:
+                return node, position, child
+            node = child
+        return node, position, None
+
+    def _stored_from(self, content: Content, start: int, limit: int) -> tuple[TierRun | None, int, TierRun | None]:
+        """Return as `_walk` does, but end before the first run that is not stored and has pages from `start` on."""
+        node = self._roots.get(content.salt)
+        position = 0
+        while node is not None and position < limit and node.children:
+            child = node.children.get(content.key(position))
+            if child is None:
+                break
+            common = content.common_pages(child.content, position, child.end if child.end < limit else limit)
+            if common > start and child.state is not NodeState.STORED:
+                break
+            position = common
+            if common < child.end:
                 return node, position, child
             node = child
         return node, position, None

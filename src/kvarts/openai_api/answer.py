@@ -16,8 +16,8 @@ from typing import Protocol
 
 import msgspec
 
+from kvarts.llm.listener import Gone
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import Gone
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import Likeliest

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import KvartsError
-from kvarts.llm.loop import EngineDeadError
+from kvarts.llm.listener import EngineDeadError
 
 __all__ = ["ApiError", "api_error"]
 

@@ -14,7 +14,7 @@ from kvarts.openai_api.bodies import ChatBody, CompletionBody, decoded, messages
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange, chat_asks, completion_asks
 from kvarts.openai_api.models import Models
-from kvarts.openai_api.served import Served
+from kvarts.openai_api.served import Ask, Served
 
 if TYPE_CHECKING:
     from kvarts.openai_api.metrics import Metrics
@@ -184,16 +184,7 @@ class Routes:
         served = self._models.of(body.model)
         asks, _ = completion_asks(served, body, exchange.request_id)
         rendered = [
-            {
-                "request_id": f"cmpl-{exchange.request_id}-{number}",
-                "token_ids": list(ask.tokens),
-                "sampling_params": _params(ask.params),
-                "model": body.model or served.names[0],
-                "stream": bool(body.stream),
-                "cache_salt": body.cache_salt,
-                "priority": body.priority or 0,
-                "kv_transfer_params": body.kv_transfer_params,
-            }
+            _rendered(f"cmpl-{exchange.request_id}-{number}", served, body, ask)
             for number, ask in enumerate(asks[:: body.num_choices])
         ]
         await self._tell(exchange, rendered)
@@ -203,19 +194,7 @@ class Routes:
         body = decoded(exchange.payload, ChatBody)
         served = self._models.of(body.model)
         ask = chat_asks(served, body, exchange.request_id)[0]
-        await self._tell(
-            exchange,
-            {
-                "request_id": f"chatcmpl-{exchange.request_id}",
-                "token_ids": list(ask.tokens),
-                "sampling_params": _params(ask.params),
-                "model": body.model or served.names[0],
-                "stream": bool(body.stream),
-                "cache_salt": body.cache_salt,
-                "priority": body.priority or 0,
-                "kv_transfer_params": body.kv_transfer_params,
-            },
-        )
+        await self._tell(exchange, _rendered(f"chatcmpl-{exchange.request_id}", served, body, ask))
 
     # Switches ---------------------------------------------------------------------------------------------
 
@@ -295,6 +274,14 @@ def _facts_of(served: Served) -> dict[str, Any]:
     }
 
 
-def _params(params: Any) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(params)
-    return told
+def _rendered(request_id: str, served: Served, body: CompletionBody | ChatBody, ask: Ask) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "token_ids": list(ask.tokens),
+        "sampling_params": msgspec.to_builtins(ask.params),
+        "model": body.model or served.names[0],
+        "stream": bool(body.stream),
+        "cache_salt": body.cache_salt,
+        "priority": body.priority or 0,
+        "kv_transfer_params": body.kv_transfer_params,
+    }

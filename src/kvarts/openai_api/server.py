@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import signal
 import socket
 from collections.abc import Callable, Iterator
 
@@ -17,6 +16,7 @@ from kvarts.errors import ConfigError
 from kvarts.openai_api.app import ABORT, OpenAIApp
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.models import Models
+from kvarts.signals import asked_to_stop
 
 __all__ = ["Address", "OpenAIServer", "serve_until_signal"]
 
@@ -169,17 +169,7 @@ async def serve_until_signal(
     `listening` is called with the URL once clients may come. Until `startup_delay_s` is over, the server answers that
     it is starting. `say` is told of lag.
     """
-    loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
-
-    def stop() -> None:
-        stopping.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-    for number in signals:
-        loop.add_signal_handler(number, stop)
+    stopping = asked_to_stop()
     models.set_starting(is_starting=startup_delay_s > 0)
     await server.start()
     listening(server.url)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from math import fsum, isnan
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,11 +21,12 @@ from kvarts.columns import Column
 from kvarts.events import Blocked
 from kvarts.kv.transfer import TransferTotals
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
+from kvarts.report.run_config import RunConfig
 from kvarts.report.steps import StepLog
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.working_set import working_set_pages
 
-__all__ = ["REPORT_VERSION", "Report", "RunConfig", "Slo"]
+__all__ = ["REPORT_VERSION", "Report"]
 
 REPORT_VERSION = 1
 NS_PER_MS = 1e6
@@ -34,45 +35,6 @@ LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "s
 STATUS_NAMES = ("completed", "rejected", "failed")
 
 Distribution = dict[str, float | None]
-
-
-class Slo(Protocol):
-    """What a request must keep to count as goodput: bounds in milliseconds, each optional."""
-
-    @property
-    def ttft_ms(self) -> float | None:
-        """To its first token."""
-
-    @property
-    def tpot_ms(self) -> float | None:
-        """Mean per output token after the first."""
-
-    @property
-    def e2e_ms(self) -> float | None:
-        """To its last token."""
-
-
-class RunConfig(Protocol):
-    """What a report reads of the configuration of a run."""
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of each replica."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-
-    @property
-    def replicas(self) -> int:
-        """Engines of this configuration."""
-
-    @property
-    def slo(self) -> Slo:
-        """For goodput."""
-
-    def to_builtins(self) -> dict[str, Any]:
-        """Return the configuration, JSON-able, by the names that a file and the command line use."""
 
 
 class Report:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import Callable
 
 import grpc
@@ -14,6 +12,7 @@ from kvarts.serve.binding import Binding
 from kvarts.serve.owners import Owners, TokenCheck
 from kvarts.serve.sessions import CONTRACT, SERVICE, SessionsDoor
 from kvarts.session.runtime import SessionRuntime
+from kvarts.signals import asked_to_stop
 
 __all__ = ["MAX_MESSAGE_BYTES", "SessionServer", "serve_until_signal"]
 
@@ -83,17 +82,7 @@ async def serve_until_signal(server: SessionServer, listening: Callable[[str], N
 
     A second signal ends the process at once.
     """
-    loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
-
-    def stop() -> None:
-        stopping.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-    for number in signals:
-        loop.add_signal_handler(number, stop)
+    stopping = asked_to_stop()
     try:
         listening(await server.start())
         await stopping.wait()

@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from kvarts.llm.listener import Gone
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineLoop, Gone
+from kvarts.llm.loop import EngineLoop
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams

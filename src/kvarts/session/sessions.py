@@ -14,8 +14,8 @@ import numpy as np
 
 from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.llm.host import ModelHost
+from kvarts.llm.listener import EngineDeadError, Gone
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineDeadError, Gone
 from kvarts.sampling import SamplingParams
 from kvarts.session.errors import SessionBusyError, SessionNotReadyError, SessionValueError
 from kvarts.session.exclusive import Exclusive

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from threading import Lock
 
-from kvarts.llm.loop import Gone
+from kvarts.llm.listener import Gone
 from kvarts.session.values import Done, Update
 
 __all__ = ["Outbox", "UpdateStream"]

@@ -30,13 +30,15 @@ NAMES = ("chat", "code")
 TOKEN_BYTES = {"chat": 8, "code": 12}
 
 
-def shared(pages: int, budget: int, seqs: int, *, has_host: bool, turns: Any = "tokens") -> SharingConfig:
+def shared(
+    pages: int, budget: int, seqs: int, *, has_host: bool, turns: Any = "tokens", step_ms: float = 0.05
+) -> SharingConfig:
     offload = None
     if has_host:
         from kvarts.offload.config import OffloadConfig
 
         offload = OffloadConfig(host_memory=f"{pages * 16 * 8}B", policy="eager")
-    cost = LinearCost(step_ms=0.05, chunk_token_ms=0.01, decode_ms=0.01)
+    cost = LinearCost(step_ms=step_ms, chunk_token_ms=0.01, decode_ms=0.01)
     each = ReplayConfig(
         page_size=2,
         max_num_batched_tokens=max(budget, 2 * seqs),
@@ -177,9 +179,10 @@ def test_a_recorded_run_of_several_models_replays_to_the_same_events(
 
 
 def test_a_run_in_which_models_preempt_each_other_replays_to_the_same_events() -> None:
-    config = shared(100, 64, 6, has_host=False)
+    # Steps are so long that the borrowing model still runs when the other asks, also where this process is held up.
+    config = shared(100, 64, 6, has_host=False, step_ms=10.0)
     borrowing = [("code", Sent(0.0, [index] * 12, 30)) for index in range(6)]
-    reclaiming = [("chat", Sent(1.5 + 0.2 * index, [index] * 13, 20, priority=1)) for index in range(12)]
+    reclaiming = [("chat", Sent(30.0 + 0.2 * index, [index] * 13, 20, priority=1)) for index in range(12)]
     sent = [*borrowing, *reclaiming]
     rows, live = served_live(config, sent)
     preempted = [

@@ -1,0 +1,25 @@
+"""Signals that ask a server to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+__all__ = ["asked_to_stop"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def asked_to_stop() -> asyncio.Event:
+    """Return an event of the running loop that the first SIGTERM or SIGINT sets. A second one ends the process."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        stopping.set()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop)
+    return stopping
