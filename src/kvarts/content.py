@@ -109,7 +109,8 @@ class Content:
         else:
             first = page * self.page_size // self.unit_tokens * UNIT_BYTES
             last = -(-(page + 1) * self.page_size // self.unit_tokens) * UNIT_BYTES
-        return bytes(self.units[first:last])
+        key = self.units[first:last]
+        return key if isinstance(key, bytes) else bytes(key)
 
     def common_pages(self, other: Content, start: int, end: int) -> int:
         """Return the largest r in [start, end] with pages [start, r) equal in both, given that all pages before are."""

@@ -126,17 +126,18 @@ class Engine:
 
     def carry_out(self, now_ns: int) -> None:
         """Execute the step that `prepare` planned: the second half of `begin`."""
-        log, scheduler, plan = self.log, self.scheduler, self.plan
-        batch = plan.batch
+        plan, tell = self.plan, self.log.tell
         result = self._result = self.executor.execute(plan)
         if self.tiers is not None and self.executor.needs_page_ids:
+            batch = plan.batch
             moving_ns = sum(report.duration_ns for report in result.transfer_reports)
             num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
             self.tiers.measure(num_tokens, batch.num_decodes, result.duration_ns - moving_ns)
-        if log.tell is not None:
-            log.tell(step_done(scheduler, plan, now_ns, result.duration_ns, self._num_withheld))
-        self.now_ns = now_ns + result.duration_ns
-        if self.now_ns > LATEST_NS:
+        duration_ns = result.duration_ns
+        if tell is not None:
+            tell(step_done(self.scheduler, plan, now_ns, duration_ns, self._num_withheld))
+        end_ns = self.now_ns = now_ns + duration_ns
+        if end_ns > LATEST_NS:
             raise TooLateError
 
     def end(self) -> list[Request]:

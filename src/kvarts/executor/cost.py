@@ -56,10 +56,9 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
         num_decodes = batch.num_decodes
         known_tokens = batch.decode_known_tokens
         for chunk in batch.chunks:
-            prompt = chunk.num_prompt_tokens
             start = chunk.start
             end = start + chunk.num_tokens
-            if end > prompt:  # a recompute
+            if end > (prompt := chunk.num_prompt_tokens):  # a recompute
                 if end == chunk.num_known_tokens:
                     num_decodes += 1
                     known_tokens += end
@@ -78,7 +77,8 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
             u = known_tokens / batch.pool_tokens
             if u > 1.0:
                 u = 1.0
-            duration_ns += round(max(1.0, -25.74 * u * u + 54.01 * u + 5.74) * 1e6)
+            # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
+            duration_ns += round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6)
         return duration_ns
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
@@ -89,7 +89,6 @@ class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polyno
                 u = known / pool_tokens
                 if u > 1.0:
                     u = 1.0
-                # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
                 durations.append(round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6))
             return durations
         # In place, and in the order of the loop above, so that both round alike.

@@ -93,9 +93,10 @@ class PageCache:
 
         Return their ids, or None where pages are only counted. Raise PageError for more than are free.
         """
-        if not 0 <= count <= self.num_free:
+        num_free = self.num_free - count
+        if count < 0 or num_free < 0:
             raise PageError(f"{count} pages asked for, {self.num_free} free")
-        self.num_free -= count
+        self.num_free = num_free
         pool = self.pool
         make_room = pool.make_room
         if make_room is not None:
@@ -200,6 +201,18 @@ class PageCache:
             raise PageError("the holding is closed")
         self.tree.extend(holding.path, content, num_full_pages, holding.page_ids)
 
+    def fill(self, holding: Holding, content: Content, num_pages: int, num_full_pages: int) -> None:
+        """Do what `grow` to `num_pages` and then `publish` do, in one call: this runs for every chunk of a prompt."""
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+        if num_pages > holding.num_pages:
+            taken_ids = self.take(num_pages - holding.num_pages)
+            if taken_ids is not None:
+                assert holding.page_ids is not None
+                holding.page_ids += taken_ids
+            holding.num_pages = num_pages
+        self.tree.extend(holding.path, content, num_full_pages, holding.page_ids)
+
     def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
         """Release everything: full pages become cached, deepest first, the rest empty.
 
@@ -212,12 +225,14 @@ class PageCache:
         # With ids, the ids are the pages; without, others may have taken more for it, and never fewer.
         if num_full_pages > num_pages or num_pages < num_known or (page_ids is not None and num_pages != num_known):
             raise PageError(f"{num_pages} pages, {num_full_pages} of them full, and the holding has {num_known}")
-        if num_pages - num_known > self.num_used:
-            raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
-        self.publish(holding, content, num_full_pages)
-        num_findable = path[-1].end if path else 0
         tree = self.tree
         num_cached = tree.num_cached
+        if num_pages - num_known > self.pool.num_taken - num_cached:
+            raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+        tree.extend(path, content, num_full_pages, page_ids)
+        num_findable = path[-1].end if path else 0
         tree.release(path)
         num_private = num_pages - num_findable
         if num_private:

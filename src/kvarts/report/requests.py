@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -68,13 +68,17 @@ class RequestLog:
                 request.num_admissions,
                 request.num_preemptions,
                 request.recomputed_tokens,
-                *(request.cached_tokens_below or (0,) * self._num_tiers)[: self._num_tiers],
+                *(self._cached_below(request) if self._num_tiers else ()),
             )
         )
         if request.stalls_ns:
             self.stalls_ns += request.stalls_ns
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
+
+    def _cached_below(self, request: Request) -> Sequence[int]:
+        """Return the tokens that `request` had from each tier."""
+        return (request.cached_tokens_below or (0,) * self._num_tiers)[: self._num_tiers]
 
     def reject(self, request: Request, row: TraceRequest, replica: int, reason: str, status: int = REJECTED) -> None:
         """Add `request`, which was refused on arrival, or with FAILED, ended without its last token."""

@@ -138,13 +138,14 @@ class Prefill:
         if own is not None:
             self._own_pages.compute(own, start, end)
         else:
-            cache, page_size = self._cache, self._page_size
+            page_size = self._page_size
             holding, content = request.holding, request.content
             assert holding is not None
-            cache.grow(holding, -(-end // page_size))
             # No other request can hit a page of unknown tokens; its own can, once it has released the page.
-            num_full = min(end // page_size, content.num_known_pages)
-            cache.publish(holding, content, num_full)
+            num_full = end // page_size
+            if num_full > content.num_known_pages:
+                num_full = content.num_known_pages
+            self._cache.fill(holding, content, -(-end // page_size), num_full)
             if self._loads is not None and num_full > start // page_size:
                 self._loads.add_computed(content, num_full, holding)
         running = self._running

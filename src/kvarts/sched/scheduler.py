@@ -34,6 +34,7 @@ from kvarts.sched.wheel import DecodeWheel
 __all__ = ["Scheduler"]
 
 S = RequestState
+NONE: frozenset[Request] = frozenset()
 RUNNING, LOADING, WAITING = (S.PREFILLING, S.DECODING), (S.LOADING, S.LOADED), (S.WAITING, S.PREEMPTED)
 
 
@@ -100,9 +101,8 @@ class Scheduler:
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
         num_tokens = request.num_prompt_tokens + request.max_tokens - 1
         num_pages = -(-num_tokens // config.page_size) if num_tokens > 0 else 1
-        num_reserved = self.own_pages.reserve.num_pages
-        num_most = self.pages.num_most - num_reserved
-        if request.own is None and num_pages > num_most:
+        num_most = self.pages.num_most - (num_reserved := self.own_pages.reserve.num_pages)
+        if num_pages > num_most and request.own is None:
             request.become(RequestState.REJECTED)
             is_alone = self.pages.num_most == config.num_pages
             room = "the pool has" if is_alone else "beside what is guaranteed to other models there are"
@@ -236,7 +236,7 @@ class Scheduler:
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
         batch = self._batch
-        stopped: frozenset[Request] = frozenset()
+        stopped = NONE
         if batch is not None:
             assert result is not None
             batch.keep(self.wheel.step, result)
@@ -283,7 +283,7 @@ class Scheduler:
             self._prefill.publish_filled(num_steps)
         return due
 
-    def commit_many(self, num_steps: int, end_ns: int, stopped: frozenset[Request] = frozenset()) -> list[Request]:
+    def commit_many(self, num_steps: int, end_ns: int, stopped: frozenset[Request] = NONE) -> list[Request]:
         """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order.
 
         `stopped`: requests that end with the token of this step, whether it is their last or not.

@@ -102,7 +102,8 @@ class Replica:
                 if waiting.num_waiting and (holds_until_ns := waiting.holds_until_ns(now_ns)) < until_ns:
                     until_ns = holds_until_ns
                 return self._leap(now_ns, until_ns, num_steps)
-        if engine.begin(now_ns):
+        if engine.prepare(now_ns):
+            engine.carry_out(now_ns)
             return engine.now_ns
         next_ns = self._next_ns(now_ns) if engine.has_work else now_ns
         return self._pause(next_ns)

@@ -58,13 +58,13 @@ class _Loop:
 
     def next_ns(self) -> int | None:
         """Return when the next turn or the next request of the trace arrives."""
-        if self._is_turn_next():
+        if self._later and self._is_turn_next():
             return self._later[0][0]
         return None if self._upcoming is None else self._upcoming_ns
 
     def pop(self) -> TraceRequest:
         """Remove and return the turn that is due, or else the next request of the trace."""
-        if self._is_turn_next():
+        if self._later and self._is_turn_next():
             return heappop(self._later)[2]
         request = self._upcoming
         assert request is not None
@@ -76,7 +76,8 @@ class _Loop:
         return request.session_id is not None and bool(self._turns.get(request.session_id))
 
     def _is_turn_next(self) -> bool:
-        return bool(self._later) and (self._upcoming is None or self._later[0][0] <= self._upcoming_ns)
+        """Return whether the first of the turns that are due, of which there are some, comes next."""
+        return self._upcoming is None or self._later[0][0] <= self._upcoming_ns
 
     def _advance(self) -> None:
         """Read the next request of the trace."""
@@ -174,7 +175,7 @@ class ClosedLoop(_Loop):
 
     def pop(self) -> TraceRequest:
         """Remove and return the next request; one that begins a session takes a place."""
-        is_turn = self._is_turn_next()
+        is_turn = bool(self._later) and self._is_turn_next()
         request = super().pop()
         if not is_turn:
             self._num_free -= 1
@@ -190,7 +191,7 @@ class ClosedLoop(_Loop):
             self._push_turn(now_ns + (turn.delay_ns or 0), turn)
 
     def _is_turn_next(self) -> bool:
-        return super()._is_turn_next() or (not self._num_free and bool(self._later))
+        return not self._num_free or super()._is_turn_next()
 
 
 def source_of(trace: Trace, *, concurrency: int | None, speedup: float) -> Source:
