@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from kvarts.cli.main import main
 from kvarts.cli.paths import role_of
 
-from builders.calls import CALLS, commands, snapshot
+from builders.calls import CALLS, commands, present, snapshot
 
 pytestmark = pytest.mark.laws
 
@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 @pytest.fixture
 def kept(here: Path) -> Path:
-    """The folder of all calls, which no example may change but for names that begin with x."""
+    """The folder of all calls, which no example may change but for names that begin with x, and the one of sweeps."""
     return here
 
 
@@ -72,7 +72,7 @@ def check_inputs(folder: Path, before: dict[str, bytes | None]) -> None:
     after = snapshot(folder)
     assert {path: data for path, data in after.items() if path in before} == before
     for path in set(after) - set(before):
-        assert Path(path).parts[0].startswith("x"), f"{path} was left"
+        assert Path(path).parts[0].startswith(("x", "swept")), f"{path} was left"
         target = folder / path
         if target.exists():
             shutil.rmtree(target) if target.is_dir() else target.unlink()
@@ -105,6 +105,10 @@ def options(name: str) -> st.SearchStrategy[list[str]]:
 
 
 NAMES = ["replay", "compare", "report", "story", "verify", "model show"]
+# All that end by themselves; those that serve or talk to a server are told what they must refuse in other tests.
+TALKING = ("chat", "mock", "serve model", "serve sessions", "watch")
+ALL_NAMES = [name for name, call in present(CALLS).items() if not (name in TALKING or call.is_slow)]
+ALL_NAMES.remove("model list")  # it has no options
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -219,10 +223,10 @@ def test_other_files(name: str, words: list[str], kept: Path, at: int, cut: int,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_options_for_long(name: str, kept: Path) -> None:
     """For KVARTS_FUZZ_S seconds in all, 600 unless it says otherwise: `-m long -k for_long`."""
-    until_s = time.monotonic() + float(os.environ.get("KVARTS_FUZZ_S", "600")) / len(NAMES)
+    until_s = time.monotonic() + float(os.environ.get("KVARTS_FUZZ_S", "600")) / len(ALL_NAMES)
 
     @settings(max_examples=200, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
