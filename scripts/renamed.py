@@ -82,4 +82,39 @@ RENAMED: list[Renamed] = [
         "below the table of a replay stands a sentence on what to try next",
         side="after",
     ),
+    *(
+        Renamed(
+            "model/list/*",
+            re.compile(rb"^(rtx-pro-6000-server|\S+ ) *", re.M),
+            rb"\1 ",
+            "names of models are longer",
+            side=side,
+        )
+        for side in SIDES
+    ),
+    Renamed(
+        "model/list/*",
+        re.compile(
+            rb"^(gemma-3-1b|gemma-3-4b|gemma-3-12b|gemma-3n|gemma-4|gpt-oss-20b|llama-4|kimi|qwen3-next|qwen3\.5|glm"
+            rb"|nemotron|granite).*\n",
+            re.M,
+        ),
+        b"",
+        "there are more models",
+        side="after",
+    ),
+    Renamed(
+        "model/*stdout",
+        re.compile(rb'^  "(kv_groups|sequence)": [\[{]\n(?:   .*\n)*  [\]}],\n|^    "state_bytes": 0,\n', re.M),
+        b"",
+        "KV groups of a model, what a sequence takes in them, and how many fit",
+        side="after",
+    ),
+    Renamed(
+        "model/*stdout",
+        re.compile(rb"^KV groups .*\n(?: .*\n)*a sequence .*\n(?: +[\d,]+ fit.*\n)?", re.M),
+        b"",
+        "KV groups of a model, what a sequence takes in them, and how many fit",
+        side="after",
+    ),
 ]

@@ -76,6 +76,7 @@ MOVED = {
 MOVED_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "kvarts.engine": {"kvarts.event_log": ("Observer=EventReader",), "kvarts.sched.policy": ("NEVER_NS",)},
     "kvarts.events": {"kvarts.event_log": ("StepSink=EventReader",)},
+    "kvarts.hardware.geometry": {"kvarts.hardware.model_config": ("load_geometry", "preset_names")},
     "kvarts.live": {},
     "kvarts.offload.lane": {"kvarts.offload.channel": ("Lane=Channel",)},
     "kvarts.replayer": {

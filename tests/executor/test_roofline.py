@@ -21,6 +21,7 @@ from builders.case import Case, cases
 from builders.laws import assert_fast_as_slow
 
 MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b", "deepseek-v3", "gpt-oss-120b", "mistral-7b"]
+MODELS += ["gemma-4-26b-a4b", "gemma-3n-e4b", "qwen3-next-80b-a3b", "llama-4-maverick"]
 
 rooflines = st.builds(
     RooflineCost,
@@ -86,6 +87,7 @@ def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
         parts = max(1, min(cost.pipeline_parallel, sequences))
         num_tokens = padded(batch.num_tokens, cost.graph_tokens)
         read_s = work_s = 0.0
+        rest = geometry.common_matrix  # what layers have beside plain attention and feed-forward: states, low ranks
         for layer in range(geometry.num_layers):
             numbers = geometry.attention_matrix
             if experts is None or layer < geometry.num_layers - experts.num_layers:
@@ -96,23 +98,29 @@ def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
                 missed = (1 - experts.per_token / experts.count) ** (of_all / parts)
                 read_s += experts.count * (1 - missed) * one * bits[geometry.expert_dtype] / 8 / bandwidth
                 work_s += 2 * one * experts.per_token * of_all / flops(geometry.expert_dtype)
+            rest -= numbers
             read_s += numbers * bits[geometry.weight_dtype] / 8 / bandwidth
             work_s += 2 * numbers * num_tokens / flops(geometry.weight_dtype)
+        read_s += rest * bits[geometry.weight_dtype] / 8 / bandwidth
+        work_s += 2 * rest * num_tokens / flops(geometry.weight_dtype)
         if sampled:
             read_s += geometry.vocab_size * geometry.hidden_size * 2 / bandwidth
             work_s += 2 * geometry.vocab_size * geometry.hidden_size * sampled / flops(geometry.dtype)
         seconds = max(read_s / cost.bandwidth_efficiency, work_s / parts) / ways
         latent = geometry.latent
-        if latent is None:
-            heads = max(1, -(-geometry.num_kv_heads // ways))
-            token_bytes = 2 * heads * geometry.head_dim * bits[cost.kv_dtype or geometry.dtype] / 8
-            operations = decode_operations = 4 * geometry.num_heads * geometry.head_dim / ways
-        else:
-            token_bytes = (latent.kv_rank + latent.rope_dim) * bits[cost.kv_dtype or geometry.dtype] / 8
-            operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) / ways
-            decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim) / ways
-        kv_s = token_bytes / bandwidth / cost.attention_efficiency
-        for window in geometry.windows:
+        for attending in geometry.layers:
+            if not attending.attends:
+                continue
+            window = attending.span
+            if latent is None:
+                heads = max(1, -(-attending.num_heads // ways))
+                token_bytes = heads * attending.head_numbers * bits[cost.kv_dtype or geometry.dtype] / 8
+                operations = decode_operations = 2 * geometry.num_heads * attending.head_numbers / ways
+            else:
+                token_bytes = (latent.kv_rank + latent.rope_dim) * bits[cost.kv_dtype or geometry.dtype] / 8
+                operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) / ways
+                decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim) / ways
+            kv_s = token_bytes / bandwidth / cost.attention_efficiency
             for chunk in batch.chunks:
                 pairs = sum(min(end, window or end) for end in range(chunk.start + 1, chunk.end + 1))
                 read = min(chunk.end, (window or chunk.end) + chunk.num_tokens)
@@ -121,7 +129,8 @@ def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
                 each = batch.decode_known_tokens / batch.num_decodes
                 seen = batch.num_decodes * min(each, window or each)
                 seconds += seen * max(decode_operations / flops(geometry.dtype), kv_s) / parts
-        slowest = max(slowest, seconds + sequences * cost.sequence_us / 1e6)
+        state_s = 2 * geometry.state_bytes / ways / bandwidth / cost.bandwidth_efficiency
+        slowest = max(slowest, seconds + sequences * (cost.sequence_us / 1e6 + state_s))
     # Collectives: what each device sends and receives of the activations, and a constant time.
     activation, constant = geometry.hidden_size * 2, cost.coefficient("link_us") / 1e6
     exchanged = 0.0
@@ -238,6 +247,10 @@ def test_coefficients_belong_to_the_device_and_geometry_to_the_model(tmp_path: A
             "kv_memory: is given beside pages",
         ),
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "1kB"}, "kv_memory: 1kB hold no page"),
+        (
+            {"model": "granite-4.0-h-tiny", "device": "l40s", "kv_memory": "1GiB"},
+            "kv_memory: 1GiB hold no page of 131,072 bytes beside 14,679,539,712 bytes of states of 256 sequences",
+        ),
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "much"}, "'much' is no size"),
         ({"model": "llama-3.1-8b", "device": "l40s", "tensor_parallel": 0}, "tensor_parallel"),
         ({"model": "llama-3.1-8b", "device": "cpu:", "tensor_parallel": 2}, "has no link"),

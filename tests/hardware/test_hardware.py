@@ -12,7 +12,7 @@ from kvarts.errors import ConfigError, InputError, KvartsError, MissingFileError
 from kvarts.hardware import Device, Geometry, MemoryFit, fit_memory, load_device, load_geometry
 from kvarts.hardware.device import device_names
 from kvarts.hardware.fit import local_kv_bytes_per_token, local_weight_bytes
-from kvarts.hardware.geometry import preset_names
+from kvarts.hardware.model_config import preset_names
 
 # Counted over the modules that transformers 5.23 builds from the same configurations.
 PARAMETERS = {
@@ -26,6 +26,25 @@ PARAMETERS = {
     "gemma-3-27b": 27_009_346_304,
     "deepseek-v3": 671_026_404_352,
     "gpt-oss-120b": 116_829_156_672,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3n-e4b": 6_835_235_568,
+    "gemma-4-26b-a4b": 25_233_141_760,
+    "gemma-4-31b": 30_697_345_280,
+    "gpt-oss-20b": 20_914_757_184,
+    "llama-4-scout": 107_769_861_120,
+    "llama-4-maverick": 400_711_848_960,
+    "kimi-k2": 1_026_408_209_408,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "glm-4.5-air": 106_852_245_504,
+    "glm-4.7": 352_797_814_784,
+    "nemotron-h-56b": 56_324_350_464,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "granite-4.0-h-small": 32_207_337_984,
 }
 KV_BYTES_PER_TOKEN = {
     "llama-3.1-8b": 32 * 2 * 8 * 128 * 2,
@@ -38,6 +57,25 @@ KV_BYTES_PER_TOKEN = {
     "gemma-3-27b": 62 * 2 * 16 * 128 * 2,
     "deepseek-v3": 61 * (512 + 64) * 2,
     "gpt-oss-120b": 36 * 2 * 8 * 64 * 2,
+    "gemma-3-1b": 26 * 2 * 1 * 256 * 2,
+    "gemma-3-4b": 34 * 2 * 4 * 256 * 2,
+    "gemma-3-12b": 48 * 2 * 8 * 256 * 2,
+    "gemma-3n-e4b": (35 - 15) * 2 * 2 * 256 * 2,
+    "gemma-4-26b-a4b": (25 * 2 * 8 * 256 + 5 * 2 * 2 * 512) * 2,
+    "gemma-4-31b": (50 * 2 * 16 * 256 + 10 * 2 * 4 * 512) * 2,
+    "gpt-oss-20b": 24 * 2 * 8 * 64 * 2,
+    "llama-4-scout": 48 * 2 * 8 * 128 * 2,
+    "llama-4-maverick": 48 * 2 * 8 * 128 * 2,
+    "kimi-k2": 61 * (512 + 64) * 2,
+    "qwen3-next-80b-a3b": 12 * 2 * 2 * 256 * 2,
+    "qwen3.5-27b": 16 * 2 * 4 * 256 * 2,
+    "qwen3.5-35b-a3b": 10 * 2 * 2 * 256 * 2,
+    "glm-4.5-air": 46 * 2 * 8 * 128 * 2,
+    "glm-4.7": 92 * 2 * 8 * 128 * 2,
+    "nemotron-h-56b": 10 * 2 * 8 * 128 * 2,
+    "nemotron-3-nano-30b-a3b": 6 * 2 * 2 * 128 * 2,
+    "granite-4.0-h-tiny": 4 * 2 * 4 * 128 * 2,
+    "granite-4.0-h-small": 4 * 2 * 8 * 128 * 2,
 }
 
 

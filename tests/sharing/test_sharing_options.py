@@ -11,6 +11,7 @@ import pytest
 
 from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig, load_trace, replay, replay_shared
 from kvarts.cli.replay import all_sections
+from kvarts.hardware import load_geometry
 from kvarts.settings import given_in
 from kvarts.sharing.config import check_combination, resolve_shares, resolve_sharing
 
@@ -83,6 +84,20 @@ def test_python_says_the_same_with_values() -> None:
 def test_from_python_an_error_names_the_field(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
         SharingConfig(**{"models": {"a": ModelShare(**NUMBERS)}, "kv_memory": "1MiB", **values})
+
+
+def test_states_of_all_models_are_set_aside() -> None:
+    each = ReplayConfig(max_num_seqs=8)
+    states = 8 * load_geometry("granite-4.0-h-tiny").state_bytes
+    models = {"a": ModelShare(model="granite-4.0-h-tiny"), "b": ModelShare(model="qwen3-0.6b")}
+    given = SharingConfig(models=models, each=each, device="h100-80gb", kv_memory="4GiB")
+    assert given.kv_bytes == (4 << 30) - states
+    fits = SharingConfig(models=models, each=each, device="h100-80gb")
+    more = SharingConfig(models=models, each=ReplayConfig(max_num_seqs=16), device="h100-80gb")
+    logits = 2 * 4 * 8 * load_geometry("qwen3-0.6b").vocab_size
+    assert abs(fits.kv_bytes - more.kv_bytes - states) <= logits, "and the logits of as many sequences"
+    with pytest.raises(ConfigError, match=r"kv_memory: 1MiB hold no more than .* bytes of states"):
+        SharingConfig(models=models, each=each, device="h100-80gb", kv_memory="1MiB")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from kvarts.cli import llm_check, llm_tiny
+from kvarts.cli.model_groups import group_values, layers_text, numbers_text, sequence_rows
 from kvarts.cli.options import Command, GroupedCommand, given_by_flags, options_of
 from kvarts.cli.printing import print_json
 from kvarts.config import EngineConfig
@@ -30,14 +31,18 @@ def model_command() -> None:
 def list_command() -> None:
     """List the models and devices that are known by name, with where their figures are from."""
     from kvarts.hardware.device import device_names, load_device
-    from kvarts.hardware.geometry import load_geometry, preset_names
+    from kvarts.hardware.model_config import load_geometry, preset_names
 
+    width = max(len(name) for name in (*preset_names(), *device_names())) + 2
     for name in preset_names():
-        click.echo(f"{name:<16}{load_geometry(name).source}")
+        click.echo(f"{name:<{width}}{load_geometry(name).source}")
     click.echo()
     for name in device_names():
-        click.echo(f"{name:<16}{load_device(name).source}")
+        click.echo(f"{name:<{width}}{load_device(name).source}")
 
+
+SEQUENCE_TOKENS = 32_768
+"""What a sequence takes at this length is said where no other is asked for."""
 
 SECTIONS = (
     Section(struct=ModelSettings, title="Model and device"),
@@ -59,15 +64,17 @@ KEYS = (
 
 
 @model_command.command("show", cls=GroupedCommand, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
+@click.option("--sequence-tokens", metavar="N", type=int, help="Also print what a sequence of N tokens takes. [32768]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def show_command(model: str, as_json: bool, **settings: Any) -> None:
-    """Print what a token and a page take, and with --device how many pages fit.
+def show_command(model: str, sequence_tokens: int | None, as_json: bool, **settings: Any) -> None:
+    """Print what a token, a page and a sequence take, and with --device how many pages and sequences fit.
 
     MODEL is a name that `kvarts model list` knows, a config.json as Hugging Face models have it, or the directory that
     holds one.
     """
     from kvarts.hardware import fit_memory, load_device, load_geometry
     from kvarts.hardware.fit import local_kv_bytes_per_token
+    from kvarts.hardware.sequences import fit_sequences, local_kv_groups
 
     given = given_by_flags(settings, SECTIONS)
     formats, on, engine = given.build(ModelSettings), given.build(DeviceSettings), given.build(EngineConfig)
@@ -89,6 +96,20 @@ def show_command(model: str, as_json: bool, **settings: Any) -> None:
                 max_num_seqs=engine.max_num_seqs,
             )
         token_bytes = local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, on.pipeline_parallel)
+        placed: dict[str, Any] = {
+            "page_size": page_size,
+            "tensor_parallel": tensor_parallel,
+            "pipeline_parallel": on.pipeline_parallel,
+            "kv_dtype": kv_dtype,
+        }
+        groups = local_kv_groups(geometry, **placed)
+        sequence = fit_sequences(
+            geometry,
+            SEQUENCE_TOKENS if sequence_tokens is None else sequence_tokens,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            memory=fit,
+            **placed,
+        )
     except ConfigError as error:
         raise given.named(error, (setting for section in SECTIONS for setting in section.settings)) from error
     if as_json:
@@ -102,11 +123,16 @@ def show_command(model: str, as_json: bool, **settings: Any) -> None:
             "kv_bytes_per_page": token_bytes * page_size,
             "page_size": page_size,
             "layers_by_window": {str(window or "all"): count for window, count in geometry.layers_by_window.items()},
+            "kv_groups": [group_values(group) for group in groups],
+            "sequence": msgspec.to_builtins(sequence),
             "fit": None if fit is None else {**msgspec.to_builtins(fit), "equation": fit.equation},
         }
         print_json(values)
         return
-    for name, text in _rows(geometry, token_bytes, page_size, on, kv_dtype, fit):
+    rows = _rows(geometry, token_bytes, page_size, on, kv_dtype, fit)
+    if sequence_tokens is not None or geometry.keeps_less:
+        rows += sequence_rows(groups, page_size, sequence)
+    for name, text in rows:
         click.echo(f"{name:<14}{text}")
 
 
@@ -125,17 +151,14 @@ def _rows(
         ("model", f"{geometry.name} ({geometry.source})"),
         ("parameters", parameters),
         ("weights", f"{geometry.weight_bytes:,} bytes"),
-        ("layers", ", ".join(_layers(window, count) for window, count in geometry.layers_by_window.items())),
+        ("layers", ", ".join(layers_text(group.layer, group.num_layers) for group in geometry.kv_groups)),
     ]
-    numbers = f"{-(-geometry.num_layers // on.pipeline_parallel)} layers x "
-    if geometry.latent is None:
-        heads = -(-geometry.num_kv_heads // on.tensor_parallel)
-        numbers += f"2 x {heads} KV heads x {geometry.head_dim}"
-    else:
-        numbers += f"({geometry.latent.kv_rank} latent + {geometry.latent.rope_dim} rotary)"
+    if geometry.state_bytes:
+        rows.append(("states", f"{geometry.state_bytes:,} bytes a sequence"))
+    numbers = numbers_text(geometry, on.tensor_parallel, on.pipeline_parallel)
     rows.append(("KV a token", f"{numbers} x {kv_dtype or geometry.dtype} = {token_bytes:,} bytes"))
     rows.append(("KV a page", f"{page_size} tokens = {page_size * token_bytes:,} bytes"))
-    if len(geometry.layers_by_window) > 1 or None not in geometry.layers_by_window:
+    if geometry.has_spans:
         long = 131_072
         least, most = geometry.kv_bytes(long, kv_dtype), long * geometry.kv_bytes_per_token(kv_dtype)
         text = f"if every layer keeps every token; {long:,} tokens need {least:,} bytes with windows, not {most:,}"
@@ -144,10 +167,6 @@ def _rows(
         rows.append(("fits", fit.equation))
         rows.append(("", f"{fit.num_pages * page_size:,} tokens in {fit.num_pages * fit.page_bytes:,} bytes"))
     return rows
-
-
-def _layers(window: int | None, count: int) -> str:
-    return f"{count} that attend to {'all tokens' if window is None else f'the last {window:,} tokens'}"
 
 
 model_command.add_command(llm_check.check_command)

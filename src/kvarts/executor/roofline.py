@@ -141,7 +141,7 @@ class RooflineCost(
     @cached_property
     def geometry(self) -> Geometry:
         """The geometry of the model."""
-        from kvarts.hardware.geometry import load_geometry  # imported only if a roofline is used
+        from kvarts.hardware.model_config import load_geometry  # imported only if a roofline is used
 
         return load_geometry(self.llm).stored_as(self.weight_dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvarts.sched.plan import Batch, Chunk
 
@@ -13,12 +13,26 @@ if TYPE_CHECKING:
 __all__ = ["StepParts", "graph_size"]
 
 
+class LayerCost(NamedTuple):
+    """Layers that attend alike. `span`: the most tokens they attend to; None for all.
+
+    `work`, `read`: what a token attended to costs one of them in arithmetic and in bytes, with the first layer of the
+    model as 1; `decode`: what it costs all of them in a decode.
+    """
+
+    span: int | None
+    num_layers: int
+    work: float
+    read: float
+    decode: float
+
+
 class StepParts:
     """The constants of a RooflineCost, in milliseconds, and the durations of the parts of a step."""
 
     def __init__(self, cost: RooflineCost) -> None:
         from kvarts.hardware.dtypes import dtype_bits
-        from kvarts.hardware.fit import local_kv_bytes_per_token
+        from kvarts.hardware.fit import local_layer_bytes_per_token
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
         flops = device.flops_per_s(geometry.weight_dtype) * cost.compute_efficiency / 1e3
@@ -32,6 +46,8 @@ class StepParts:
         self._eager_ms = cost.eager_us / 1e3
         self.step_ms = cost.step_us / 1e3
         self.sequence_ms = cost.sequence_us / 1e3
+        # A state is read and written once in a step, however many tokens of the sequence are in it.
+        self.sequence_ms += 2 * geometry.state_bytes / ways / bandwidth
         self._common_read_ms = geometry.common_matrix * matrix_bytes / ways / bandwidth
         self._common_token_ms = 2 * geometry.common_matrix / ways / flops
         self._head_read_ms = geometry.head_matrix * number_bytes / ways / bandwidth
@@ -63,22 +79,32 @@ class StepParts:
             self._pass_token_ms = (self._stages - 1) * token_bytes / link
             self.num_collectives += self._stages - 1
         self._collectives_ms = self.num_collectives * cost.coefficient("link_us") / 1e3
-        # Attention, for one layer.
-        kv_bytes = local_kv_bytes_per_token(geometry, ways, cost.kv_dtype) / geometry.num_layers
+        # Attention, for one layer: the first that attends.
+        first = geometry.attending[0].layer
+        kv_bytes = local_layer_bytes_per_token(geometry, first, ways, cost.kv_dtype)
         self._kv_read_ms = kv_bytes / (device.bandwidth_bytes_per_s * cost.attention_efficiency / 1e3)
         attention_flops = device.flops_per_s(geometry.dtype) * cost.compute_efficiency / 1e3
         latent = geometry.latent
         if latent is None:
-            prompt_operations = decode_operations = 4 * geometry.num_heads * geometry.head_dim
+            prompt_operations = decode_operations = 2 * geometry.num_heads * first.head_numbers
         else:
             # A prompt expands keys and values; a decode computes on the latent ones.
             prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
             decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
         self._pair_ms = prompt_operations / ways / attention_flops
         self._decode_pair_ms = max(decode_operations / ways / attention_flops, self._kv_read_ms)
-        self._layers = list(geometry.layers_by_window.items())
-        self.has_windows = any(window is not None for window, _ in self._layers)
-        self.context_token_ms = self._decode_pair_ms * geometry.num_layers
+        self._layers: list[LayerCost] = []
+        for group in geometry.attending:
+            layer = group.layer
+            work = layer.head_numbers / first.head_numbers
+            read = local_layer_bytes_per_token(geometry, layer, ways, cost.kv_dtype) / kv_bytes
+            decode = 1.0
+            if (work, read) != (1.0, 1.0):
+                slowest_ms = max(work * decode_operations / ways / attention_flops, read * self._kv_read_ms)
+                decode = slowest_ms / self._decode_pair_ms
+            self._layers.append(LayerCost(layer.span, group.num_layers, work, read, decode * group.num_layers))
+        self.has_windows = geometry.has_spans
+        self.context_token_ms = self._decode_pair_ms * sum(layer.decode for layer in self._layers)
         self.is_simple = not (self.has_windows or self._stages > 1 or self._eager_ms)
         """Whether the time of decodes is linear in the tokens that they know."""
 
@@ -177,20 +203,21 @@ class StepParts:
         if not self.has_windows:
             return known_tokens * self.context_token_ms
         pairs = 0.0
-        for window, count in self._layers:
-            seen = known_tokens if window is None else min(known_tokens, window * num_decodes)
-            pairs += seen * count
+        for layer in self._layers:
+            seen = known_tokens if layer.span is None else min(known_tokens, layer.span * num_decodes)
+            pairs += seen * layer.decode
         return pairs * self._decode_pair_ms
 
     def chunk_ms(self, chunk: Chunk) -> float:
         """Return the time of attention of a chunk: every token attends to itself and to all tokens before it."""
         ms = 0.0
         start, end = chunk.start, chunk.end
-        for window, count in self._layers:
-            pairs = _pairs(end, window) - _pairs(start, window)
-            read = end if window is None else min(end, window + end - start)
-            work_ms, read_ms = pairs * self._pair_ms, read * self._kv_read_ms
-            ms += count * (work_ms if work_ms > read_ms else read_ms)
+        for layer in self._layers:
+            span = layer.span
+            pairs = _pairs(end, span) - _pairs(start, span)
+            read = end if span is None else min(end, span + end - start)
+            work_ms, read_ms = pairs * self._pair_ms * layer.work, read * self._kv_read_ms * layer.read
+            ms += layer.num_layers * (work_ms if work_ms > read_ms else read_ms)
         return ms
 
 

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.hardware.device import Device
 from kvarts.hardware.dtypes import dtype_bits
-from kvarts.hardware.geometry import Geometry
+from kvarts.hardware.geometry import Geometry, whole_bytes
+from kvarts.hardware.kv_groups import KvLayer
 
-__all__ = ["MemoryFit", "fit_memory", "local_kv_bytes_per_token", "local_weight_bytes"]
+__all__ = [
+    "MemoryFit",
+    "fit_memory",
+    "local_kv_bytes_per_token",
+    "local_layer_bytes_per_token",
+    "local_state_bytes",
+    "local_weight_bytes",
+]
 
 CONTEXT_BYTES = 512 << 20
 """Bytes that the driver, the libraries and the allocator take on a device."""
 
 
 class MemoryFit(msgspec.Struct, frozen=True):
-    """Memory of one device, in bytes: pages = (fraction of memory - weights - activations - context) / page."""
+    """Memory of one device, in bytes: pages = (fraction of memory - weights - activations - context - states) / page.
+
+    `kv_bytes`: what is left for KV and states. `state_bytes`: the states of as many sequences as may run; 0 for models
+    without them.
+    """
 
     num_pages: int
     page_bytes: int
@@ -26,6 +40,7 @@ class MemoryFit(msgspec.Struct, frozen=True):
     activation_bytes: int
     context_bytes: int
     kv_bytes: int
+    state_bytes: int = 0
 
     @property
     def equation(self) -> str:
@@ -34,9 +49,10 @@ class MemoryFit(msgspec.Struct, frozen=True):
             f"{value / 2**30:.2f}"
             for value in (self.memory_bytes, self.weight_bytes, self.activation_bytes, self.context_bytes)
         ]
+        states = f" - {self.state_bytes / 2**30:.2f} states" if self.state_bytes else ""
         return (
             f"({self.memory_fraction:g} x {gib[0]} memory - {gib[1]} weights - {gib[2]} activations - "
-            f"{gib[3]} context) GiB / {self.page_bytes:,} bytes = {self.num_pages:,} pages"
+            f"{gib[3]} context{states}) GiB / {self.page_bytes:,} bytes = {self.num_pages:,} pages"
         )
 
 
@@ -48,13 +64,19 @@ def local_kv_bytes_per_token(
     KV heads are split over the devices, at least one a device; latent KV is kept whole on each device. Of
     `pipeline_parallel` stages, the one with the most layers counts.
     """
-    total = geometry.kv_bytes_per_token(kv_dtype)
+    bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
+    total = whole_bytes(sum((group.token_bits(bits, tensor_parallel) for group in geometry.kv_groups), Fraction(0)))
     if pipeline_parallel > 1:
         total = total * -(-geometry.num_layers // pipeline_parallel) // geometry.num_layers
-    if geometry.latent is not None:
-        return total
-    heads = -(-geometry.num_kv_heads // tensor_parallel)
-    return total * heads // geometry.num_kv_heads
+    return total
+
+
+def local_layer_bytes_per_token(
+    geometry: Geometry, layer: KvLayer, tensor_parallel: int = 1, kv_dtype: str | None = None
+) -> float:
+    """Return the bytes that a layer that attends reads of a token on one of `tensor_parallel` devices."""
+    bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
+    return float(-(-layer.num_heads // tensor_parallel) * layer.head_numbers * bits / 8)
 
 
 def local_weight_bytes(
@@ -69,6 +91,13 @@ def local_weight_bytes(
     experts = geometry.expert_bytes
     common = -(-(geometry.weight_bytes - experts) // (tensor_parallel * pipeline_parallel))
     return common + -(-experts // (tensor_parallel * data_parallel * pipeline_parallel))
+
+
+def local_state_bytes(
+    geometry: Geometry, num_sequences: int, tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> int:
+    """Return the bytes of states on one device, which are set aside for as many sequences: pages hold none."""
+    return -(-num_sequences * geometry.state_bytes // (tensor_parallel * pipeline_parallel))
 
 
 def fit_memory(
@@ -114,8 +143,9 @@ def fit_memory(
     weight_bytes = local_weight_bytes(geometry, **ways)
     page_bytes = page_size * local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, pipeline_parallel)
     kv_bytes = int(memory_fraction * device.memory_bytes) - weight_bytes - activation_bytes - CONTEXT_BYTES
+    state_bytes = local_state_bytes(geometry, max_num_seqs, tensor_parallel, pipeline_parallel)
     fit = MemoryFit(
-        max(0, kv_bytes // page_bytes),
+        max(0, (kv_bytes - state_bytes) // page_bytes),
         page_bytes,
         device.memory_bytes,
         memory_fraction,
@@ -123,11 +153,11 @@ def fit_memory(
         activation_bytes,
         CONTEXT_BYTES,
         max(0, kv_bytes),
+        state_bytes,
     )
     if not fit.num_pages:
-        raise ConfigError(
-            f"{geometry.name} does not fit {device.name}: {fit.equation}",
-            field="device",
-            hint="Use a larger device, more of them (tensor_parallel), or a smaller model.",
-        )
+        hint = "Use a larger device, more of them (tensor_parallel), or a smaller model."
+        if state_bytes:
+            hint = f"{hint} States are set aside for {max_num_seqs} sequences (max_seqs)."
+        raise ConfigError(f"{geometry.name} does not fit {device.name}: {fit.equation}", field="device", hint=hint)
     return fit

@@ -205,10 +205,13 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     @cached_property
     def kv_bytes(self) -> int:
-        """KV memory of the device: one set of activations, since models take turns."""
+        """KV memory of the device: one set of activations, since models take turns. States of all are set aside."""
+        states = sum(placed.state_bytes(self.each, self) for placed in self._placed.values())
         given = kv_bytes_of(self)
         if given is not None:
-            return given
+            if states and given <= states:
+                raise SettingError(f"{self.kv_memory} hold no more than {states:,} bytes of states", "kv_memory")
+            return given - states
         fits: list[MemoryFit] = []
         for name, placed in self._placed.items():
             fit = placed.fit(self.each, self, self.models[name].kv_dtype)
@@ -219,11 +222,13 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         weights = sum(fit.weight_bytes for fit in fits)
         activations = max(fit.activation_bytes for fit in fits)
         kv_bytes = int(first.memory_fraction * first.memory_bytes) - weights - activations - first.context_bytes
+        kv_bytes -= states
         if kv_bytes <= 0:
             gib = [f"{value / 2**30:.1f}" for value in (first.memory_bytes, weights, activations, first.context_bytes)]
+            beside = f" - {states / 2**30:.1f} states" if states else ""
             raise SettingError(
                 f"the models do not fit {self.device} together: {first.memory_fraction:g} x {gib[0]} memory - {gib[1]} "
-                f"weights - {gib[2]} activations - {gib[3]} context (GiB) leave nothing for KV",
+                f"weights - {gib[2]} activations - {gib[3]} context{beside} (GiB) leave nothing for KV",
                 "device",
                 hint="Use a larger device, more of them ({tensor_parallel}), or smaller weights (weight_dtype=fp8).",
             )

@@ -100,6 +100,14 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     geometry: Geometry | None = None
 
+    def state_bytes(self, engine: EngineConfig, on: DeviceSettings) -> int:
+        """Return the bytes that states of all sequences that may run take of the memory for KV."""
+        if self.geometry is None:
+            return 0
+        from kvarts.hardware.fit import local_state_bytes
+
+        return local_state_bytes(self.geometry, engine.max_num_seqs, on.tensor_parallel, on.pipeline_parallel)
+
     def fit(self, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> MemoryFit | None:
         """Return what fits beside the model. Raise ConfigError where nothing does; None where it is not known."""
         from kvarts.hardware import fit_memory, load_device
@@ -251,6 +259,8 @@ def _num_pages(placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtyp
         assert fit is not None
         return fit.num_pages
     page_bytes = engine.page_size * placed.kv_bytes_per_token
-    if kv_bytes < page_bytes:
-        raise SettingError(f"{on.kv_memory} hold no page of {page_bytes:,} bytes", "kv_memory")
-    return kv_bytes // page_bytes
+    state_bytes = placed.state_bytes(engine, on)
+    if kv_bytes - state_bytes < page_bytes:
+        beside = f" beside {state_bytes:,} bytes of states of {engine.max_num_seqs} sequences" if state_bytes else ""
+        raise SettingError(f"{on.kv_memory} hold no page of {page_bytes:,} bytes{beside}", "kv_memory")
+    return (kv_bytes - state_bytes) // page_bytes

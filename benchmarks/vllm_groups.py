@@ -1,0 +1,126 @@
+"""Drives vLLM's KV cache manager through workloads; run by compare_groups.py with a Python that has vLLM.
+
+Reads one workload a line from standard input, and writes what the manager did, one line each. No model runs: a request
+has the tokens that the workload says.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+import vllm
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+MAX_MODEL_LEN = 4096
+
+
+def spec_of(kind: str, span: int | None, page_size: int):
+    common = {"block_size": page_size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
+    if kind == "window":
+        return SlidingWindowSpec(sliding_window=span, **common)
+    if kind == "states":
+        return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="all")
+    if kind == "chunk":
+        return ChunkedLocalAttentionSpec(attention_chunk_size=span, **common)
+    return FullAttentionSpec(**common)
+
+
+class Driven:
+    """One manager, and the requests of one workload."""
+
+    def __init__(self, workload: dict) -> None:
+        page_size = workload["page_size"]
+        groups = [
+            KVCacheGroupSpec([f"layer.{index}"], spec_of(kind, span, page_size))
+            for index, (kind, span) in enumerate(workload["groups"])
+        ]
+        # One block more: vLLM keeps its block 0 to stand for blocks that are not there.
+        config = KVCacheConfig(num_blocks=workload["num_parts"] + 1, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.manager = KVCacheManager(
+            config,
+            max_model_len=MAX_MODEL_LEN,
+            scheduler_block_size=page_size,
+            hash_block_size=page_size,
+            enable_caching=True,
+        )
+        self.hasher = get_request_block_hasher(page_size, sha256)
+        self.num_groups = len(groups)
+        self.requests: dict[int, Request] = {}
+
+    def do(self, operation: list) -> list:
+        """Carry out one operation; return what it came to, the blocks in use by group, and the free ones."""
+        self.manager.new_step_starts()
+        return [*getattr(self, operation[0])(*operation[1:]), self.in_use(), self.num_free()]
+
+    def open(self, request_id: int, tokens: list[int], num_new: int) -> list:
+        params = SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True)
+        request = Request(str(request_id), tokens, params, None, block_hasher=self.hasher)
+        blocks, num_hit, _ = self.manager.get_computed_blocks(request)
+        num_new = min(num_new, len(tokens) - num_hit)
+        taken = self.manager.allocate_slots(request, num_new, num_hit, blocks)
+        if taken is not None:
+            request.num_computed_tokens = num_hit + num_new
+            self.requests[request_id] = request
+        return [num_hit, taken is not None]
+
+    def step(self, request_id: int, num_new: int) -> list:
+        request = self.requests.get(request_id)
+        if request is None:
+            return [None]
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids(num_new)  # the token that is sampled: any number will do
+        num_new = min(num_new, request.num_tokens - request.num_computed_tokens)
+        taken = self.manager.allocate_slots(request, num_new)
+        if taken is not None:
+            request.num_computed_tokens += num_new
+        return [taken is not None]
+
+    def close(self, request_id: int) -> list:
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self.manager.free(request)
+        return [request is not None]
+
+    def in_use(self) -> list[int]:
+        counts = []
+        for group in range(self.num_groups):
+            ids = set()
+            for request in self.requests.values():
+                blocks = self.manager.get_blocks(request.request_id).blocks[group]
+                ids.update(block.block_id for block in blocks if not block.is_null)
+            counts.append(len(ids))
+        return counts
+
+    def num_free(self) -> int:
+        return self.manager.block_pool.get_num_free_blocks()
+
+
+def main() -> None:
+    init_none_hash(sha256)
+    print(json.dumps({"version": vllm.__version__}), flush=True)
+    for line in sys.stdin:
+        workload = json.loads(line)
+        driven = Driven(workload)
+        print(json.dumps([driven.do(operation) for operation in workload["operations"]]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The KV groups of a model, and what a sequence takes in them, as `kvarts model show` prints them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvarts.hardware import Geometry
+    from kvarts.hardware.kv_groups import KvLayer
+    from kvarts.hardware.sequences import LocalGroup, SequenceFit
+
+__all__ = ["group_values", "layers_text", "numbers_text", "sequence_rows"]
+
+
+def layers_text(layer: KvLayer, count: int) -> str:
+    """Return what `count` layers do with the tokens before."""
+    if layer.kind == "chunk":
+        return f"{count} that attend to chunks of {layer.span:,} tokens"
+    if layer.kind == "state":
+        return f"{count} that keep a state"
+    if layer.kind == "none":
+        return f"{count} that see one token at a time"
+    seen = "all tokens" if layer.span is None else f"the last {layer.span:,} tokens"
+    text = f"{count} that attend to {seen}"
+    return f"{text} in the KV of other layers" if layer.kind == "shared" else text
+
+
+def numbers_text(geometry: Geometry, tensor_parallel: int, pipeline_parallel: int) -> str:
+    """Return what numbers a token has in layers that keep tokens, on one device of one stage."""
+    counts: dict[tuple[int, int], int] = {}
+    for layer in geometry.layers:
+        if layer.keeps_tokens:
+            size = (layer.num_heads, layer.head_numbers)
+            counts[size] = counts.get(size, 0) + 1
+    terms = []
+    for (heads, numbers), count in counts.items():
+        text = f"{-(-count // pipeline_parallel)} layers x "
+        if geometry.latent is None:
+            text += f"2 x {-(-heads // tensor_parallel)} KV heads x {numbers // 2}"
+        else:
+            text += f"({geometry.latent.kv_rank} latent + {geometry.latent.rope_dim} rotary)"
+        terms.append(text)
+    return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
+
+
+def group_values(group: LocalGroup) -> dict[str, Any]:
+    """Return a KV group for JSON."""
+    layer = group.layer
+    return {
+        "kind": layer.kind,
+        "num_layers": group.num_layers,
+        "window": layer.span,
+        "sink": layer.sink,
+        "page_bytes": group.page_bytes,
+        "state_bytes": group.state_bytes,
+    }
+
+
+def sequence_rows(groups: list[LocalGroup], page_size: int, sequence: SequenceFit) -> list[tuple[str, str]]:
+    """Return rows of KV groups, of a sequence in them, and of how many fit."""
+    rows: list[tuple[str, str]] = []
+    for group, pages in zip(groups, sequence.num_pages, strict=True):
+        if group.layer.kind in ("shared", "none"):
+            continue
+        kept = f"{group.num_layers} layers, {group.layer.kind}"
+        if group.layer.span is not None:
+            kept += f" {group.layer.span:,}"
+        if group.layer.kind == "state":
+            kept += f": {group.state_bytes:,} bytes"
+        else:
+            kept += f": {pages:,} pages of {group.page_bytes:,} bytes"
+        rows.append(("" if rows else "KV groups", kept))
+    text = f"{sequence.num_tokens:,} tokens take {sequence.num_bytes:,} bytes in pages of {page_size}"
+    if sequence.full_bytes != sequence.num_bytes:
+        text += f", and {sequence.full_bytes:,} if every layer keeps every token"
+    rows.append(("a sequence", text))
+    if sequence.num_sequences is not None:
+        text = f"{sequence.num_sequences:,} fit"
+        if sequence.num_full_sequences != sequence.num_sequences:
+            text += f", and {sequence.num_full_sequences:,} if every layer keeps every token"
+        rows.append(("", text))
+    return rows

@@ -1,0 +1,262 @@
+"""What the layers of a model keep, from its config.json: windows, chunks, latents, states, and what layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvarts.errors import ConfigError, InputError
+from kvarts.hardware.config_fields import ConfigFields
+from kvarts.hardware.geometry import Extra, State
+from kvarts.hardware.kv_groups import KvLayer
+
+__all__ = ["num_layers_of", "read_extra", "read_layers", "read_state"]
+
+# Every so many layers attend to everything, the others to a window, where the config does not say it.
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "gpt_oss": 2}
+_INTERVALS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OTHER_NAMES = {"attention": "full_attention", "mamba": "linear_attention"}
+
+
+def num_layers_of(config: ConfigFields, path: Path | None) -> int:
+    """Return the number of layers. Raise InputError if it is not said."""
+    if config.num_hidden_layers is not None:
+        return config.num_hidden_layers
+    if config.model_type == "nemotron_h" and (types := _types(config)):
+        return len(types)
+    raise InputError("Object missing required field `num_hidden_layers`", path=path, field=None)
+
+
+def block_types(config: ConfigFields, num_layers: int, path: Path | None) -> list[str]:
+    """Return the kind of each layer, as transformers names it. Raise InputError and ConfigError for what cannot be."""
+    types = _types(config)
+    if types is None:
+        types = _default_types(config, num_layers)
+    is_pattern = config.model_type == "nemotron_h" and config.layer_types is None and config.layers_block_type is None
+    field = "hybrid_override_pattern" if is_pattern else "layer_types"
+    if len(types) != num_layers:
+        raise InputError(f"names {len(types)} layers of {num_layers}", path=path, field=field)
+    known = {"full_attention", "sliding_attention"}
+    if config.model_type == "llama4_text":
+        known = {"full_attention", "chunked_attention"}
+    elif config.model_type in _STATES:
+        known = {"full_attention", "linear_attention"}
+    if config.model_type == "nemotron_h":
+        known |= {"mlp", "moe"}
+    if strange := sorted(set(types) - known):
+        raise ConfigError(f"{strange[0]!r} is not understood", path=path, field=field)
+    return types
+
+
+def _types(config: ConfigFields) -> list[str] | None:
+    types = config.layers_block_type if config.layer_types is None else config.layer_types
+    if types is None and config.hybrid_override_pattern is not None and config.model_type == "nemotron_h":
+        types = [_BLOCKS.get(block, block) for block in config.hybrid_override_pattern]
+    if types is None or config.model_type not in _STATES:
+        return types
+    return [_OTHER_NAMES.get(kind, kind) for kind in types]
+
+
+def _default_types(config: ConfigFields, num_layers: int) -> list[str]:
+    family = config.model_type
+    if family == "granitemoehybrid":
+        return ["linear_attention"] * num_layers
+    if family == "llama4_text":
+        interval = config.no_rope_layer_interval
+        rotates = config.no_rope_layers or [(layer + 1) % interval != 0 for layer in range(num_layers)]
+        return ["chunked_attention" if turns else "full_attention" for turns in rotates]
+    if family in _INTERVALS:
+        every, other = config.full_attention_interval, "linear_attention"
+    else:
+        pattern = config.sliding_window_pattern or config.other_sliding_window_pattern or _PATTERNS.get(family)
+        every, other = pattern or num_layers + 1, "sliding_attention"
+    return ["full_attention" if (layer + 1) % every == 0 else other for layer in range(num_layers)]
+
+
+def read_layers(
+    config: ConfigFields, num_layers: int, head_dim: int, state_bytes: int, path: Path | None
+) -> tuple[KvLayer, ...]:
+    """Return what each layer keeps. Raise ConfigError where no layer keeps tokens."""
+    if config.kv_lora_rank is None:
+        full = KvLayer(
+            kind="full",
+            num_heads=config.num_key_value_heads or config.num_attention_heads,
+            head_numbers=2 * head_dim,
+        )
+    else:
+        full = KvLayer(kind="latent", num_heads=1, head_numbers=config.kv_lora_rank + config.qk_rope_head_dim)
+    window = None if config.use_sliding_window is False else config.sliding_window
+    kinds = {
+        "full_attention": _global_layer(config) if config.model_type == "gemma4_text" else full,
+        "sliding_attention": _bounded(full, "window", window, path),
+        "chunked_attention": _bounded(full, "chunk", config.attention_chunk_size, path),
+        "linear_attention": KvLayer(kind="state", state_bytes=state_bytes),
+        "mlp": KvLayer(kind="none"),
+        "moe": KvLayer(kind="none"),
+    }
+    types = block_types(config, num_layers, path)
+    layers = [kinds[kind] for kind in types]
+    num_own = max(0, num_layers - config.num_kv_shared_layers)
+    own_types = set(types[:num_own])
+    for index in range(num_own, num_layers):
+        if types[index] not in own_types:
+            raise ConfigError(
+                f"is {config.num_kv_shared_layers}: layer {index} has no layer of its kind before them",
+                path=path,
+                field="num_kv_shared_layers",
+            )
+        shared = layers[index]
+        layers[index] = KvLayer(
+            kind="shared", num_heads=shared.num_heads, head_numbers=shared.head_numbers, span=shared.span
+        )
+    if not any(layer.keeps_tokens for layer in layers):
+        raise ConfigError("has no layer that keeps tokens", path=path, field="layer_types")
+    return tuple(layers)
+
+
+def _global_layer(config: ConfigFields) -> KvLayer:
+    """Return what a layer of Gemma 4 keeps that attends to all tokens: its heads are others than those of windows."""
+    heads = config.num_key_value_heads or config.num_attention_heads
+    if config.attention_k_eq_v:
+        heads = config.num_global_key_value_heads or heads
+    return KvLayer(kind="full", num_heads=heads, head_numbers=2 * config.global_head_dim)
+
+
+def _bounded(full: KvLayer, kind: str, span: int | None, path: Path | None) -> KvLayer:
+    if span is None:
+        return full
+    if full.kind == "latent":
+        raise ConfigError(
+            "is not understood beside kv_lora_rank",
+            path=path,
+            field="sliding_window" if kind == "window" else "attention_chunk_size",
+        )
+    return KvLayer(
+        kind="window" if kind == "window" else "chunk",
+        num_heads=full.num_heads,
+        head_numbers=full.head_numbers,
+        span=span,
+    )
+
+
+# States ---------------------------------------------------------------------------------------------------
+
+
+def read_state(config: ConfigFields) -> State | None:
+    """Return the state of the layers that keep one, None for a family without them."""
+    of_family = _STATES.get(config.model_type)
+    return None if of_family is None else of_family(config)
+
+
+def _mamba(config: ConfigFields, heads: int, width: int, groups: int, size: int, kernel: int, has_bias: bool) -> State:
+    """Return the state of Mamba-2: `heads` heads, `width` numbers in all of them, `size` numbers of state for each."""
+    hidden, conv = config.hidden_size, width + 2 * groups * size
+    projected = width + conv + heads
+    biases = projected + hidden if config.mamba_proj_bias or config.use_bias else 0
+    return State(
+        conv_numbers=(kernel - 1) * conv,
+        recurrent_numbers=width * size,
+        matrix=hidden * projected + width * hidden,
+        small=conv * (kernel + has_bias) + 3 * heads + width + biases,
+        recurrent_dtype=config.mamba_ssm_cache_dtype or config.mamba_ssm_dtype or "float32",
+    )
+
+
+def _granite(config: ConfigFields) -> State:
+    return _mamba(
+        config,
+        config.mamba_n_heads,
+        config.mamba_expand * config.hidden_size,
+        config.mamba_n_groups,
+        config.mamba_d_state,
+        config.mamba_d_conv,
+        config.mamba_conv_bias,
+    )
+
+
+def _nemotron(config: ConfigFields) -> State:
+    return _mamba(
+        config,
+        config.mamba_num_heads,
+        config.mamba_num_heads * config.mamba_head_dim,
+        config.n_groups,
+        config.ssm_state_size,
+        config.conv_kernel,
+        config.use_conv_bias,
+    )
+
+
+def _delta_rule(config: ConfigFields) -> State:
+    """Return the state of linear attention with a gated delta rule, as in Qwen3-Next."""
+    hidden, heads = config.hidden_size, config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = heads * config.linear_value_head_dim
+    conv = 2 * keys + values
+    kernel = config.linear_conv_kernel_dim
+    return State(
+        conv_numbers=(kernel - 1) * conv,
+        recurrent_numbers=heads * config.linear_key_head_dim * config.linear_value_head_dim,
+        matrix=hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden,
+        small=conv * kernel + 2 * heads + config.linear_value_head_dim,
+        recurrent_dtype=config.mamba_ssm_dtype or config.mamba_ssm_cache_dtype or "float32",
+    )
+
+
+_STATES: dict[str, Callable[[ConfigFields], State]] = {
+    "granitemoehybrid": _granite,
+    "nemotron_h": _nemotron,
+    "qwen3_next": _delta_rule,
+    "qwen3_5_text": _delta_rule,
+    "qwen3_5_moe_text": _delta_rule,
+}
+
+
+def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -> Extra:
+    """Return what Gemma 3n and 4 have beside attention and feed-forward layers, and where their layers differ."""
+    if config.model_type == "gemma3n_text":
+        return _gemma_3n(config, len(layers))
+    if config.model_type == "gemma4_text":
+        return _gemma_4(config, layers, head_dim)
+    return Extra()
+
+
+def _second_inputs(config: ConfigFields, num_layers: int) -> Extra:
+    """Return the embeddings that each layer has of its own, and how they come in."""
+    hidden, narrow = config.hidden_size, config.hidden_size_per_layer_input
+    if not narrow:
+        return Extra()
+    return Extra(
+        matrix=num_layers * 3 * hidden * narrow,
+        small=num_layers * hidden + narrow,
+        embeddings=config.vocab_size_per_layer_input * num_layers * narrow,
+    )
+
+
+def _gemma_3n(config: ConfigFields, num_layers: int) -> Extra:
+    """Add, for each layer, a path of low rank (LAuReL) and inputs that are mixed (AltUp)."""
+    hidden, inputs = config.hidden_size, config.altup_num_inputs
+    second = _second_inputs(config, num_layers)
+    mixing = num_layers * hidden * (2 * config.laurel_rank + inputs) + 2 * (inputs - 1) * hidden * hidden
+    return Extra(
+        matrix=second.matrix + mixing,
+        small=second.small + num_layers * (3 * hidden + inputs**2 + inputs**3),
+        embeddings=second.embeddings,
+    )
+
+
+def _gemma_4(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -> Extra:
+    """Add what layers that attend to all tokens have more or less than the others, and routers with a scale."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    own, borrowed = _global_layer(config), [layer for layer in layers if layer.kind == "shared" and layer.span is None]
+    num_full = sum(layer.kind == "full" for layer in layers)
+    kept = 1 if config.attention_k_eq_v else 2
+    plain = 2 * (config.num_key_value_heads or heads) * head_dim
+    wider = 2 * heads * (config.global_head_dim - head_dim)
+    second = _second_inputs(config, len(layers))
+    matrix = num_full * hidden * (wider + kept * own.num_heads * config.global_head_dim - plain)
+    matrix += len(borrowed) * hidden * wider
+    small = (2 * num_full + len(borrowed)) * (config.global_head_dim - head_dim)
+    if config.enable_moe_block:
+        small += len(layers) * (hidden + (config.num_experts or 0))
+    return Extra(second.matrix + matrix, second.small + small, second.embeddings)

@@ -1,0 +1,88 @@
+"""What the layers of a model keep of a sequence, and the groups of layers that keep alike.
+
+Positions count from 0. While the token at position p is computed, a layer needs what p attends to, p included; what no
+token from p on attends to can be given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal
+
+import msgspec
+
+__all__ = ["KvGroup", "KvKind", "KvLayer", "grouped"]
+
+KvKind = Literal["full", "window", "chunk", "latent", "state", "shared", "none"]
+
+
+class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one layer keeps of a sequence.
+
+    `full`: keys and values of all tokens; `latent`: one vector a token; `window`: of the last `span` tokens and the
+    first `sink`; `chunk`: of the tokens from the last multiple of `span` on; `state`: `state_bytes`, whatever the
+    length; `shared`: nothing, it reads what another layer keeps, with that layer's `span`; `none`: nothing, it sees one
+    token at a time. A token has `num_heads` times `head_numbers` numbers; devices divide heads, never their numbers.
+    """
+
+    kind: KvKind
+    num_heads: int = 0
+    head_numbers: int = 0
+    span: int | None = None
+    sink: int = 0
+    state_bytes: int = 0
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether it keeps numbers for each token that it may still need."""
+        return self.kind in ("full", "latent", "window", "chunk")
+
+    @property
+    def attends(self) -> bool:
+        """Whether it reads keys and values of other tokens, its own or those of another layer."""
+        return self.keeps_tokens or self.kind == "shared"
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position after the sink that the token at `position` attends to, in a layer that attends."""
+        if self.span is None:
+            return 0
+        if self.kind == "chunk":
+            return position - position % self.span
+        return max(0, position + 1 - self.span)
+
+    def num_tokens(self, num_tokens: int, num_new: int = 1) -> int:
+        """Return the tokens it keeps while the last `num_new` of `num_tokens` tokens are computed."""
+        if not self.keeps_tokens or not num_tokens:
+            return 0
+        first = self.first_seen(num_tokens - min(num_new, num_tokens))
+        return num_tokens - first + min(self.sink, first)
+
+    def num_pages(self, num_tokens: int, page_size: int, num_new: int = 1) -> int:
+        """Return the pages of those tokens. A page is kept as long as one of its tokens is needed."""
+        if not self.keeps_tokens or not num_tokens:
+            return 0
+        first_page = self.first_seen(num_tokens - min(num_new, num_tokens)) // page_size
+        return -(-num_tokens // page_size) - first_page + min(-(-self.sink // page_size), first_page)
+
+
+class KvGroup(msgspec.Struct, frozen=True):
+    """`num_layers` layers that keep alike."""
+
+    layer: KvLayer
+    num_layers: int
+
+    def token_bits(self, number_bits: Fraction, num_devices: int = 1) -> Fraction:
+        """Return the bits of a token in all its layers, on one of the devices that divide the heads."""
+        if not self.layer.keeps_tokens:
+            return Fraction(0)
+        heads = -(-self.layer.num_heads // num_devices)
+        return self.num_layers * heads * self.layer.head_numbers * number_bits
+
+
+def grouped(layers: Sequence[KvLayer]) -> tuple[KvGroup, ...]:
+    """Return the groups of the layers, in the order of their first layers."""
+    counts: dict[KvLayer, int] = {}
+    for layer in layers:
+        counts[layer] = counts.get(layer, 0) + 1
+    return tuple(KvGroup(layer, count) for layer, count in counts.items())

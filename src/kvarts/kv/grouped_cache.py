@@ -1,0 +1,367 @@
+"""A prefix cache of a model with layers that do not keep every token: each page has a part in every KV group.
+
+All parts draw on one memory, in bytes. A part is *used* while a sequence holds it, *cached* while it can be found and
+is not used; cached parts of all groups are one list, the least recently released first. Empty bytes are taken before
+anything is evicted.
+
+* A running sequence holds in a group only the parts that a token computed now or later attends to. The others go back
+  before the next tokens take theirs: into the list if they can be found, else they are empty. A window that is full
+  takes a part and gives one back in turn.
+* A prefix of n full pages is a hit if every group can go on from it: a group that attends to all tokens has all its
+  parts, a window or a chunk those that the token after the prefix attends to, a group of states a snapshot taken there.
+  The longest such n counts of which some group has the last page.
+* The state of a running sequence is a part of its own. A snapshot is a copy of it at the end of a page, made where the
+  caller says that a prefix ends, if the memory has room for it, and cached at once.
+
+What a window gives back is kept as a `Retention` says. Work is by the page, not by the run of pages as in `PageCache`;
+no scheduler uses it yet.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from kvarts.content import Content
+from kvarts.errors import ConfigError
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.parts import PageName, PageNames, Part
+from kvarts.kv.pool import PageError
+from kvarts.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
+
+__all__ = ["GroupMatch", "GroupedCache", "GroupedHolding", "PartGroup", "Retention"]
+
+Retention = Literal["all", "tails"]
+"""What is kept of windows and chunks: `all` parts, as in vLLM, or the `tails` that the token after the last full page
+of a marked end, or of the whole sequence, attends to."""
+
+
+class PartGroup(msgspec.Struct, frozen=True):
+    """A KV group as a cache accounts for it. `layer`: what its layers keep; `part_bytes`: of a page, or of a state.
+
+    Raises ConfigError for layers that keep nothing of their own, and for parts without bytes.
+    """
+
+    layer: KvLayer
+    part_bytes: int
+
+    def __post_init__(self) -> None:
+        check_whole(self.part_bytes, "part_bytes", most=MOST_BYTES)
+        if not (self.layer.keeps_tokens or self.is_state):
+            raise ConfigError(f"{self.layer.kind} keeps nothing", field="layer")
+
+    @property
+    def is_state(self) -> bool:
+        """Whether its parts are states."""
+        return self.layer.kind == "state"
+
+
+class GroupMatch(msgspec.Struct, eq=False):
+    """The longest prefix that every group can go on from, in full pages. Valid until the cache changes."""
+
+    names: list[PageName]
+
+    @property
+    def num_pages(self) -> int:
+        """Its length."""
+        return len(self.names)
+
+
+class GroupedHolding(msgspec.Struct, eq=False):
+    """What one running sequence holds. Written by GroupedCache.
+
+    `num_tokens`: tokens that are computed, or are about to be in this step. `parts`: for each group, the parts by page;
+    a snapshot that the sequence began from is at the last page of its prefix. `states`: for each group of states, its
+    own. `names`: of its full pages.
+    """
+
+    content: Content
+    num_tokens: int
+    names: list[PageName]
+    parts: list[dict[int, Part]]
+    states: list[Part | None]
+    is_open: bool = True
+
+
+class GroupedCache:
+    """Owner of all parts in `total_bytes`. Raises ConfigError for what cannot be, PageError for a holding closed twice.
+
+    `groups` are given back and taken from in their order, which decides what is evicted first of what one sequence
+    releases.
+    """
+
+    def __init__(
+        self, groups: Sequence[PartGroup], *, page_size: int, total_bytes: int, keeps: Retention = "all"
+    ) -> None:
+        check_whole(page_size, "page_size", most=MOST_PAGE_TOKENS)
+        check_whole(total_bytes, "total_bytes", least=0, most=MOST_BYTES)
+        if not groups:
+            raise ConfigError("there are none", field="groups")
+        if keeps not in get_args(Retention):
+            raise ConfigError(f"{keeps!r} is not known", field="keeps", hint=f"Use {' or '.join(get_args(Retention))}.")
+        self.groups = tuple(groups)
+        self.page_size = page_size
+        self.total_bytes = total_bytes
+        self.keeps: Retention = keeps
+        self.empty_bytes = total_bytes
+        self.cached_bytes = 0
+        self.num_used = [0] * len(groups)
+        """Parts in use, by group."""
+        self.num_evicted = [0] * len(groups)
+        self._names = PageNames(len(groups))
+        self._released: OrderedDict[Part, None] = OrderedDict()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be taken now: empty or cached."""
+        return self.empty_bytes + self.cached_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of parts that sequences hold."""
+        return self.total_bytes - self.free_bytes
+
+    # What groups need -------------------------------------------------------------------------------------
+
+    def _needed(self, group: PartGroup, num_tokens: int) -> tuple[int, int]:
+        """Return (s, f): of the pages of `num_tokens` tokens, later ones need the first s and those from page f on."""
+        if group.is_state:
+            # A snapshot is read by the token after it only.
+            is_page_end = num_tokens and not num_tokens % self.page_size
+            return 0, num_tokens // self.page_size - 1 if is_page_end else -(-num_tokens // self.page_size)
+        first = group.layer.first_seen(num_tokens) // self.page_size
+        return min(-(-group.layer.sink // self.page_size), first), first
+
+    def match(self, content: Content, limit: int) -> GroupMatch:
+        """Return the longest prefix of `content`, at most `limit` full pages, that every group can go on from."""
+        names = self._names.known(content, limit)
+        whole = [index for index, group in enumerate(self.groups) if group.layer.kind in ("full", "latent")]
+        bounded = [(index, group) for index, group in enumerate(self.groups) if index not in whole]
+        runs = dict.fromkeys((index for index, _ in bounded), 0)
+        """Pages in a row, up to here, that a group has."""
+        heads = dict(runs)
+        """Pages in a row from the first on."""
+        longest = 0
+        for length, name in enumerate(names, start=1):
+            if not all(name.copies[index] for index in whole):
+                break
+            can_go_on = any(name.copies)
+            for index, group in bounded:
+                runs[index] = runs[index] + 1 if name.copies[index] else 0
+                if runs[index] == length:
+                    heads[index] = length
+                sink, first = self._needed(group, length * self.page_size)
+                can_go_on = can_go_on and runs[index] >= length - first and heads[index] >= sink
+            if can_go_on:
+                longest = length
+        return GroupMatch(names[:longest])
+
+    # Taking and giving back -------------------------------------------------------------------------------
+
+    def _evict(self, num_bytes: int) -> None:
+        while self.empty_bytes < num_bytes:
+            part, _ = self._released.popitem(last=False)
+            part_bytes = self.groups[part.group].part_bytes
+            self.cached_bytes -= part_bytes
+            self.empty_bytes += part_bytes
+            self.num_evicted[part.group] += 1
+            self._forget(part)
+
+    def _forget(self, part: Part) -> None:
+        name = part.name
+        assert name is not None, "a part that cannot be found was cached"
+        name.copies[part.group].remove(part)
+        self._names.drop(name)
+
+    def _take(self, group: int) -> Part:
+        part_bytes = self.groups[group].part_bytes
+        self._evict(part_bytes)
+        self.empty_bytes -= part_bytes
+        self.num_used[group] += 1
+        return Part(group, is_kept=self.keeps == "all" or not self._is_bounded(self.groups[group]))
+
+    def _is_bounded(self, group: PartGroup) -> bool:
+        return group.layer.kind in ("window", "chunk")
+
+    def _pin(self, part: Part) -> None:
+        if not part.refs:
+            del self._released[part]
+            self.cached_bytes -= self.groups[part.group].part_bytes
+            self.num_used[part.group] += 1
+        part.refs += 1
+
+    def _release(self, part: Part) -> None:
+        part.refs -= 1
+        if part.refs:
+            return
+        part_bytes = self.groups[part.group].part_bytes
+        self.num_used[part.group] -= 1
+        if part.name is None or not part.is_kept:
+            if part.name is not None:
+                self._forget(part)
+            self.empty_bytes += part_bytes
+        else:
+            self._released[part] = None
+            self.cached_bytes += part_bytes
+
+    def _publish(self, part: Part, name: PageName) -> None:
+        part.name = name
+        name.copies[part.group].append(part)
+        self._names.use(name)
+
+    # Sequences --------------------------------------------------------------------------------------------
+
+    def open(self, content: Content, match: GroupMatch, num_new: int, *, is_end: bool = False) -> GroupedHolding | None:
+        """Begin a sequence with what was found, and take what its next `num_new` tokens need, see `advance`.
+
+        Return None, and change nothing, if that does not fit.
+        """
+        num_tokens = match.num_pages * self.page_size
+        found: list[dict[int, Part]] = []
+        for index, group in enumerate(self.groups):
+            sink, first = self._needed(group, num_tokens)
+            pages = (*range(sink), *range(first, match.num_pages))
+            found.append({page: match.names[page].copies[index][0] for page in pages})
+        to_pin = sum(self.groups[part.group].part_bytes for parts in found for part in parts.values() if not part.refs)
+        holding = GroupedHolding(content, num_tokens, list(match.names), found, [None] * len(self.groups))
+        if self._missing_bytes(holding, num_new) + to_pin > self.free_bytes:
+            return None
+        for parts in found:
+            for part in parts.values():
+                self._pin(part)
+        for name in holding.names:
+            self._names.use(name)
+        self._grow(holding, num_new, is_end)
+        return holding
+
+    def advance(self, holding: GroupedHolding, num_new: int, *, is_end: bool = False) -> bool:
+        """Give back what no token from here on attends to, then take what the next `num_new` tokens need.
+
+        Return whether that fits; if not, nothing was taken. `is_end`: other sequences may go on from here, as after a
+        prompt: the tails of windows are kept, and a snapshot of states if a page ends here and there is room for it.
+        """
+        self._check_open(holding)
+        self._settle(holding)
+        if self._missing_bytes(holding, num_new) > self.free_bytes:
+            return False
+        self._grow(holding, num_new, is_end)
+        return True
+
+    def close(self, holding: GroupedHolding) -> None:
+        """Release everything, group by group, the deepest part first: what can be found is cached, the rest empty."""
+        self._check_open(holding)
+        self._keep_tails(holding)
+        for index, parts in enumerate(holding.parts):
+            state = holding.states[index]
+            if state is not None:
+                self._release(state)
+            for page in sorted(parts, reverse=True):
+                self._release(parts[page])
+        for name in reversed(holding.names):
+            self._names.drop(name)
+        holding.parts, holding.states, holding.names = [], [], []
+        holding.is_open = False
+
+    def _check_open(self, holding: GroupedHolding) -> None:
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+
+    def _settle(self, holding: GroupedHolding) -> None:
+        """Give back the parts that no token from here on attends to, the deepest first."""
+        for group, parts in zip(self.groups, holding.parts, strict=True):
+            if group.layer.kind in ("full", "latent"):
+                continue
+            sink, first = self._needed(group, holding.num_tokens)
+            # Pages are in order, so what is given back follows those of the sink.
+            given = []
+            for page in parts:
+                if page >= first:
+                    break
+                if page >= sink:
+                    given.append(page)
+            for page in reversed(given):
+                self._release(parts.pop(page))
+
+    def _missing_bytes(self, holding: GroupedHolding, num_new: int) -> int:
+        """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
+        check_whole(num_new, "num_new")
+        end_page = -(-(holding.num_tokens + num_new) // self.page_size)
+        num_pages = end_page - -(-holding.num_tokens // self.page_size)
+        return sum(
+            group.part_bytes * (holding.states[index] is None if group.is_state else num_pages)
+            for index, group in enumerate(self.groups)
+        )
+
+    def _grow(self, holding: GroupedHolding, num_new: int, is_end: bool) -> None:
+        first_page = -(-holding.num_tokens // self.page_size)
+        holding.num_tokens += num_new
+        end_page = -(-holding.num_tokens // self.page_size)
+        for index, group in enumerate(self.groups):
+            if not group.is_state:
+                for page in range(first_page, end_page):
+                    holding.parts[index][page] = self._take(index)
+            elif holding.states[index] is None:
+                holding.states[index] = self._take(index)
+        self._name(holding)
+        if is_end:
+            self._keep_tails(holding)
+            if not holding.num_tokens % self.page_size:
+                self._keep_snapshots(holding)
+
+    def _keep_tails(self, holding: GroupedHolding) -> None:
+        """Mark what the token after the last full page attends to."""
+        num_pages = holding.num_tokens // self.page_size
+        for group, parts in zip(self.groups, holding.parts, strict=True):
+            if self._is_bounded(group):
+                sink, first = self._needed(group, num_pages * self.page_size)
+                for page in (*range(sink), *range(first, num_pages)):
+                    if page in parts:
+                        parts[page].is_kept = True
+
+    def _name(self, holding: GroupedHolding) -> None:
+        """Make parts of full pages findable."""
+        names = holding.names
+        for page in range(len(names), holding.num_tokens // self.page_size):
+            name = self._names.after(names[-1] if names else self._names.root(holding.content.salt), holding.content)
+            self._names.use(name)
+            names.append(name)
+            for group, parts in zip(self.groups, holding.parts, strict=True):
+                if not group.is_state and page in parts:
+                    self._publish(parts[page], name)
+
+    def _keep_snapshots(self, holding: GroupedHolding) -> None:
+        """Copy the states to parts of their own, as far as these are not there already and fit."""
+        name = holding.names[-1]
+        missing = [index for index, group in enumerate(self.groups) if group.is_state and not name.copies[index]]
+        if sum(self.groups[index].part_bytes for index in missing) > self.free_bytes:
+            return
+        for index in missing:
+            part = self._take(index)
+            self._publish(part, name)
+            self._release(part)  # a copy that nothing holds
+
+    # Laws -------------------------------------------------------------------------------------------------
+
+    def check(self, holdings: Iterable[GroupedHolding]) -> None:
+        """Assert that bytes are conserved, and that parts are held exactly as often as sequences say."""
+        held: dict[Part, int] = {}
+        for holding in holdings:
+            for parts, state in zip(holding.parts, holding.states, strict=True):
+                for part in (*parts.values(), *(() if state is None else (state,))):
+                    held[part] = held.get(part, 0) + 1
+        used = [0] * len(self.groups)
+        for part, refs in held.items():
+            assert part.refs == refs, f"L2: a part is held {refs} times, counted {part.refs}"
+            used[part.group] += 1
+        assert used == self.num_used, f"L1: {used} parts used, counted {self.num_used}"
+        cached = 0
+        for part in self._released:
+            assert not part.refs and part not in held, "L2: a cached part is held"
+            assert part.name is not None and part in part.name.copies[part.group], "L1: a cached part cannot be found"
+            cached += self.groups[part.group].part_bytes
+        assert cached == self.cached_bytes, f"L1: {cached} bytes cached, counted {self.cached_bytes}"
+        in_use = sum(count * group.part_bytes for count, group in zip(used, self.groups, strict=True))
+        assert in_use + self.cached_bytes + self.empty_bytes == self.total_bytes, "L1: bytes are lost"

@@ -1,0 +1,225 @@
+"""A prefix cache with KV groups, part by part, of lists and dictionaries: looks at every token that a token attends to.
+
+What nothing holds and can be found is one list, the least recently released first. `keeps_all`: parts that left a
+window are in it too, as in vLLM; else only those that the token after a marked end needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from kvarts.hardware.kv_groups import KvLayer
+
+from oracles.naive_kv_groups import seen_by
+
+__all__ = ["NaiveGroups", "NaivePart", "NaiveSequence"]
+
+Name = tuple[str | None, tuple[int, ...]]
+"""A full page: the tenant, and every token from the first to the end of the page."""
+
+
+@cache
+def needed_pages(layer: KvLayer, num_tokens: int, page_size: int) -> frozenset[int]:
+    """Return the pages of the first `num_tokens` tokens that a token from there on needs."""
+    if layer.kind == "state":
+        ends = num_tokens % page_size == 0 and num_tokens > 0
+        return frozenset({num_tokens // page_size - 1} if ends else ())
+    seen: set[int] = set()
+    for position in range(num_tokens, num_tokens + (layer.span or 0) + 1):
+        seen |= {other for other in seen_by(layer, position) if other < num_tokens}
+    return frozenset(position // page_size for position in seen)
+
+
+@dataclass(eq=False)
+class NaivePart:
+    """The part of a page in a group; `name` once it can be found."""
+
+    group: int
+    name: Name | None = None
+    refs: int = 1
+    is_kept: bool = True
+
+
+@dataclass(eq=False)
+class NaiveSequence:
+    """A sequence, and the parts that it holds, by group and page; `states` of groups of states."""
+
+    tokens: list[int]
+    salt: str | None
+    num_tokens: int
+    parts: list[dict[int, NaivePart]]
+    states: dict[int, NaivePart] = field(default_factory=dict)
+
+
+@dataclass
+class NaiveGroups:
+    """Parts of all groups in one memory. `groups`: what a layer keeps, and the bytes of a part."""
+
+    groups: list[tuple[KvLayer, int]]
+    page_size: int
+    empty_bytes: int
+    keeps_all: bool = True
+    released: list[NaivePart] = field(default_factory=list)
+    copies: dict[tuple[int, Name], list[NaivePart]] = field(default_factory=dict)
+    evicted: list[tuple[int, Name]] = field(default_factory=list)
+
+    def bytes_of(self, part: NaivePart) -> int:
+        """Return the bytes of a part."""
+        return self.groups[part.group][1]
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can be taken now."""
+        return self.empty_bytes + sum(self.bytes_of(part) for part in self.released)
+
+    def name(self, tokens: list[int], salt: str | None, page: int) -> Name:
+        """Return the name of a page."""
+        return salt, tuple(tokens[: (page + 1) * self.page_size])
+
+    def needed(self, layer: KvLayer, num_tokens: int) -> frozenset[int]:
+        """Return the pages of the first `num_tokens` tokens that a token from there on needs."""
+        return needed_pages(layer, num_tokens, self.page_size)
+
+    def hit(self, tokens: list[int], salt: str | None, limit: int) -> int:
+        """Return the longest prefix, in pages, that every group can go on from; some group has its last page."""
+        for length in range(limit, 0, -1):
+            last = self.name(tokens, salt, length - 1)
+            if any((index, last) in self.copies for index in range(len(self.groups))) and all(
+                (index, self.name(tokens, salt, page)) in self.copies
+                for index, (layer, _) in enumerate(self.groups)
+                for page in self.needed(layer, length * self.page_size)
+            ):
+                return length
+        return 0
+
+    def take(self, group: int) -> NaivePart:
+        """Take a part; evict as many as that needs, the least recently released first."""
+        part_bytes = self.groups[group][1]
+        while self.empty_bytes < part_bytes:
+            part = self.released.pop(0)
+            assert part.name is not None
+            self.lose(part)
+            self.evicted.append((part.group, part.name))
+            self.empty_bytes += self.bytes_of(part)
+        self.empty_bytes -= part_bytes
+        return NaivePart(group, is_kept=self.keeps_all or self.groups[group][0].kind not in ("window", "chunk"))
+
+    def release(self, part: NaivePart) -> None:
+        """End a hold of a part."""
+        part.refs -= 1
+        if part.refs == 0 and part.name is not None and part.is_kept:
+            self.released.append(part)
+        elif part.refs == 0:
+            if part.name is not None:
+                self.lose(part)
+            self.empty_bytes += self.bytes_of(part)
+
+    def lose(self, part: NaivePart) -> None:
+        """A part can be found no more."""
+        assert part.name is not None
+        self.copies[part.group, part.name].remove(part)
+        if not self.copies[part.group, part.name]:
+            del self.copies[part.group, part.name]
+
+    def publish(self, part: NaivePart, name: Name) -> None:
+        """Make a part findable."""
+        part.name = name
+        self.copies.setdefault((part.group, name), []).append(part)
+
+    def open(
+        self, tokens: list[int], salt: str | None, length: int, num_new: int, *, is_end: bool = False
+    ) -> NaiveSequence | None:
+        """Begin a sequence of which the first `length` pages were found."""
+        sequence = NaiveSequence(tokens, salt, length * self.page_size, [])
+        for index, (layer, _) in enumerate(self.groups):
+            pages = sorted(self.needed(layer, sequence.num_tokens))
+            sequence.parts.append({page: self.copies[index, self.name(tokens, salt, page)][0] for page in pages})
+        found = [part for parts in sequence.parts for part in parts.values()]
+        asked = sum(self.bytes_of(part) for part in found if part.refs == 0)
+        if asked + self.missing(sequence, num_new) > self.free_bytes():
+            return None
+        for part in found:
+            if part.refs == 0:
+                self.released.remove(part)
+            part.refs += 1
+        self.grow(sequence, num_new, is_end)
+        return sequence
+
+    def missing(self, sequence: NaiveSequence, num_new: int) -> int:
+        """Return the bytes that the next tokens need and the sequence does not have."""
+        asked = 0
+        old = {position // self.page_size for position in range(sequence.num_tokens)}
+        new = {position // self.page_size for position in range(sequence.num_tokens + num_new)} - old
+        for index, (layer, part_bytes) in enumerate(self.groups):
+            if layer.kind == "state":
+                asked += part_bytes if index not in sequence.states else 0
+            else:
+                asked += part_bytes * len(new)
+        return asked
+
+    def grow(self, sequence: NaiveSequence, num_new: int, is_end: bool) -> None:
+        """Take parts for the next tokens; what is full then can be found."""
+        old = {position // self.page_size for position in range(sequence.num_tokens)}
+        sequence.num_tokens += num_new
+        new = {position // self.page_size for position in range(sequence.num_tokens)} - old
+        for index, (layer, _) in enumerate(self.groups):
+            if layer.kind == "state":
+                if index not in sequence.states:
+                    sequence.states[index] = self.take(index)
+                continue
+            for page in sorted(new):
+                sequence.parts[index][page] = self.take(index)
+        for page in range(sequence.num_tokens // self.page_size):
+            for index, (layer, _) in enumerate(self.groups):
+                part = sequence.parts[index].get(page)
+                if layer.kind != "state" and part is not None and part.name is None:
+                    self.publish(part, self.name(sequence.tokens, sequence.salt, page))
+        if is_end:
+            self.keep_tails(sequence)
+        if is_end and sequence.num_tokens % self.page_size == 0:
+            self.keep_snapshots(sequence)
+
+    def keep_tails(self, sequence: NaiveSequence) -> None:
+        """Keep what the token after the last full page needs."""
+        full_tokens = sequence.num_tokens // self.page_size * self.page_size
+        for index, (layer, _) in enumerate(self.groups):
+            for page in self.needed(layer, full_tokens) if layer.kind in ("window", "chunk") else ():
+                if page in sequence.parts[index]:
+                    sequence.parts[index][page].is_kept = True
+
+    def keep_snapshots(self, sequence: NaiveSequence) -> None:
+        """Copy the states to parts that can be found, if they fit."""
+        name = self.name(sequence.tokens, sequence.salt, sequence.num_tokens // self.page_size - 1)
+        missing = [
+            index
+            for index, (layer, _) in enumerate(self.groups)
+            if layer.kind == "state" and (index, name) not in self.copies
+        ]
+        if sum(self.groups[index][1] for index in missing) <= self.free_bytes():
+            for index in missing:
+                part = self.take(index)
+                self.publish(part, name)
+                self.release(part)
+
+    def advance(self, sequence: NaiveSequence, num_new: int, *, is_end: bool = False) -> bool:
+        """Give back what no later token needs, then take what the next tokens need, if that fits."""
+        for index, (layer, _) in enumerate(self.groups):
+            needed = set(self.needed(layer, sequence.num_tokens))
+            if sequence.num_tokens % self.page_size:
+                needed.add(sequence.num_tokens // self.page_size)  # the next token is written there
+            for page in sorted(sequence.parts[index], reverse=True):
+                if page not in needed:
+                    self.release(sequence.parts[index].pop(page))
+        if self.missing(sequence, num_new) > self.free_bytes():
+            return False
+        self.grow(sequence, num_new, is_end)
+        return True
+
+    def close(self, sequence: NaiveSequence) -> None:
+        """Release everything, group by group, the deepest first."""
+        self.keep_tails(sequence)
+        for index, parts in enumerate(sequence.parts):
+            if index in sequence.states:
+                self.release(sequence.states[index])
+            for page in sorted(parts, reverse=True):
+                self.release(parts[page])
