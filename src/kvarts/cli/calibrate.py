@@ -91,11 +91,13 @@ def calibrate_command(
     """Fit a cost model to measured runs, by replaying them some thousand times.
 
     A RUN has a line a request, with times and token counts: JSON lines as vLLM's timings have them, CSV, or what `vllm
-    bench serve`, GuideLLM or AIPerf wrote; or a line a step, with its work and its duration. Or it is a .toml that says
-    where that is and what it ran on: `measured`, with settings by their long names (tensor_parallel for
-    --tensor-parallel), and prompts, trace_block_size, series, time_unit and a table [columns] as the options. What it
-    does not say, options say, of all runs. Needs the extra kvarts[calibrate].
+    bench serve`, GuideLLM or AIPerf wrote. Or it has a line a step, with its work and its duration: a record of steps,
+    or the log of a vLLM that was started with --enable-logging-iteration-details. Or it is a .toml that says where that
+    is and what it ran on: `measured`, with settings by their long names (tensor_parallel for --tensor-parallel), and
+    prompts, trace_block_size, series, time_unit and a table [columns] as the options. What it does not say, options
+    say, of all runs. Needs the extra kvarts[calibrate].
     """
+    from kvarts.calibrate.iteration_log import is_iteration_log
     from kvarts.calibrate.stepfit import is_step_record
     from kvarts.cli.calibrate_runs import RunOptions, load_runs
 
@@ -116,7 +118,7 @@ def calibrate_command(
         raise ConfigError("is missing", field="runs", hint="Name what was measured, or ask for a --design.")
     if out is not None:
         check_writable(out)
-    is_of_steps = len(runs) == 1 and is_step_record(runs[0])
+    is_of_steps = len(runs) == 1 and (is_step_record(runs[0]) or is_iteration_log(runs[0]))
     of_requests = {"prompts": prompts, "series": series, "column": columns or None, "fit_on": fit_on}
     for name, value in of_requests.items():
         if is_of_steps and value is not None:
@@ -220,14 +222,22 @@ def _of_cost(cost: Any) -> dict[str, Any]:
 
 
 def _fit_steps(path: Path, given: Given) -> tuple[str, dict[str, Any], Any]:
-    from kvarts.calibrate.stepfit import fit_steps, load_steps
+    from kvarts.calibrate.iteration_log import load_iterations
+    from kvarts.calibrate.stepfit import fit_steps, is_step_record, load_steps
     from kvarts.executor.roofline import RooflineCost
 
     # Steps are not replayed: an engine of any size will do.
     start = resolve_replay(given.over(given_in({"pages": 1}, SECTIONS))).cost
     if not isinstance(start, RooflineCost):
         raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
-    found = fit_steps(load_steps(path), start)
+    if is_step_record(path):
+        steps = load_steps(path)
+    else:
+        log = load_iterations(path)
+        if log.left_out is not None:
+            click.echo(f"kvarts: {log.left_out}", err=True)
+        steps = log.steps
+    found = fit_steps(steps, start)
     text = _coefficients(found.cost, found.uncertainty, found.not_identified, "hardly identified by these data")
     text += (
         f"\n{found.num_steps:,} steps: error of one {found.median_error:.2%} (median), {found.p90_error:.2%} (p90); "
