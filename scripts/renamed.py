@@ -92,6 +92,16 @@ RENAMED: list[Renamed] = [
         )
         for side in SIDES
     ),
+    *(
+        Renamed(
+            "model/list/*stdout",
+            re.compile(rb"^(kvarts, +version [^ \n]+) \(\w+\)$", re.M),
+            rb"\1",
+            "--version says whether kvarts is compiled",
+            side=side,
+        )
+        for side in SIDES
+    ),
     Renamed(
         "model/list/*",
         re.compile(

@@ -71,6 +71,7 @@ class Outcome:
     """What one case showed: the artefacts that differ, each with the first difference, and the renames it needed."""
 
     case: Case
+    on_purpose: list[Renamed]
     num_artefacts: int = 0
     differences: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -123,7 +124,7 @@ def run_side(case: Case, side: Checkout, folder: Path, inputs: Path) -> tuple[Ar
 
 def rename(case: Case, artefact: str, before: bytes, after: bytes, outcome: Outcome) -> tuple[bytes, bytes]:
     """Return both sides with what differs on purpose made equal; `outcome` learns which entries were needed."""
-    for entry in RENAMED:
+    for entry in outcome.on_purpose:
         if fnmatchcase(f"{case.name}/{artefact}", entry.artefact):
             changed = entry.pattern.sub(entry.becomes, before if entry.side == "before" else after)
             if entry.side == "before" and changed != before:
@@ -151,10 +152,12 @@ def compare(case: Case, before: Artefacts, after: Artefacts, outcome: Outcome) -
             outcome.differences.append(f"{name}: {first_difference(ours, theirs)}")
 
 
-def run_case(case: Case, sides: tuple[Checkout, Checkout], folder: Path, inputs: Path) -> Outcome:
+def run_case(
+    case: Case, sides: tuple[Checkout, Checkout], folder: Path, inputs: Path, on_purpose: list[Renamed]
+) -> Outcome:
     """Run `case` in both checkouts, one after the other at the same path, and compare."""
     start = time.perf_counter()
-    outcome = Outcome(case)
+    outcome = Outcome(case, on_purpose)
     before, broken = run_side(case, sides[0], folder, inputs)
     after, _ = run_side(case, sides[1], folder, inputs)
     outcome.broken = broken
@@ -163,10 +166,15 @@ def run_case(case: Case, sides: tuple[Checkout, Checkout], folder: Path, inputs:
     return outcome
 
 
+def is_asked_for(case: Case, only: list[str]) -> bool:
+    """Return whether the name of `case` contains one of `only`, or nothing is asked for by name."""
+    return not only or any(part in case.name for part in only)
+
+
 def wanted(cases: list[Case], args: argparse.Namespace) -> Iterator[Case]:
     """Pick the cases that `args` ask for, and say of those left out for another reason why."""
     for case in cases:
-        if args.only not in case.name:
+        if not is_asked_for(case, args.only):
             continue
         if case.is_whole and not args.whole:
             print(f"skipped  {case.name}: a whole trace, give --whole")
@@ -193,7 +201,10 @@ def main() -> int:
     parser.add_argument("after", type=Path, metavar="AFTER", nargs="?", default=ROOT, help="another; default: this one")
     parser.add_argument("--python-before", type=Path, default=Path(sys.executable), help="default: the running one")
     parser.add_argument("--python-after", type=Path, default=Path(sys.executable), help="default: the running one")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only cases whose names contain it")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="SUBSTRING", help="only cases with it in their names; repeatable"
+    )
+    parser.add_argument("--exactly", action="store_true", help="nothing differs on purpose: one version, two builds")
     parser.add_argument("--list", action="store_true", help="print the cases and their commands, and run none")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="cases at a time; default: 2")
     parser.add_argument("--data", type=Path, metavar="DIR", help="whole traces; default: KVARTS_DATA, ../shared/data")
@@ -204,7 +215,7 @@ def main() -> int:
     cases = all_cases(args.before.resolve(), data.resolve())
     if args.list:
         for case in cases:
-            if args.only in case.name:
+            if is_asked_for(case, args.only):
                 print(case.name, *(f"    {command}" for command in case.commands), sep="\n")
         return 0
     start = time.perf_counter()
@@ -220,7 +231,7 @@ def main() -> int:
         inputs = folder / "inputs"
         write_inputs(args.before.resolve(), inputs)
         started = [
-            pool.submit(run_case, case, sides, folder / str(number), inputs)
+            pool.submit(run_case, case, sides, folder / str(number), inputs, [] if args.exactly else RENAMED)
             for number, case in enumerate(wanted(cases, args))
         ]
         for future in started:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from sys import getsizeof
+from typing import Any
 
 from kvarts.errors import ConfigError
 
@@ -28,10 +29,10 @@ TRIM_BYTES = 1024
 
 
 class Content:
-    """The known tokens of one sequence. Only its request appends to it."""
+    """The known tokens of one sequence. Only its request appends to it; those that read it may leave notes."""
 
     __slots__ = (
-        "__weakref__",
+        "_notes",
         "_pages_per_unit",
         "num_known_pages",
         "num_known_tokens",
@@ -67,6 +68,7 @@ class Content:
         self._pages_per_unit = 0 if unit_tokens % page_size else unit_tokens // page_size
         self.owner = owner
         self.salt = salt
+        self._notes: dict[object, Any] | None = None
 
     @classmethod
     def from_tokens(cls, token_ids: Iterable[int], *, page_size: int, owner: int, salt: str | None = None) -> Content:
@@ -80,6 +82,16 @@ class Content:
         self.units += packed_tokens
         self.num_known_tokens += len(packed_tokens) // UNIT_BYTES
         self.num_known_pages = self.num_known_tokens // self.page_size
+
+    def note(self, reader: object, notes: object) -> None:
+        """Keep `notes` of `reader`, which are about this content, as long as it lives."""
+        if self._notes is None:
+            self._notes = {}
+        self._notes[reader] = notes
+
+    def noted(self, reader: object) -> Any:
+        """Return the notes of `reader`, None if it has made none."""
+        return None if self._notes is None else self._notes.get(reader)
 
     def trim(self) -> None:
         """Give back memory for tokens to come, of which a growing content takes an eighth beforehand."""

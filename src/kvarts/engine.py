@@ -11,7 +11,7 @@ from kvarts.event_log import EventLog
 from kvarts.events import Arrived, AtRest, CacheCleared, Cancelled, Rejected, StepEnded, StepStarted
 from kvarts.executor.base import Executor
 from kvarts.limits import LATEST_NS, TooLateError
-from kvarts.moved import moved_name
+from kvarts.moved import names_moved_from
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
@@ -170,5 +170,4 @@ class Engine:
                 self.log.tell(rest)
 
 
-def __getattr__(name: str) -> object:
-    return moved_name(__name__, name)
+__getattr__ = names_moved_from(__name__)

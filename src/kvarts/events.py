@@ -12,7 +12,7 @@ from enum import IntEnum
 import msgspec
 
 from kvarts.content import Content
-from kvarts.moved import moved_name
+from kvarts.moved import names_moved_from
 
 __all__ = [
     "Admitted",
@@ -396,5 +396,4 @@ Event = (
 )
 
 
-def __getattr__(name: str) -> object:
-    return moved_name(__name__, name)
+__getattr__ = names_moved_from(__name__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:  # their module is slow to import, and the import system asks only for their methods
     Loader = MetaPathFinder = object
 
-__all__ = ["MOVED", "MOVED_NAMES", "install", "moved_name"]
+__all__ = ["MOVED", "MOVED_NAMES", "install", "moved_name", "names_moved_from"]
 
 MOVED = {
     "kvarts.executor.sim": "kvarts.executor.simulated",
@@ -199,6 +199,15 @@ def moved_name(module: str, name: str) -> object:
                 warn_moved(f"{module}.{name}", f"{new}.{new_name}", num_frames=2)
                 return getattr(import_module(new), new_name)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def names_moved_from(module: str) -> Callable[[str], object]:
+    """Return what `module` is to have as its `__getattr__`."""
+
+    def look_up(name: str) -> object:
+        return moved_name(module, name)
+
+    return look_up
 
 
 class _MovedLoader(Loader):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-import msgspec
-
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
 from kvarts.kv.sink_window import OwnPages
@@ -61,64 +59,111 @@ NEXT_STATES: tuple[frozenset[RequestState], ...] = tuple(
 """The states that may follow each state."""
 
 
-class Request(msgspec.Struct, eq=False):
+class Request:
     """One request. `index` is its place in arrival order and ends every sort key; times are integer nanoseconds.
 
-    `max_tokens` is how many tokens it generates, unless it stops earlier.
+    `max_tokens` is how many tokens it generates, unless it stops earlier. `request_id`: its id outside this engine.
+    `own`: pages that it brings along; it takes no others, hits none, is never preempted, and leaves them as they are.
+    `start`: how many of its tokens are computed in the pages that it brings. `computes_only`: it ends when its prompt
+    is computed, and samples nothing; `max_tokens` is 0.
     """
 
-    index: int
-    content: Content
-    num_prompt_tokens: int
-    max_tokens: int
-    arrival_ns: int = 0
-    priority: int = 0
-    request_id: str | None = None
-    """Its id outside this engine."""
-    own: OwnPages | None = None
-    """Pages that it brings along; it takes no others, hits none, is never preempted, and leaves them as they are."""
-    start: int = 0
-    """How many of its tokens are computed in the pages that it brings."""
-    computes_only: bool = False
-    """It ends when its prompt is computed, and samples nothing; `max_tokens` is 0."""
+    __slots__ = (
+        "admission",
+        "arrival_ns",
+        "cached_tokens",
+        "cached_tokens_below",
+        "computes_only",
+        "content",
+        "first_admitted_ns",
+        "first_token_ns",
+        "furthest_computed",
+        "goes_first",
+        "hit_tokens",
+        "holding",
+        "index",
+        "largest_hit_tokens",
+        "last_token_ns",
+        "max_tokens",
+        "num_admissions",
+        "num_computed",
+        "num_output_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "own",
+        "priority",
+        "recomputed_tokens",
+        "request_id",
+        "row",
+        "stalls_ns",
+        "start",
+        "state",
+        "stop_step",
+        "wheel_base",
+    )
 
-    state: RequestState = RequestState.NEW
-    """Written through `become` only."""
+    def __init__(
+        self,
+        index: int,
+        content: Content,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        arrival_ns: int = 0,
+        priority: int = 0,
+        request_id: str | None = None,
+        own: OwnPages | None = None,
+        start: int = 0,
+        computes_only: bool = False,
+    ) -> None:
+        self.index = index
+        self.content = content
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.arrival_ns = arrival_ns
+        self.priority = priority
+        self.request_id = request_id
+        self.own = own
+        self.start = start
+        self.computes_only = computes_only
 
-    # Progress. While the request decodes, `num_computed` and `num_output_tokens` are as of when it joined the wheel.
-    num_output_tokens: int = 0
-    """Tokens generated so far."""
-    num_computed: int = 0
-    holding: Holding | None = None
-    admission: int = -1
-    """Its place in admission order while it runs, else -1."""
-    row: int = -1
-    """Its row in the executor's batch while it runs, where an executor needs rows, else -1."""
+        self.state = RequestState.NEW
+        """Written through `become` only."""
 
-    # Written by the wheel.
-    wheel_base: int = 0
-    stop_step: int = -1
+        # Progress. While the request decodes, `num_computed` and `num_output_tokens` are as of when it joined the
+        # wheel.
+        self.num_output_tokens = 0
+        """Tokens generated so far."""
+        self.num_computed = 0
+        self.holding: Holding | None = None
+        self.admission = -1
+        """Its place in admission order while it runs, else -1."""
+        self.row = -1
+        """Its row in the executor's batch while it runs, where an executor needs rows, else -1."""
 
-    # The account.
-    first_admitted_ns: int = -1
-    first_token_ns: int = -1
-    last_token_ns: int = -1
-    num_admissions: int = 0
-    goes_first: bool = False
-    """It was the head of the queue and has waited for the load of another: it goes before those of its priority."""
-    num_preemptions: int = 0
-    hit_tokens: int = 0
-    """Tokens hit in the present admission."""
-    largest_hit_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens hit in KV of other requests; those that it found of its own after a preemption do not count."""
-    cached_tokens_below: tuple[int, ...] = ()
-    """The tokens of `cached_tokens` that were loaded from each tier below the device; empty if there were none."""
-    recomputed_tokens: int = 0
-    furthest_computed: int = 0
-    """Tokens it had in pages before its last preemption."""
-    stalls_ns: tuple[int, ...] = ()
-    """For each token sampled first after a preemption: the time since the token before it."""
+        # Written by the wheel.
+        self.wheel_base = 0
+        self.stop_step = -1
+
+        # The account.
+        self.first_admitted_ns = -1
+        self.first_token_ns = -1
+        self.last_token_ns = -1
+        self.num_admissions = 0
+        self.goes_first = False
+        """It was the head of the queue and has waited for the load of another: it goes before those of its priority."""
+        self.num_preemptions = 0
+        self.hit_tokens = 0
+        """Tokens hit in the present admission."""
+        self.largest_hit_tokens = 0
+        self.cached_tokens = 0
+        """Prompt tokens hit in KV of other requests; those that it found of its own after a preemption do not count."""
+        self.cached_tokens_below: tuple[int, ...] = ()
+        """The tokens of `cached_tokens` that were loaded from each tier below the device; empty if there were none."""
+        self.recomputed_tokens = 0
+        self.furthest_computed = 0
+        """Tokens it had in pages before its last preemption."""
+        self.stalls_ns: tuple[int, ...] = ()
+        """For each token sampled first after a preemption: the time since the token before it."""
 
     @property
     def num_known(self) -> int:

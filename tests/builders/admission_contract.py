@@ -19,15 +19,16 @@ MS = 1_000_000
 def waiting_request(index: int, *, arrival_ns: int = 0, priority: int = 0, num_prompt_tokens: int = 4) -> Request:
     """Return a request that waits for admission."""
     tokens = range(num_prompt_tokens)
-    return Request(
+    request = Request(
         index,
         Content.from_tokens(tokens, page_size=1, owner=index),
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=1,
         arrival_ns=arrival_ns,
         priority=priority,
-        state=RequestState.WAITING,
     )
+    request.become(RequestState.WAITING)
+    return request
 
 
 class AdmissionPolicyContract:

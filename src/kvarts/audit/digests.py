@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from weakref import WeakKeyDictionary
 
 from kvarts.content import Content
 
@@ -18,13 +17,13 @@ class PageDigests:
         """A request and page that each resident digest names."""
         self._spoken_of: dict[bytes, tuple[int, int]] = {}
         """And each that was asked for since `forget`."""
-        self._digests: WeakKeyDictionary[Content, list[bytes]] = WeakKeyDictionary()
 
     def of(self, content: Content, page: int) -> bytes:
         """Name a page: of its tenant and all tokens up to its end, or of its owner if some are unknown."""
-        digests = self._digests.get(content)
+        digests: list[bytes] | None = content.noted(self)
         if digests is None:
-            digests = self._digests[content] = []
+            digests = []
+            content.note(self, digests)
         size = content.page_size
         while len(digests) <= page:
             index = len(digests)

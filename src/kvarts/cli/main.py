@@ -8,8 +8,8 @@ from importlib import import_module
 
 import click
 
-from kvarts import __version__
 from kvarts.cli.process import ReaderGoneError, Terminated, end, guard_streams, handle_signals
+from kvarts.cli.version import version_option
 from kvarts.errors import KvartsError, OutputError
 
 __all__ = ["main", "run", "run_main"]
@@ -62,7 +62,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="kvarts")
+@version_option
 def cli() -> None:
     """The group of commands."""
 

@@ -13,10 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from kvarts.errors import ConfigError
-from kvarts.executor.manysteps import FEW_STEPS, whole_ns
 from kvarts.executor.step_parts import StepParts
 from kvarts.executor.uncertainty import Uncertainty
 from kvarts.limits import MOST_COUNT, MOST_MS, MOST_REPLICAS, check_number, check_whole
@@ -183,37 +181,11 @@ class RooflineCost(
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step; of several ranks, while the others have nothing to do."""
-        parts = self.parts
-        chunks = batch.chunks
-        num_decodes = batch.num_decodes
-        if not chunks:
-            return round(parts.decode_ms(num_decodes, batch.decode_known_tokens, parts.fixed_ms(num_decodes)) * 1e6)
-        num_tokens, num_samples, num_sequences = num_decodes, num_decodes, num_decodes
-        attention_ms = 0.0
-        for chunk in chunks:
-            num_tokens += chunk.num_tokens
-            num_samples += chunk.is_last
-            num_sequences += 1
-            attention_ms += parts.chunk_ms(chunk)
-        ms = parts.linear_ms(num_tokens, num_samples, num_sequences) + num_sequences * parts.sequence_ms
-        if num_decodes:
-            attention_ms += parts.context_ms(num_decodes, batch.decode_known_tokens)
-        return round(parts.at_least(ms + attention_ms / parts.divided_by(num_sequences), num_tokens) * 1e6)
+        return self.parts.step_ns(batch)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of steps of decodes."""
-        parts = self.parts
-        fixed_ms = parts.fixed_ms(num_decodes)
-        if num_steps < FEW_STEPS or not parts.is_simple:
-            return [
-                round(parts.decode_ms(num_decodes, known, fixed_ms) * 1e6)
-                for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
-            ]
-        # The operations of `decode_ms`, in the same order, so that both round alike.
-        ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * parts.context_token_ms
-        ms += fixed_ms
-        ms *= 1e6
-        return whole_ns(ms)
+        return self.parts.decode_ns(num_decodes, known_tokens, num_steps)
 
     def together_ns(self, batches: Sequence[Batch]) -> int:
         """Return the duration of a step of ranks in lock step, each with a batch; a rank left out has none.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from kvarts.executor.cost import CostModel
 from kvarts.sched.plan import StepPlan, StepResult
 
 __all__ = ["SimExecutor"]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SimExecutor:
     """A VirtualExecutor with steps that take as long as `cost` says."""
 

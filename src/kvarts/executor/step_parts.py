@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvarts.executor.layer_cost import LayerCost
+from kvarts.executor.manysteps import FEW_STEPS, whole_ns
 from kvarts.sched.plan import Batch, Chunk
 
 if TYPE_CHECKING:
     from kvarts.executor.roofline import RooflineCost
 
 __all__ = ["StepParts", "graph_size"]
-
-
-class LayerCost(NamedTuple):
-    """Layers that attend alike. `span`: the most tokens they attend to; None for all.
-
-    `work`, `read`: what a token attended to costs one of them in arithmetic and in bytes, with the first layer of the
-    model as 1; `decode`: what it costs all of them in a decode.
-    """
-
-    span: int | None
-    num_layers: int
-    work: float
-    read: float
-    decode: float
 
 
 class StepParts:
@@ -107,6 +97,38 @@ class StepParts:
         self.context_token_ms = self._decode_pair_ms * sum(layer.decode for layer in self._layers)
         self.is_simple = not (self.has_windows or self._stages > 1 or self._eager_ms)
         """Whether the time of decodes is linear in the tokens that they know."""
+
+    def step_ns(self, batch: Batch) -> int:
+        """Return the duration of a step; of several ranks, while the others have nothing to do."""
+        chunks = batch.chunks
+        num_decodes = batch.num_decodes
+        if not chunks:
+            return round(self.decode_ms(num_decodes, batch.decode_known_tokens, self.fixed_ms(num_decodes)) * 1e6)
+        num_tokens, num_samples, num_sequences = num_decodes, num_decodes, num_decodes
+        attention_ms = 0.0
+        for chunk in chunks:
+            num_tokens += chunk.num_tokens
+            num_samples += chunk.is_last
+            num_sequences += 1
+            attention_ms += self.chunk_ms(chunk)
+        ms = self.linear_ms(num_tokens, num_samples, num_sequences) + num_sequences * self.sequence_ms
+        if num_decodes:
+            attention_ms += self.context_ms(num_decodes, batch.decode_known_tokens)
+        return round(self.at_least(ms + attention_ms / self.divided_by(num_sequences), num_tokens) * 1e6)
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
+        """Return the durations of `num_steps` steps of decodes, in each of which every sequence knows a token more."""
+        fixed_ms = self.fixed_ms(num_decodes)
+        if num_steps < FEW_STEPS or not self.is_simple:
+            return [
+                round(self.decode_ms(num_decodes, known, fixed_ms) * 1e6)
+                for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
+            ]
+        # The operations of `decode_ms`, in the same order, so that both round alike.
+        ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * self.context_token_ms
+        ms += fixed_ms
+        ms *= 1e6
+        return whole_ns(ms)
 
     def divided_by(self, num_sequences: int) -> int:
         """Return over how many parts of a batch the work of a step is divided: one a stage, of a sequence at least."""

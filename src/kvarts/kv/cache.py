@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
-
 from kvarts.content import Content
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages, walk
@@ -20,17 +18,20 @@ from kvarts.kv.tree import Node, Path, PrefixTree
 __all__ = ["Holding", "PageCache", "PageError"]
 
 
-class Holding(msgspec.Struct, eq=False):
+class Holding:
     """The pages of one running request. Written by PageCache.
 
     `path`: its full, findable pages. `num_pages`: all its pages, the partial last one included. `page_ids`: their
     ids in order of position, or None where pages are only counted. `is_open`: it was not closed yet.
     """
 
-    path: Path
-    num_pages: int
-    page_ids: list[PageId] | None
-    is_open: bool = True
+    __slots__ = ("is_open", "num_pages", "page_ids", "path")
+
+    def __init__(self, path: Path, num_pages: int, page_ids: list[PageId] | None) -> None:
+        self.path = path
+        self.num_pages = num_pages
+        self.page_ids = page_ids
+        self.is_open = True
 
 
 class PageCache:

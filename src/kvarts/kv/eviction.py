@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from kvarts.kv.node import NOTHING, Node
 
 __all__ = ["BaseOrder", "EvictionOrder", "LruOrder"]
@@ -59,6 +61,7 @@ class EvictionOrder(Protocol):
         """Return the first run that no transfer holds. There is one."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class BaseOrder:
     """An order to begin with: a subclass says at least what is `released`, `removed`, `split`, and in which order."""
 
@@ -99,6 +102,7 @@ class BaseOrder:
         return next(node for node in self if not node.holds)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LruOrder:
     """What was released longest ago goes first, and of what was released together the deepest.
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from kvarts.kv.node import Path
 
 __all__ = ["Match"]
 
 
-class Match(msgspec.Struct, eq=False):
+class Match:
     """The longest resident prefix of a content. Valid until the tree changes.
 
     `num_pages`: its length. `num_shared`: how many of these pages are in use. `nodes`: the runs; the last
     one may reach beyond `num_pages`.
     """
 
-    nodes: Path
-    num_pages: int
-    num_shared: int
+    __slots__ = ("nodes", "num_pages", "num_shared")
+
+    def __init__(self, nodes: Path, num_pages: int, num_shared: int) -> None:
+        self.nodes = nodes
+        self.num_pages = num_pages
+        self.num_shared = num_shared

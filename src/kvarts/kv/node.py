@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import msgspec
+from typing import Any, Final
 
 from kvarts.content import Content, PageKey
 from kvarts.kv.pool import PageId
@@ -16,7 +14,7 @@ NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 """The content of a node that holds no pages."""
 
 
-class Node(msgspec.Struct, eq=False):
+class Node:
     """Pages [start, end) of `content`, counted from the first token. Written by PrefixTree, but for the last four.
 
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is listed for eviction.
@@ -26,25 +24,56 @@ class Node(msgspec.Struct, eq=False):
 
     `place` belongs to the eviction order: what it keeps about the run, referenced or not. A new run has None, and only
     then does it grow; the parts of a run that is split have the same. `older` and `newer` are links for an order that
-    keeps runs in lists. `notes` belongs to the tree's watcher: one object for all twins.
+    keeps runs in lists; they are set while it lists the run. `notes` belongs to the tree's watcher: one object for all
+    twins.
     """
 
-    content: Content
-    key: PageKey
-    start: int
-    end: int
-    refs: int
-    parent: Node | None
-    children: dict[PageKey, Node] | None = None
-    twins: list[Node] | None = None
-    page_ids: list[PageId] | None = None
-    holds: int = 0
-    pins: int = 0
-    place: Any = None
-    notes: Any = None
-    is_orphan: bool = False
-    older: Node = None  # type: ignore[assignment]
-    newer: Node = None  # type: ignore[assignment]
+    __slots__ = (
+        "children",
+        "content",
+        "end",
+        "holds",
+        "is_orphan",
+        "key",
+        "newer",
+        "notes",
+        "older",
+        "page_ids",
+        "parent",
+        "pins",
+        "place",
+        "refs",
+        "start",
+        "twins",
+    )
+
+    older: Node
+    newer: Node
+
+    def __init__(
+        self,
+        content: Content,
+        key: PageKey,
+        start: int,
+        end: int,
+        refs: int,
+        parent: Node | None,
+        children: dict[PageKey, Node] | None = None,
+    ) -> None:
+        self.content = content
+        self.key = key
+        self.start = start
+        self.end = end
+        self.refs = refs
+        self.parent = parent
+        self.children = children
+        self.twins: list[Node] | None = None
+        self.page_ids: list[PageId] | None = None
+        self.holds = 0
+        self.pins = 0
+        self.place: Any = None
+        self.notes: Any = None
+        self.is_orphan = False
 
     def __repr__(self) -> str:
         return f"Node(pages {self.start}..{self.end}, refs {self.refs}, twins {len(self.twins or ())})"
@@ -54,11 +83,14 @@ Path = list[Node]
 """Runs that follow each other from the first page on."""
 
 
-class HeldPages(msgspec.Struct, frozen=True, eq=False):
+class HeldPages:
     """Runs that follow each other from page `start` on, and that a transfer holds."""
 
-    runs: Path
-    start: int
+    __slots__ = ("runs", "start")
+
+    def __init__(self, runs: Path, start: int) -> None:
+        self.runs: Final = runs
+        self.start: Final = start
 
 
 def walk(path: Path, start: int = 0) -> Iterator[Node]:

@@ -7,7 +7,7 @@ executor writes into them. A page that is taken is the taker's until given back;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NewType, Protocol, cast
+from typing import Any, NewType, Protocol, cast
 
 from kvarts.errors import KvartsError
 from kvarts.limits import MOST_COUNT, MOST_PAGES, check_whole
@@ -73,10 +73,10 @@ class CountPool:
     make_room = None
     empty_ids: Sequence[PageId] = ()
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: Any) -> None:
         check_whole(total, "total", least=0, most=MOST_PAGES)
-        self.total = total
-        self.num_empty = total
+        self.total: int = total
+        self.num_empty: int = total
         self.num_taken = 0
 
     def has_empty(self, count: int) -> bool:
@@ -114,10 +114,10 @@ class IdPool:
     has_ids = True
     make_room = None
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: Any) -> None:
         check_whole(total, "total", least=0, most=MOST_COUNT)
-        self.total = total
-        self.num_empty = total
+        self.total: int = total
+        self.num_empty: int = total
         self.num_taken = 0
         self._empty_ids = cast(list[PageId], list(range(total - 1, -1, -1)))
 

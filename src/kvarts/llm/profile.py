@@ -83,8 +83,8 @@ class Profile:
         while llm.has_work:
             for completion in llm.step():
                 request = requests[completion.index]
-                # It may have ended before it generated as many tokens as it was allowed.
-                request = msgspec.structs.replace(request, max_tokens=len(completion.tokens))
+                # It may have ended before it generated as many tokens as it was allowed; a replay is to end there too.
+                request.max_tokens = len(completion.tokens)
                 content = request.content
                 row = TraceRequest(
                     request.index,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -35,7 +34,6 @@ class FileTier(MemoryTier):
     ) -> None:
         super().__init__(name, num_pages, on_stored=on_stored, on_removed=on_removed)
         self._root = root_key("sha256_cbor", namespace)
-        self._keys: WeakKeyDictionary[Content, BlockKeys] = WeakKeyDictionary()
         self._dropped: dict[bytes, None] = {}
         self._unknown = dict.fromkeys(known_keys)
         while len(self._unknown) > num_pages:
@@ -60,9 +58,10 @@ class FileTier(MemoryTier):
 
     def key(self, content: Content, page: int) -> bytes:
         """Return the key of a page of known tokens."""
-        keys = self._keys.get(content)
+        keys: BlockKeys | None = content.noted(self._root)
         if keys is None:
-            keys = self._keys[content] = BlockKeys(content, algorithm="sha256_cbor", root=self._root)
+            keys = BlockKeys(content, algorithm="sha256_cbor", root=self._root)
+            content.note(self._root, keys)
         return keys[page]
 
     def take_dropped(self) -> tuple[bytes, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -44,6 +43,7 @@ class RequestLog:
         self._fields = (*_REQUEST_FIELDS, *(f"{name}_tokens" for name in tiers))
         self._num_tiers = len(self._fields) - len(_REQUEST_FIELDS)
         self._rows = Rows(len(self._fields))
+        self._columns: dict[str, Column] | None = None
         self._largest_hit_counts = largest_hit_counts
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
@@ -85,11 +85,13 @@ class RequestLog:
         self._reasons[request.index] = reason
         self.end(request, row, replica, status)
 
-    @cached_property
+    @property
     def columns(self) -> dict[str, Column]:
-        """Integer columns by name, sorted by arrival."""
-        columns = self._rows.take_columns()
-        return dict(zip(self._fields, columns[:, np.argsort(columns[0])], strict=True))
+        """Integer columns by name, sorted by arrival. They are made once, when every request has ended."""
+        if self._columns is None:
+            columns = self._rows.take_columns()
+            self._columns = dict(zip(self._fields, columns[:, np.argsort(columns[0])], strict=True))
+        return self._columns
 
     def request_ids(self) -> list[str]:
         """Return the trace's own id of each request, or else the number of the row in its file, from 0."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import msgspec
-
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import LoadAwaited, LoadStarted, LoadWeighed
@@ -121,14 +119,17 @@ class LowerTiers(Protocol):
         """Assert laws L1 to L3 in every tier below."""
 
 
-class LoadUnderWay(msgspec.Struct, eq=False):
+class LoadUnderWay:
     """A load of pages [start, end) for `request`, which should end at `end_ns`."""
 
-    request: Request
-    transfer: int
-    start: int
-    end: int
-    end_ns: int = 0
+    __slots__ = ("end", "end_ns", "request", "start", "transfer")
+
+    def __init__(self, request: Request, transfer: int, start: int, end: int) -> None:
+        self.request = request
+        self.transfer = transfer
+        self.start = start
+        self.end = end
+        self.end_ns = 0
 
 
 class Loads:
@@ -176,10 +177,9 @@ class Loads:
         yield from (request for request, _ in self.loaded)
         yield from self.following()
 
-    def following(self) -> Iterator[Request]:
+    def following(self) -> list[Request]:
         """Return the requests that wait for the load of another."""
-        for requests in self._followers.values():
-            yield from requests
+        return [request for requests in self._followers.values() for request in requests]
 
     def try_start(self, request: Request, match: Match, num_known: int, num_behind: int) -> bool:
         """Begin to load pages that the tiers have for `request` after `match`, or to wait for a load that brings them.

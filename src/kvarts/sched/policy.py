@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from kvarts.request import Request, RequestState
 
 __all__ = ["NEVER_NS", "AdmissionPolicy", "PriorityPolicy", "WaitingQueue"]
@@ -40,6 +42,7 @@ class AdmissionPolicy(Protocol):
         """Iterate over all waiting requests, in a fixed order."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PriorityPolicy:
     """Larger priorities first; among equals those that were the head before, the last put back first; then by arrival.
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from kvarts.request import Request
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.replica import NEVER_NS
@@ -59,6 +61,7 @@ class Runner(Protocol):
         """Hand all waiting events to their readers."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Driver:
     """Runs one replay. `on_progress`, if given, is called with the number of further requests that have ended.
 

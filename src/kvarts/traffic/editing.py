@@ -10,7 +10,8 @@ import numpy as np
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
 from kvarts.limits import LATEST_NS, MOST_REQUESTS, MOST_SECONDS, check_number, check_whole
-from kvarts.traffic.trace import Trace, TraceRequest, Units, spell
+from kvarts.traffic.trace import Trace, TraceRequest, spell
+from kvarts.traffic.trace_request import Units
 
 __all__ = ["anonymized", "merged", "repeated", "scaled", "sliced", "spread"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import msgspec
 
@@ -38,8 +38,6 @@ def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_ba
         _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
         return load_azure(path, skip_bad_lines=skip_bad_lines)
     if not _is_kv_cache_tester(path):
-        from kvarts.traffic.logs import load_bailian, load_usage_log
-
         fields = _first_fields(path)
         if "arrival_ns" in fields:
             from kvarts.traffic.recorded import load_recorded
@@ -57,8 +55,12 @@ def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_ba
             _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
             return load_aiperf(path, skip_bad_lines=skip_bad_lines)
         if {"chat_id", "hash_ids"} <= fields:
+            from kvarts.traffic.logs import load_bailian
+
             return load_bailian(path, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
         if {"created", "usage"} <= fields:
+            from kvarts.traffic.logs import load_usage_log
+
             _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
             return load_usage_log(path, skip_bad_lines=skip_bad_lines)
         return load_mooncake(path, trace_block_size=trace_block_size or 512, skip_bad_lines=skip_bad_lines)
@@ -96,11 +98,19 @@ def _first_fields(path: Path) -> set[str]:
     if not path.is_file():
         return set()  # what is a pipe can be read once only
     try:
-        with reading(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with reading(path), _opened(path) as file:
             line = file.readline(MOST_LINE_BYTES)
         return set(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
     except (EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return set()  # and the reader says what is wrong
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix != ".gz":
+        return path.open("rb")
+    import gzip
+
+    return cast(BinaryIO, gzip.open(path))
 
 
 def _is_kv_cache_tester(path: Path) -> bool:

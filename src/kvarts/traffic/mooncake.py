@@ -11,37 +11,19 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
-from kvarts.content import pack_units
-from kvarts.errors import ConfigError, InputError, parts_of
+from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
-from kvarts.limits import LATEST_NS, MOST_COUNT, brief, check_whole
+from kvarts.limits import check_whole
+from kvarts.traffic.mooncake_request import request_of
+from kvarts.traffic.mooncake_row import MooncakeRow
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["MooncakeReader", "load_mooncake"]
 
 BLOCK_BYTES = 1 << 20
-NS_PER_MS = 1_000_000
-
-
-Count = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
-Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
-
-
-class _Row(msgspec.Struct, gc=False):
-    input_length: Count
-    hash_ids: list[int]
-    output_length: Count | None = None
-    timestamp: int | float | None = None
-    delay: int | float | None = None
-    session_id: str | int | None = None
-    priority: Priority = 0
-    output_token_ids: list[int] | None = None
-    request_id: str | int | None = None
-    tenant: str | int | None = None
 
 
 class MooncakeReader:
@@ -59,17 +41,19 @@ class MooncakeReader:
         self.num_skipped = 0
         self.has_output_tokens = False
         self.has_sessions = False
-        self._decoder = msgspec.json.Decoder(_Row)
+        self._decoder = msgspec.json.Decoder(MooncakeRow)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         row_number = 0
         for first_line, block in self._blocks():
             for line, row in self._decode(first_line, block):
                 try:
-                    request = self._request(row_number, row)
+                    request = request_of(row, row_number, self.trace_block_size)
                 except InputError as error:
                     self._skip_or_raise(error, line)
                 else:
+                    self.has_output_tokens |= row.output_token_ids is not None
+                    self.has_sessions |= row.session_id is not None
                     yield request
                 row_number += 1
 
@@ -96,7 +80,7 @@ class MooncakeReader:
             if rest.strip():
                 yield line, rest
 
-    def _decode(self, first_line: int, block: bytes) -> Iterable[tuple[int, _Row]]:
+    def _decode(self, first_line: int, block: bytes) -> Iterable[tuple[int, MooncakeRow]]:
         try:
             rows = self._decoder.decode_lines(block)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -106,7 +90,7 @@ class MooncakeReader:
             return enumerate(rows, first_line)
         return self._decode_by_line(first_line, block)
 
-    def _decode_by_line(self, first_line: int, block: bytes) -> Iterator[tuple[int, _Row]]:
+    def _decode_by_line(self, first_line: int, block: bytes) -> Iterator[tuple[int, MooncakeRow]]:
         """Return what the good lines say, and find the bad ones."""
         for line, text in enumerate(block.split(b"\n"), first_line):
             if not text.strip():
@@ -133,83 +117,6 @@ class MooncakeReader:
             return
         hint = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
         raise InputError(error.what, path=self.path, line=line, field=error.field, hint=hint) from error
-
-    def _request(self, row_number: int, row: _Row) -> TraceRequest:
-        input_length = row.input_length
-        output_length = row.output_length
-        output_token_ids = row.output_token_ids
-        if output_token_ids is not None:
-            if output_length is None:
-                output_length = len(output_token_ids)
-            elif output_length != len(output_token_ids):
-                raise InputError(
-                    f"has {len(output_token_ids)} ids, but output_length is {output_length}",
-                    field="output_token_ids",
-                )
-            self.has_output_tokens = True
-        elif output_length is None:
-            raise InputError("is missing", field="output_length")
-        if input_length < 1:
-            raise InputError(f"must be at least 1, got {input_length}", field="input_length")
-        if output_length < 1:
-            raise InputError(f"must be at least 1, got {output_length}", field="output_length")
-        covered = len(row.hash_ids) * self.trace_block_size
-        if covered < input_length:
-            raise InputError(
-                f"{len(row.hash_ids)} ids of {self.trace_block_size} tokens cover {covered} of the "
-                f"{input_length} tokens of input_length",
-                field="hash_ids",
-            )
-        timestamp, delay = row.timestamp, row.delay
-        if type(timestamp) is int and timestamp >= 0:
-            if timestamp > LATEST_NS // NS_PER_MS:
-                raise InputError(f"must be at most {LATEST_NS // NS_PER_MS}, got {brief(timestamp)}", field="timestamp")
-            arrival_ns = timestamp * NS_PER_MS
-        elif timestamp is None:
-            if delay is None or row.session_id is None:
-                raise InputError("is missing; only a session's later turn may have a delay instead", field="timestamp")
-            arrival_ns = -1
-        else:
-            if not 0 <= timestamp <= LATEST_NS // NS_PER_MS:
-                what = f"must be from 0 to {LATEST_NS // NS_PER_MS}, got {brief(timestamp)}"
-                raise InputError(what if timestamp > 0 else f"must be at least 0, got {timestamp}", field="timestamp")
-            arrival_ns = round(timestamp * NS_PER_MS)
-        if delay is not None and delay < 0:
-            raise InputError(f"must be at least 0, got {delay}", field="delay")
-        if delay is not None and delay > LATEST_NS // NS_PER_MS:
-            raise InputError(f"must be at most {LATEST_NS // NS_PER_MS}, got {brief(delay)}", field="delay")
-        units = _packed(row.hash_ids, "hash_ids")
-        if (
-            delay is None
-            and row.session_id is None
-            and output_token_ids is None
-            and row.request_id is None
-            and row.tenant is None
-            and row.priority == 0
-        ):
-            return TraceRequest(row_number, arrival_ns, units, input_length, output_length)
-        self.has_sessions |= row.session_id is not None
-        output_units = None if output_token_ids is None else _packed(output_token_ids, "output_token_ids")
-        return TraceRequest(
-            row_number,
-            arrival_ns,
-            units,
-            input_length,
-            output_length,
-            output_units=output_units,
-            priority=row.priority,
-            session_id=None if row.session_id is None else str(row.session_id),
-            delay_ns=None if delay is None else round(delay * NS_PER_MS),
-            request_id=None if row.request_id is None else str(row.request_id),
-            tenant=None if row.tenant is None else str(row.tenant),
-        )
-
-
-def _packed(ids: list[int], field: str) -> bytes:
-    try:
-        return pack_units(ids)
-    except ConfigError:
-        raise InputError("ids must be from 0 to 2**64 - 1", field=field) from None
 
 
 def load_mooncake(path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> Trace:

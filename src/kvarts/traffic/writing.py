@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvarts.traffic.trace import Trace, Units, spell
+from kvarts.traffic.trace import Trace, spell
+from kvarts.traffic.trace_request import Units
 
 __all__ = ["mooncake_lines"]
 

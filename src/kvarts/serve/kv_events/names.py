@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 from kvarts.content import Content
 from kvarts.keys import BlockKey, KeyAlgorithm, KeyMaker, root_key
 
@@ -15,16 +13,16 @@ class BlockNames:
 
     def __init__(self, algorithm: KeyAlgorithm, seed: str) -> None:
         self._maker = KeyMaker(algorithm, root_key(algorithm, seed))
-        self._keys: WeakKeyDictionary[Content, list[BlockKey]] = WeakKeyDictionary()
 
     def of(self, content: Content, start: int, end: int, before: Content | None = None) -> list[BlockKey]:
         """Return the keys of pages [start, end) of `content`, which must be known.
 
         `before`: a content with the same pages up to `start`, of which keys may be known already.
         """
-        keys = self._keys.get(content)
+        keys: list[BlockKey] | None = content.noted(self)
         if keys is None:
-            known = None if before is None else self._keys.get(before)
-            keys = self._keys[content] = [] if known is None else known[:start]
+            known: list[BlockKey] | None = None if before is None else before.noted(self)
+            keys = [] if known is None else known[:start]
+            content.note(self, keys)
         self._maker.extend(keys, content, end)
         return keys[start:end]

@@ -1,0 +1,64 @@
+"""The formula of NVIDIA Dynamo 1.6's mocker: how long a step takes. PolynomialCost says it in words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvarts.executor.manysteps import FEW_STEPS, whole_ns
+from kvarts.sched.plan import Batch
+
+__all__ = ["mocker_decode_ns", "mocker_step_ns"]
+
+
+def mocker_step_ns(batch: Batch) -> int:
+    """Return the duration of a step."""
+    num_prefills = after = before = 0
+    num_decodes = batch.num_decodes
+    known_tokens = batch.decode_known_tokens
+    for chunk in batch.chunks:
+        start = chunk.start
+        end = start + chunk.num_tokens
+        if end > (prompt := chunk.num_prompt_tokens):  # a recompute
+            if end == chunk.num_known_tokens:
+                num_decodes += 1
+                known_tokens += end
+            if start >= prompt:
+                continue
+            end = prompt
+        num_prefills += 1
+        before += start
+        after += end
+    duration_ns = 0
+    if num_prefills:
+        t = num_prefills * (after // num_prefills - before // num_prefills)
+        if t:
+            duration_ns = round((4.209989e-7 * t * t + 1.518344e-2 * t + 16.50142) * 1e6)
+    if num_decodes:
+        u = known_tokens / batch.pool_tokens
+        if u > 1.0:
+            u = 1.0
+        # At least 5.74 for every u in [0, 1], so the floor of 1 ms is out of reach.
+        duration_ns += round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6)
+    return duration_ns
+
+
+def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
+    """Return the durations of `num_steps` steps of decodes."""
+    if num_steps < FEW_STEPS:
+        durations = []
+        for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes):
+            u = known / pool_tokens
+            if u > 1.0:
+                u = 1.0
+            durations.append(round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6))
+        return durations
+    # In place, and in the order of the loop above, so that both round alike.
+    use = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) / pool_tokens
+    np.minimum(use, 1.0, out=use)
+    ms = -25.74 * use
+    ms *= use
+    use *= 54.01
+    ms += use
+    ms += 5.74
+    ms *= 1e6
+    return whole_ns(ms)

@@ -1,0 +1,134 @@
+"""What is kept of the steps of one engine, in spans: steps alike are one row, whatever their number.
+
+Every step has only its duration and the pages taken for it; the rest is worked out when it is asked for, by a StepLog.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+from mypy_extensions import mypyc_attr
+
+from kvarts.columns import Rows
+from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
+
+__all__ = ["StepSpans"]
+
+_SPAN_FIELDS = (
+    "num_steps",
+    "start_ns",
+    "used",
+    "cached",
+    "released",
+    "running",
+    "waiting",
+    "blocked",
+    "decodes",
+    "tokens",
+    "preempted",
+    "admitted",
+    "is_leap",
+    "loading",
+)
+_REST_FIELDS = ("step", "time_ns", "used", "cached", "released", "reserved")
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class StepSpans:
+    """Keeps the steps of one engine of `num_pages` pages, from step 0 on, as it is told of them.
+
+    Pages are as at each step's mark.
+
+    `tiers`: the pages of each tier below the device, by its name; their counts are columns `NAME_used` and
+    `NAME_cached`.
+    """
+
+    wants_details = False
+
+    def __init__(self, num_pages: int, tiers: Mapping[str, int] | None = None) -> None:
+        self.num_pages = num_pages
+        self.tiers = dict(tiers or {})
+        self.tier_fields = tuple(f"{name}_{what}" for name in self.tiers for what in ("used", "cached"))
+        self.preemptions: list[tuple[int, Preemption]] = []
+        """With the step in which they happened, in order."""
+        self._span_fields = _SPAN_FIELDS + self.tier_fields
+        self._rest_fields = _REST_FIELDS + self.tier_fields
+        self._spans = Rows(len(self._span_fields))
+        self._rests = Rows(len(self._rest_fields))
+        self._durations_ns = array("q")
+        self._pages_taken = array("i")
+        self._num_reserved = 0
+        # Of the pages reserved, only where they change: the step, and the pages from then on.
+        self._reserved = Rows(2)
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Keep what `events` say of steps. Spelled out in one loop: in virtual time these are all the events."""
+        spans: list[int] = []
+        durations_ns, pages_taken = self._durations_ns, self._pages_taken
+        for event in events:
+            if isinstance(event, StepDone):
+                if event.num_reserved != self._num_reserved:
+                    self._note_reserved(event.step, event.num_reserved)
+                preemptions = event.preemptions
+                if preemptions:
+                    self.preemptions += [(event.step, preemption) for preemption in preemptions]
+                spans += (
+                    1,
+                    event.start_ns,
+                    event.num_used,
+                    event.num_cached,
+                    event.num_released,
+                    event.num_running,
+                    event.num_waiting,
+                    event.blocked,
+                    event.num_decodes,
+                    event.num_tokens,
+                    len(preemptions),
+                    event.num_admitted,
+                    0,
+                    event.num_loading,
+                    *event.tiers,
+                )
+                durations_ns.append(event.duration_ns)
+                pages_taken.append(0)
+            elif isinstance(event, LeapDone):
+                if event.num_reserved != self._num_reserved:
+                    self._note_reserved(event.step, event.num_reserved)
+                num_decodes = event.num_running
+                spans += (
+                    len(event.durations_ns),
+                    event.start_ns,
+                    event.num_used,
+                    event.num_cached,
+                    event.num_released,
+                    num_decodes,
+                    event.num_waiting,
+                    event.blocked,
+                    num_decodes,
+                    num_decodes,
+                    0,
+                    0,
+                    1,
+                    event.num_loading,
+                    *event.tiers,
+                )
+                durations_ns.fromlist(event.durations_ns)
+                pages_taken.fromlist(event.pages_taken)
+            elif isinstance(event, AtRest):
+                counts = event.num_used, event.num_cached, event.num_released
+                self._rests.add((event.step, event.time_ns, *counts, event.num_reserved, *event.tiers))
+        if spans:
+            self._spans.add(spans)
+
+    def _note_reserved(self, step: int, num_pages: int) -> None:
+        self._num_reserved = num_pages
+        self._reserved.add((step, num_pages))
+
+    @property
+    def tokens_lost(self) -> int:
+        """Computed tokens that preempted requests lost."""
+        return sum(preemption.num_computed_tokens for _, preemption in self.preemptions)
+
+    def __len__(self) -> int:
+        return len(self._durations_ns)

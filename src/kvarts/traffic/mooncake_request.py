@@ -1,0 +1,93 @@
+"""What a line of a Mooncake trace says, checked."""
+
+from __future__ import annotations
+
+from kvarts.content import pack_units
+from kvarts.errors import ConfigError, InputError
+from kvarts.limits import LATEST_NS, brief
+from kvarts.traffic.mooncake_row import MooncakeRow
+from kvarts.traffic.trace_request import TraceRequest
+
+__all__ = ["request_of"]
+
+NS_PER_MS = 1_000_000
+
+
+def request_of(row: MooncakeRow, row_number: int, trace_block_size: int) -> TraceRequest:
+    """Return the request that `row` says, with its time as in the file; -1 where it only has a delay.
+
+    Raise InputError, with the field, for one that cannot be.
+    """
+    input_length = row.input_length
+    output_length = row.output_length
+    output_token_ids = row.output_token_ids
+    if output_token_ids is not None:
+        if output_length is None:
+            output_length = len(output_token_ids)
+        elif output_length != len(output_token_ids):
+            raise InputError(
+                f"has {len(output_token_ids)} ids, but output_length is {output_length}",
+                field="output_token_ids",
+            )
+    elif output_length is None:
+        raise InputError("is missing", field="output_length")
+    if input_length < 1:
+        raise InputError(f"must be at least 1, got {input_length}", field="input_length")
+    if output_length < 1:
+        raise InputError(f"must be at least 1, got {output_length}", field="output_length")
+    covered = len(row.hash_ids) * trace_block_size
+    if covered < input_length:
+        raise InputError(
+            f"{len(row.hash_ids)} ids of {trace_block_size} tokens cover {covered} of the "
+            f"{input_length} tokens of input_length",
+            field="hash_ids",
+        )
+    timestamp, delay = row.timestamp, row.delay
+    if type(timestamp) is int and timestamp >= 0:
+        if timestamp > LATEST_NS // NS_PER_MS:
+            raise InputError(f"must be at most {LATEST_NS // NS_PER_MS}, got {brief(timestamp)}", field="timestamp")
+        arrival_ns = timestamp * NS_PER_MS
+    elif timestamp is None:
+        if delay is None or row.session_id is None:
+            raise InputError("is missing; only a session's later turn may have a delay instead", field="timestamp")
+        arrival_ns = -1
+    else:
+        if not 0 <= timestamp <= LATEST_NS // NS_PER_MS:
+            what = f"must be from 0 to {LATEST_NS // NS_PER_MS}, got {brief(timestamp)}"
+            raise InputError(what if timestamp > 0 else f"must be at least 0, got {timestamp}", field="timestamp")
+        arrival_ns = round(timestamp * NS_PER_MS)
+    if delay is not None and delay < 0:
+        raise InputError(f"must be at least 0, got {delay}", field="delay")
+    if delay is not None and delay > LATEST_NS // NS_PER_MS:
+        raise InputError(f"must be at most {LATEST_NS // NS_PER_MS}, got {brief(delay)}", field="delay")
+    units = _packed(row.hash_ids, "hash_ids")
+    if (
+        delay is None
+        and row.session_id is None
+        and output_token_ids is None
+        and row.request_id is None
+        and row.tenant is None
+        and row.priority == 0
+    ):
+        return TraceRequest(row_number, arrival_ns, units, input_length, output_length)
+    output_units = None if output_token_ids is None else _packed(output_token_ids, "output_token_ids")
+    return TraceRequest(
+        row_number,
+        arrival_ns,
+        units,
+        input_length,
+        output_length,
+        output_units=output_units,
+        priority=row.priority,
+        session_id=None if row.session_id is None else str(row.session_id),
+        delay_ns=None if delay is None else round(delay * NS_PER_MS),
+        request_id=None if row.request_id is None else str(row.request_id),
+        tenant=None if row.tenant is None else str(row.tenant),
+    )
+
+
+def _packed(ids: list[int], field: str) -> bytes:
+    try:
+        return pack_units(ids)
+    except ConfigError:
+        raise InputError("ids must be from 0 to 2**64 - 1", field=field) from None

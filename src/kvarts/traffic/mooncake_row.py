@@ -1,0 +1,29 @@
+"""A line of a Mooncake trace, as its JSON has it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvarts.limits import MOST_COUNT
+
+__all__ = ["MooncakeRow"]
+
+Count = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
+Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
+
+
+class MooncakeRow(msgspec.Struct, gc=False):
+    """One request; traffic/mooncake.py says what its fields mean and checks them."""
+
+    input_length: Count
+    hash_ids: list[int]
+    output_length: Count | None = None
+    timestamp: int | float | None = None
+    delay: int | float | None = None
+    session_id: str | int | None = None
+    priority: Priority = 0
+    output_token_ids: list[int] | None = None
+    request_id: str | int | None = None
+    tenant: str | int | None = None
