@@ -17,6 +17,7 @@ from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
+from kvarts.sched.drafts import Drafter
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
@@ -75,6 +76,7 @@ def build_engine(
     moves_pages: bool | None = None,
     prefill: PrefillTimes | None = None,
     audit: bool = False,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """Return an engine around `executor`.
 
@@ -85,8 +87,9 @@ def build_engine(
     of `cache`. `prefill`: how long prompts take to compute, for the choice between that and loading them; by default
     that is measured. `moves_pages`: the executor carries out transfers; left out, if it needs page ids; otherwise they
     take the time of their channels. `audit`: assert the laws of page accounting after every step, and, unless the
-    device is shared, check every event against a second bookkeeping. Raise ConfigError for an audit if the room `audit`
-    is not installed.
+    device is shared, check every event against a second bookkeeping. `drafter`: guesses how sequences go on, for an
+    executor that says which guesses are right; those of virtual time compute no tokens, and have none. Raise
+    ConfigError for an audit if the room `audit` is not installed.
     """
     if offload is not None:
         assert below is None and cache is None, "the tree of a given cache was made without these tiers"
@@ -128,5 +131,6 @@ def build_engine(
         batch=InputBatch(config.max_num_seqs, config.page_size) if with_page_ids else None,
         tell=tell,
         pins=pins,
+        drafter=drafter,
     )
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)

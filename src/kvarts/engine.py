@@ -132,10 +132,11 @@ class Engine:
             batch = plan.batch
             moving_ns = sum(report.duration_ns for report in result.transfer_reports)
             num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
-            self.tiers.measure(num_tokens, batch.num_decodes, result.duration_ns - moving_ns)
+            self.tiers.measure(num_tokens, batch.num_decodes + batch.num_drafted, result.duration_ns - moving_ns)
         duration_ns = result.duration_ns
         if tell is not None:
-            tell(step_done(self.scheduler, plan, now_ns, duration_ns, self._num_withheld))
+            num_accepted = sum(count for _, count in result.accepted) if result.accepted else 0
+            tell(step_done(self.scheduler, plan, now_ns, duration_ns, self._num_withheld, num_accepted))
         end_ns = self.now_ns = now_ns + duration_ns
         if end_ns > LATEST_NS:
             raise TooLateError

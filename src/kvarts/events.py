@@ -22,6 +22,8 @@ __all__ = [
     "Cancelled",
     "ChunkComputed",
     "CopiesRemoved",
+    "DraftJudged",
+    "DraftTaken",
     "Event",
     "Finished",
     "HeadBlocked",
@@ -245,6 +247,29 @@ class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
     num_known_tokens: int
 
 
+class DraftTaken(msgspec.Struct, frozen=True, gc=False):
+    """Tokens [start, end) of a request are drafted ones, computed in this step after its decode.
+
+    It has the pages for them from now on, until `DraftJudged`.
+    """
+
+    request: int
+    start: int
+    end: int
+
+
+class DraftJudged(msgspec.Struct, frozen=True, gc=False):
+    """Of the `num_drafted` tokens that were drafted for a request in this step, the first `num_accepted` are its own.
+
+    They are computed, and count beside the token that the request samples in every step. Pages that only the others
+    were in are empty again.
+    """
+
+    request: int
+    num_drafted: int
+    num_accepted: int
+
+
 class Preemption(msgspec.Struct, frozen=True, gc=False):
     """A running request lost its pages because another request needed them.
 
@@ -332,6 +357,10 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     num_withheld: int = 0
     num_reserved: int = 0
     num_loading: int = 0
+    num_drafted: int = 0
+    """Of the tokens: those that were drafted."""
+    num_accepted: int = 0
+    """Of the drafted ones: those that were accepted."""
 
 
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
@@ -380,6 +409,8 @@ Event = (
     | HeadBlocked
     | Admitted
     | ChunkComputed
+    | DraftTaken
+    | DraftJudged
     | Preemption
     | Finished
     | Cancelled

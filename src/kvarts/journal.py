@@ -21,6 +21,7 @@ __all__ = [
     "BlockedLine",
     "CancelledLine",
     "ComputedLine",
+    "DraftedLine",
     "FinishedLine",
     "Head",
     "Line",
@@ -94,6 +95,13 @@ class ComputedLine(Line, tag="computed", frozen=True, kw_only=True, gc=False):
     start: Count
     end: Count
     known: Count
+
+
+class DraftedLine(Line, tag="drafted", frozen=True, kw_only=True, gc=False):
+    """Of `drafted` tokens that were guessed to follow its own, `accepted` were right: it has that many more."""
+
+    drafted: Count
+    accepted: Count
 
 
 class PreemptedLine(Line, tag="preempted", frozen=True, kw_only=True, gc=False):
@@ -186,6 +194,7 @@ AnyLine = (
     | BlockedLine
     | AdmittedLine
     | ComputedLine
+    | DraftedLine
     | PreemptedLine
     | FinishedLine
     | CancelledLine

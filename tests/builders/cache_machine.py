@@ -106,6 +106,16 @@ class CacheMachine(RuleBasedStateMachine):
         holder.pages += [self.model.take() for _ in range(count)]
 
     @precondition(lambda self: self.holders)
+    @rule(data=st.data(), num_pages=st.integers(0, 12))
+    def shrink(self, data: st.DataObject, num_pages: int) -> None:
+        """As after a draft: pages that were never findable go back, the last ones first."""
+        holder = data.draw(st.sampled_from(self.holders))
+        num_pages = max(num_pages, holder.num_published)
+        self.cache.shrink(holder.holding, num_pages)
+        self.model.release(holder.pages[num_pages:])
+        del holder.pages[num_pages:]
+
+    @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))

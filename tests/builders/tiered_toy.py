@@ -14,6 +14,7 @@ from kvarts.executor.copier import PageCopier
 from kvarts.kv.transfer import Direction, Transfer, TransferReport
 from kvarts.offload.config import FilesBelow, OffloadConfig
 from kvarts.offload.pagefiles import PageFiles
+from kvarts.sched.drafts import Drafter
 from kvarts.sched.plan import StepPlan, StepResult
 
 from builders.serving import Arrival, assert_undisturbed, serve
@@ -100,6 +101,7 @@ def check_outputs(
     resets: bool = False,
     files: PageFiles | None = None,
     interfere: Callable[[int], object] = lambda step: None,
+    drafter: Drafter | None = None,
 ) -> tuple[Engine, TieredToy]:
     """Serve `arrivals` and check what they got. `interfere`: is called between steps."""
     executor = TieredToy(config, offload, rng, files)
@@ -115,6 +117,7 @@ def check_outputs(
         config,
         executor,
         between_steps=between_steps,
+        drafter=drafter,
         offload=FilesBelow(config=offload, known_keys=() if files is None else tuple(files.keys()), namespace="toy"),
     )
     assert_undisturbed(arrivals, requests, cancelled)

@@ -49,6 +49,12 @@ def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return known[len(prompt) :]
 
 
+def drafted_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Words]:
+    """Rows, positions and tokens of the drafts of a step."""
+    assert plan.drafts is not None
+    return plan.drafts.rows, plan.drafts.positions, plan.drafts.tokens
+
+
 class ToyExecutor:
     """An Executor of pages. `stop_token`: ends a sequence when it is sampled."""
 
@@ -67,6 +73,7 @@ class ToyExecutor:
         for row in plan.left_rows:
             self.tables.pop(row, None)
         work: list[tuple[int, int, Words, bool]] = []
+        drafts: dict[int, list[int]] = {}
         for chunk in plan.batch.chunks:
             assert chunk.page_ids is not None
             self.tables[chunk.row] = list(chunk.page_ids)
@@ -74,10 +81,18 @@ class ToyExecutor:
         if plan.decodes is not None:
             decodes = plan.decodes
             for row, index, page_id in decodes.new_pages:
-                assert index == len(self.tables[row]), "pages come in order"
-                self.tables[row].append(page_id)
+                assert index <= len(self.tables[row]), "pages come in order"
+                self.tables[row][index:] = [page_id]
+            if plan.drafts is not None:
+                assert plan.batch.num_drafted == len(plan.drafts.rows)
+                for row, position, token in zip(*map(np.ndarray.tolist, drafted_of(plan)), strict=True):
+                    guessed = drafts.setdefault(row, [])
+                    at = decodes.positions[decodes.rows.tolist().index(row)]
+                    assert position == at + 1 + len(guessed), "drafts come in order, after the decode"
+                    guessed.append(token)
             for row, position, token in zip(decodes.rows, decodes.positions, decodes.tokens, strict=True):
-                work.append((int(row), int(position), np.array([token], np.uint64), True))
+                tokens = np.array([token, *drafts.get(int(row), ())], np.uint64)
+                work.append((int(row), int(position), tokens, True))
         slots = [self.slots(row, start + len(tokens)) for row, start, tokens, _ in work]
         sampled = np.zeros(self.max_num_seqs, np.uint64)
         # Layer by layer over the whole batch, so that a step may read what it writes for another sequence.
@@ -87,14 +102,22 @@ class ToyExecutor:
         for (_, start, tokens, _), mine in zip(work, slots, strict=True):
             positions = np.arange(start, start + len(tokens), dtype=np.uint64)
             self.kv[1, mine[start:]] = mix(attend(self.kv[0, mine], positions) ^ tokens)
+        accepted = []
         for (row, start, tokens, samples), mine in zip(work, slots, strict=True):
-            if samples:
-                last = np.array([start + len(tokens) - 1], np.uint64)
-                sampled[row] = int(mix(attend(self.kv[1, mine], last))[0]) % NUM_TOKEN_IDS
+            if not samples:
+                continue
+            end = start + len(tokens) - len(drafts.get(row, ()))
+            for drafted in [*drafts.get(row, ()), None]:
+                sampled[row] = int(mix(attend(self.kv[1, mine], np.array([end - 1], np.uint64)))[0]) % NUM_TOKEN_IDS
+                if sampled[row] != drafted or sampled[row] == self.stop_token:
+                    break
+                end += 1
+            if num_accepted := end - (start + len(tokens) - len(drafts.get(row, ()))):
+                accepted.append((row, num_accepted))
         stopped: tuple[int, ...] = ()
         if self.stop_token is not None:
             stopped = tuple(row for row, _, _, samples in work if samples and sampled[row] == self.stop_token)
-        return StepResult(1_000_000, sampled, stopped)
+        return StepResult(1_000_000, sampled, stopped, accepted=tuple(accepted))
 
     def slots(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
         """Where the first `num_tokens` tokens of a row are, read through its page table."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 
@@ -11,8 +12,11 @@ from kvarts.executor.cost import CallableCost, CostModel, LinearCost, Polynomial
 from kvarts.executor.recorder import RecordingExecutor
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.simulated import SimExecutor
+from kvarts.sched.plan import Batch, StepPlan, StepResult
 
 from builders.executor_contract import CONFIG, ExecutorContract, VirtualExecutorContract
+from builders.guesser import Guesser
+from builders.serving import Arrival, serve
 from builders.toy_model import ToyExecutor
 
 pytestmark = pytest.mark.laws
@@ -61,3 +65,25 @@ class TestRecorderOfAToyModel(ExecutorContract):
 class TestRecorderOfARecorder(ExecutorContract):
     def make(self) -> Executor:
         return RecordingExecutor(RecordingExecutor(SimExecutor(LinearCost(step_ms=2.0)), io.BytesIO()), io.BytesIO())
+
+
+def test_a_recorded_step_has_a_decode_for_each_guess() -> None:
+    """A drafted token reads as much as a decode there: that is what a calibration is told."""
+    file = io.BytesIO()
+    steps: list[Batch] = []
+    arrivals = [Arrival(0, [1, 2, 3, index], 12, 0, None) for index in range(2)]
+
+    class Seen(ToyExecutor):
+        def execute(self, plan: StepPlan) -> StepResult:
+            steps.append(plan.batch)
+            return super().execute(plan)
+
+    executor = RecordingExecutor(Seen(CONFIG.num_pages, CONFIG.page_size, CONFIG.max_num_seqs), file)
+    serve(arrivals, CONFIG, executor, drafter=Guesser(1, wrong=0.3, most=3))
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert len(lines) == len(steps) and any(batch.num_drafted for batch in steps)
+    for line, batch in zip(lines, steps, strict=True):
+        assert line["num_decodes"] == batch.num_decodes + batch.num_drafted
+        known = line["decode_known_tokens"] - batch.decode_known_tokens
+        # Each guess comes after a prompt of four tokens and the first that was made.
+        assert 6 * batch.num_drafted <= known <= 16 * batch.num_drafted

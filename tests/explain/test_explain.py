@@ -17,13 +17,14 @@ from kvarts.explain.hits import KINDS, hit_ledger
 from kvarts.explain.reading import Journal, load_journal
 from kvarts.explain.story import story_of_block, story_of_request
 from kvarts.explain.waits import longest_waits
-from kvarts.journal import PreemptedLine, RemovedLine, StoredLine
+from kvarts.journal import DraftedLine, PreemptedLine, RemovedLine, StoredLine
 from kvarts.keys import BlockKeys
 from kvarts.record.journal import JournalWriter
 from kvarts.request import Request
 
 from builders.case import Case, cases
 from builders.engines import make_replica
+from builders.guesser import Guesser
 from builders.serving import Arrival, serve
 from builders.toy_model import ToyExecutor
 from builders.written import journals_of
@@ -212,3 +213,26 @@ def test_live_tokens_are_in_the_journal(tmp_path: Path) -> None:
     assert any(line.end_page * 4 > journal.arrivals[line.request].prompt_tokens for line in stored)
     for line in stored:
         assert line.end_page <= journal.contents[line.request].num_known_pages
+
+
+def test_guessed_tokens_are_in_the_journal_and_in_what_is_told_of_it(tmp_path: Path) -> None:
+    """With drafts, a request makes several tokens a step; counted are those that were right."""
+    file = io.BytesIO()
+    writer = JournalWriter(file, total_blocks=20, block_size_tokens=2)
+    config = EngineConfig(num_pages=20, page_size=2, max_num_batched_tokens=16, max_num_seqs=3)
+    arrivals = [Arrival(index, [1, 0, 1, index], 12, 0, None) for index in range(4)]
+    guesser = Guesser(0, wrong=0.3, most=4)
+    _, requests, _ = serve(arrivals, config, ToyExecutor(20, 2, 3), [writer], drafter=guesser)
+    journal = loaded(file.getvalue(), tmp_path)
+    drafted = [line for line in journal.lines if isinstance(line, DraftedLine)]
+    assert [(line.request, line.drafted, line.accepted) for line in drafted] == guesser.judged
+    for request in requests:
+        of_mine = [line for line in drafted if line.request == request.index]
+        guessed, right = (sum(getattr(line, name) for line in of_mine) for name in ("drafted", "accepted"))
+        (end,) = [said for said in story_of_request(journal, str(request.index)) if "finished: " in said]
+        assert "12 tokens made" in end
+        assert f"{right} of {guessed} drafted tokens were right" in end
+    account = hit_ledger(journal).by_request
+    for request in requests:
+        found = account[request.index]["device_hit"] + account[request.index]["recomputed"]
+        assert sum(account[request.index].values()) == 4 and found >= request.cached_tokens

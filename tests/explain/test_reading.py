@@ -28,6 +28,17 @@ def test_a_journal_that_breaks_off_is_read_up_to_there(tmp_path: Path) -> None:
 
 
 HEAD = b'{"kvarts_journal":1,"block_size_tokens":4,"total_blocks":9}\n'
+ARRIVED = (
+    b'{"event":"arrived","n":%d,"step":-1,"t_ms":0,"request":%d,"request_id":"a","prompt_tokens":2,"output_tokens":9,'
+    b'"num_ahead":0,"unit_tokens":1,"num_known_tokens":2,"units":[1,2]}\n'
+)
+DRAFTED = (
+    HEAD
+    + ARRIVED % (0, 0)
+    + ARRIVED % (1, 1)
+    + b'{"event":"admitted","n":2,"step":0,"t_ms":0,"request":0,"hit_pages":0}\n'
+    + b'{"event":"drafted","n":3,"step":1,"t_ms":0,"request":%d,"drafted":%d,"accepted":%d}\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +53,8 @@ HEAD = b'{"kvarts_journal":1,"block_size_tokens":4,"total_blocks":9}\n'
             HEAD + b'{"event":"rejected","n":1,"step":0,"t_ms":0,"request":5,"request_id":"a","reason":"b"}\n',
             "some are lost",
         ),
+        (DRAFTED % (0, 2, 3), "accepts more tokens than were drafted"),
+        (DRAFTED % (1, 1, 1), "drafts for request 1, which was never admitted"),
         (b"\x1f\x8b\x00\x00", "is no readable gzip"),
     ],
 )

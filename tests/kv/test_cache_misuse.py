@@ -35,9 +35,12 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(kind: Callable[[int],
     holding = cache.open(cache.match(text, 3))
     cache.grow(holding, 3)
     second = cache.open(cache.match(other, 2))
+    cache.publish(holding, text, 2)
     calls: list[Callable[[], object]] = [
         lambda: cache.grow(second, 2),
         lambda: cache.grow(holding, 10**9),
+        lambda: cache.shrink(holding, 1),
+        lambda: cache.shrink(holding, -1),
         lambda: cache.take(2),
         lambda: cache.take(-1),
         lambda: cache.close(holding, text, 3, 2),
@@ -60,6 +63,7 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(kind: Callable[[int],
         lambda: cache.close(holding, text, 3, 3),
         lambda: cache.grow(holding, 4),
         lambda: cache.publish(holding, text, 3),
+        lambda: cache.shrink(holding, -1),
     ):
         with pytest.raises(PageError, match="closed"):
             call()

@@ -138,3 +138,22 @@ def test_a_small_model_is_not_written_over_another(tiny: Callable[[str], Path], 
     before = (directory / "model.safetensors").read_bytes()
     assert run_command("model", "tiny", directory) != 0
     assert (directory / "model.safetensors").read_bytes() == before
+
+
+def test_guesses_change_no_answer(
+    options: tuple[Any, ...], run_command: Run, capsysbinary: Printed, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abababababab"}\n{"prompt": "a"}\n')
+    asked = ("generate", "--prompts", prompts, *options, "--max-tokens", 30)
+    assert run_command(*asked) == 0
+    plain = capsysbinary.readouterr()
+    assert "guessed" not in plain.err.decode()
+    for config in ("ngram", '{"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4}'):
+        assert run_command(*asked, "--speculative-config", config) == 0
+        said = capsysbinary.readouterr()
+        assert said.out == plain.out
+        assert "guessed tokens were right" in said.err.decode()
+    for config in ("medusa", '{"num_speculative_tokens": 0}', "{"):
+        assert run_command(*asked, "--speculative-config", config) == 2
+        assert "speculative" in capsysbinary.readouterr().err.decode()

@@ -17,6 +17,7 @@ from kvarts.executor.torch.loading import load_model
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.offload.config import OffloadConfig
 
+from builders.guessing import Oracle, answers_of, guessing
 from builders.kept import Kept
 from builders.real_models import GREEDY, engine_of, prompts_with_prefixes, undisturbed
 
@@ -81,3 +82,20 @@ def test_tiers_that_cannot_be_are_refused(models: Callable[[str], tuple[Any, Any
     for offload, path in ((OffloadConfig(host_pages=8, disk_pages=8), None), (OffloadConfig(host_pages=8), tmp_path)):
         with pytest.raises(ConfigError, match="disk_path: a tier of files needs both its size and its directory"):
             engine_of(model, offload=offload, disk_path=path)
+
+
+def test_guesses_change_nothing_with_host_memory(
+    models: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = models("qwen3")
+    prompts = prompts_with_prefixes()
+    answers = answers_of(model, prompts)
+    guessing(monkeypatch, Oracle(answers))
+    engine = engine_of(
+        model, num_pages=40, budget=16, offload=OffloadConfig(host_pages=200), speculative_config="ngram"
+    )
+    for _ in range(2):
+        for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            assert list(completion.tokens) == answers[tuple(prompt)]
+    assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 50
+    assert engine.transfers[0].counts["num_stores"] > 0

@@ -36,6 +36,11 @@ class Greedy:
         tokens = logits.argmax(-1).cpu().numpy()
         return tokens, np.zeros(len(tokens), np.bool_)
 
+    def sample_drafted(
+        self, request_indices: Sequence[int], logits: torch.Tensor, drafts: Sequence[Sequence[int]]
+    ) -> tuple[Any, Any, list[int]]:
+        raise AssertionError("nothing is drafted here")
+
 
 @cache
 def model(family: str) -> Any:

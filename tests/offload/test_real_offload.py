@@ -21,6 +21,7 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.offload.pagefiles import HEAD, PageFiles
 from kvarts.sched.plan import StepPlan, StepResult
 
+from builders.guesser import Guesser, guessers
 from builders.serving import Arrival, output_of, serve, served
 from builders.tiered_toy import TieredToy, busy, check_outputs, offloads
 from builders.tiers import offloader_of
@@ -38,6 +39,17 @@ def test_outputs_equal_an_undisturbed_run(
     with TemporaryDirectory() as directory:
         files = PageFiles(directory, max_bytes=1 << 20) if offload.disk_pages else None
         check_outputs(arrivals, config, offload, Random(seed), resets=resets, files=files)
+
+
+@given(served(), offloads(), st.integers(0, 1 << 30), guessers())
+def test_drafts_change_nothing_with_tiers_below(
+    case: tuple[list[Arrival], EngineConfig], offload: OffloadConfig, seed: int, guesser: Guesser
+) -> None:
+    """L1 to L3, L6 and L8: pages that accepted tokens fill are stored, and those of rejected ones never."""
+    arrivals, config = case
+    with TemporaryDirectory() as directory:
+        files = PageFiles(directory, max_bytes=1 << 20) if offload.disk_pages else None
+        check_outputs(arrivals, config, offload, Random(seed), files=files, drafter=guesser)
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvarts.openai_api.opening import Door, open_model
 from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.sampling import SamplingParams
 
+from builders.guessing import untimed
 from builders.http_client import call, events_of
 
 CHAT = "/v1/chat/completions"
@@ -36,7 +38,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def url(directory: str) -> Iterator[str]:
-    opened = open_model(directory, Door(names=("tiny",)), config=CONFIG, audit=True)
+    with served(directory) as address:
+        yield address
+
+
+@contextmanager
+def served(directory: str, **settings: Any) -> Iterator[str]:
+    """The address of a server of the model."""
+    opened = open_model(directory, Door(names=("tiny",)), config=CONFIG, audit=True, **settings)
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
@@ -50,9 +59,11 @@ def url(directory: str) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     address, loop, stopping = started.result(30)
-    yield address
-    loop.call_soon_threadsafe(stopping.set)
-    thread.join(30)
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(stopping.set)
+        thread.join(30)
     opened.served.host.loop.call(lambda _: opened.served.host.core.scheduler.check())
 
 
@@ -128,3 +139,26 @@ def test_chats_hits_and_errors(url: str) -> None:
     reply = call(url, CHAT, {"messages": messages, "response_format": {"type": "json_object"}})
     assert reply.status == 400 and reply.error["param"] == "response_format"
     assert json.loads(call(url, "/v1/models").payload)["data"][0]["max_model_len"] == 256 * 4
+
+
+def test_guesses_change_nothing_but_how_much_comes_at_once(
+    url: str, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, streamed, with log-probabilities: the same answers, several tokens of some steps in one event."""
+    untimed(monkeypatch)
+    body = {"prompt": [1, 2, 3, 4] * 6, "max_tokens": 40, "ignore_eos": True, "temperature": 0, "logprobs": 2}
+    (expected,) = complete(url, **body)["choices"]
+    with served(directory, speculative_config={"prompt_lookup_min": 1}) as guessing:
+        (choice,) = complete(guessing, **body)["choices"]
+        assert choice["text"] == expected["text"]
+        assert choice["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+        events = events_of(call(guessing, COMPLETIONS, {**body, "stream": True}).payload)
+        assert "".join(event["choices"][0]["text"] for event in events) == expected["text"]
+        told = [token for event in events for token in (event["choices"][0]["logprobs"] or {}).get("tokens", ())]
+        assert told == expected["logprobs"]["tokens"]
+        text = call(guessing, "/metrics").payload.decode()
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:spec")}
+    guessed, right = (values[f"vllm:spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted"))
+    assert guessed >= values["vllm:spec_decode_num_drafts_total"] > 0
+    assert guessed >= right
+    assert "spec_decode" not in call(url, "/metrics").payload.decode()

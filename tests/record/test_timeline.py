@@ -36,6 +36,9 @@ from kvarts.verify.verifier import verify, verify_file
 
 from builders.case import Case, cases
 from builders.engines import make_replica
+from builders.guesser import Guesser, guessers
+from builders.serving import Arrival, serve, served
+from builders.toy_model import ToyExecutor
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz", ".parquet.gz")
 
@@ -191,6 +194,22 @@ def test_who_is_cancelled_leaves_nothing_and_the_timeline_says_so() -> None:
         (1, 0, 0, 3),
     ]
     assert verify(Timeline.of(log, page_size=4).to_json()).verdict == "ok"
+
+
+@pytest.mark.laws
+@given(served(), guessers())
+def test_pages_of_guesses_come_and_go_and_the_timeline_says_so(
+    case: tuple[list[Arrival], EngineConfig], guesser: Guesser
+) -> None:
+    arrivals, config = case
+    log = StepLog(config.num_pages)
+    executor = ToyExecutor(config.num_pages, config.page_size, config.max_num_seqs)
+    serve(arrivals, config, executor, [log], drafter=guesser)
+    timeline = Timeline.of(log, page_size=config.page_size)
+    said = verify(timeline.to_json())
+    # `serve` counts steps where times should be.
+    assert not [violation for violation in said.violations if violation.rule != "step_order"]
+    assert timeline.columns["allocated"].sum() == timeline.columns["freed"].sum()
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json.gz"])

@@ -24,6 +24,7 @@ from kvarts.session.config import SessionsConfig
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import SessionSettings, Token
 
+from builders.guessing import untimed
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 from builders.sessions import OWNER, greedy, say, sessions_on
 from oracles.late_rotation import late_greedy
@@ -34,12 +35,12 @@ VOCABULARY = 257
 
 
 def open_on(
-    model: Any, *, page_size: int, chunk: int = 16, budget: int = 64, attention: str = "auto"
+    model: Any, *, page_size: int, chunk: int = 16, budget: int = 64, attention: str = "auto", **settings: Any
 ) -> tuple[LLM, Sessions]:
     config = EngineConfig(
         num_pages=2400 // page_size, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=8
     )
-    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention)
+    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, **settings)
     return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
 
 
@@ -318,3 +319,29 @@ def test_an_unbounded_session_comes_back_from_host_memory(models: Models) -> Non
 
     # 100 tokens, of which the last page in part was not stored: 24 full pages are loaded.
     assert asyncio.run(talk("host")) <= 4 + 4
+
+
+def test_guesses_change_nothing_in_sessions(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unbounded one is served with them; a bounded one without, since what it drops cannot be taken back."""
+    untimed(monkeypatch)
+    model, _ = models("gemma3")
+    said: list[list[int]] = []
+    for window, speculative_config in ((None, None), (None, {"prompt_lookup_min": 1}), (9, {"prompt_lookup_min": 1})):
+        llm, sessions = open_on(model, page_size=4, speculative_config=speculative_config)
+
+        async def talk(sessions: Sessions = sessions, window: int | None = window) -> list[int]:
+            session = await sessions.create(OWNER, SessionSettings(sink=3, window=window))
+            told: list[int] = []
+            for _ in range(3):
+                told += await say(sessions, session, [7, 8, 9] * 5, 25)
+            info = await sessions.info(OWNER, session)
+            assert info.history_length == 3 * (15 + 25)
+            await sessions.shut_down()
+            return told
+
+        said.append(asyncio.run(talk()))
+        llm.check()
+        if speculative_config is not None:
+            assert llm.drafts is not None
+            assert (llm.drafts.num_accepted_tokens > 0) is (window is None)
+    assert said[1] == said[0]

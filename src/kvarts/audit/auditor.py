@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from kvarts.audit.beside import PagesBeside
 from kvarts.audit.comparison import PageAccount, find_different_pages, find_different_private
 from kvarts.audit.digests import PageDigests
+from kvarts.audit.drafts import DraftBooks
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.known import KnownRequest
 from kvarts.audit.resident import LOST, ResidentPages
@@ -26,6 +27,8 @@ from kvarts.events import (
     Cancelled,
     ChunkComputed,
     CopiesRemoved,
+    DraftJudged,
+    DraftTaken,
     Event,
     Finished,
     LoadAwaited,
@@ -98,6 +101,7 @@ class Auditor:
         """Requests with a load that has ended since the last step began."""
         self._with_own_pages: set[int] = set()
         self._beside = PagesBeside(self._pages, self._digests, self._found)
+        self._drafts = DraftBooks(self._pages, self._found, page_size)
 
     @property
     def findings(self) -> list[Finding]:
@@ -187,6 +191,13 @@ class Auditor:
             case ChunkComputed():
                 self._serve()
                 self._compute(event)
+            case DraftTaken():
+                self._settle()
+                known = self._requests[event.request]
+                is_decoding = event.request in self._decoding
+                self._take(known, self._drafts.take(known, event, is_decoding=is_decoding))
+            case DraftJudged():
+                self._drafts.judge(self._requests[event.request], event)
             case Finished():
                 self._release(event.request)
                 del self._requests[event.request]
@@ -244,6 +255,7 @@ class Auditor:
         filled = []
         for request in self._decoding:
             known = self._requests[request]
+            self._drafts.look(request, known)
             known.computed += 1
             known.known += 1
             if known.computed % self._page_size == 0:

@@ -13,7 +13,8 @@ class KnownRequest:
 
     `offer`: from which page on so many pages of each tier are to be loaded, if not all that is below; `awaited`: the
     transfer for another request that it waits for, or -1. `load`: the pages it waits for, from which on, until it is
-    admitted; None if there are none. `is_cancelled`: it is gone when its load has ended.
+    admitted; None if there are none. `is_cancelled`: it is gone when its load has ended. `drafted`: tokens of the draft
+    that it has pages for in this step.
     """
 
     __slots__ = (
@@ -22,6 +23,7 @@ class KnownRequest:
         "blocks",
         "computed",
         "content",
+        "drafted",
         "is_cancelled",
         "known",
         "load",
@@ -40,3 +42,4 @@ class KnownRequest:
         self.offer: tuple[int, tuple[tuple[str, int], ...]] | None = None
         self.awaited = -1
         self.is_cancelled = False
+        self.drafted = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-__all__ = ["MODEL_HELP", "SAMPLING", "engine_options"]
+__all__ = ["MODEL_HELP", "SAMPLING", "engine_options", "speculation_option"]
 
 Command = Callable[..., None]
 
@@ -44,3 +44,12 @@ def engine_options(command: Command, **attributes: Any) -> Command:
     for name, settings in reversed(options):
         command = click.option(name, show_default=True, **settings, **attributes)(command)
     return command
+
+
+def speculation_option(command: Command, **attributes: Any) -> Command:
+    """Add the option of an engine that generates for users, with `attributes`."""
+    text = (
+        "Guess tokens, and verify them in the same step: ngram, or as JSON with num_speculative_tokens, "
+        "prompt_lookup_max and prompt_lookup_min. Changes no token."
+    )
+    return click.option("--speculative-config", metavar="ngram|JSON", help=text, **attributes)(command)

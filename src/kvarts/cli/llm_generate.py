@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from kvarts.cli.engine_options import speculation_option
 from kvarts.cli.llm import (
     encode_prompts,
     llm_options,
@@ -37,6 +38,7 @@ EVERY_S = 0.5
 
 @click.command("generate", cls=Command)
 @llm_options
+@speculation_option
 @click.option("--prompt", metavar="TEXT", help="One prompt; its answer is printed as it comes. -: standard input.")
 @click.option("--prompts", "prompts_file", metavar="FILE", type=INPUT,
               help='Many, run as they fit: JSON lines {"prompt": TEXT} or {"messages": [...]}. A JSON line each is '
@@ -56,7 +58,7 @@ def generate_command(
         raise bad
     need_torch()
     params = sampling_params(values)
-    llm = open_llm(values)
+    llm = open_llm(values, speculative_config=values["speculative_config"])
     if prompts_file is not None:
         encoded = encode_prompts(llm, lines, params, prompts_file)
         if not skip_bad and (bad := next((one for one in encoded if isinstance(one, KvartsError)), None)) is not None:
@@ -112,7 +114,8 @@ class _Run:
                 told_s = perf_counter()
                 click.echo(f"\r{self._figures(len(prompts), told_s - start_s)}\x1b[K", nl=False, err=True)
         lead = "\r\x1b[K" if is_terminal else ""
-        click.echo(f"{lead}{self._figures(len(prompts), perf_counter() - start_s)}", err=True)
+        drafts = "" if llm.drafts is None else f", {llm.drafts}"
+        click.echo(f"{lead}{self._figures(len(prompts), perf_counter() - start_s)}{drafts}", err=True)
 
     def _figures(self, num_prompts: int, taken_s: float) -> str:
         """Return what is done so far, in a line; tokens are those of prompts that have ended."""

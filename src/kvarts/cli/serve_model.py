@@ -7,19 +7,20 @@ from typing import Any
 
 import click
 
-from kvarts.cli.engine_options import MODEL_HELP, engine_options
+from kvarts.cli.engine_options import MODEL_HELP, engine_options, speculation_option
 from kvarts.cli.http_options import address_of, http_options, keys_of, need_http, serve_http
 from kvarts.cli.llm import need_torch
 from kvarts.cli.options import GroupedCommand, GroupedOption
 
 __all__ = ["model_command"]
 
-SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention")
+SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "speculative_config")
 
 
 @click.command("model", cls=GroupedCommand, params=http_options())
 @click.option("--model", metavar="DIR", required=True, cls=GroupedOption, group="Model", help=MODEL_HELP)
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
+@lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
 def model_command(**params: Any) -> None:
     """Serve OpenAI's API from a model that runs here."""
     need_http()

@@ -13,7 +13,8 @@ class Executor(Protocol):
     """Carries out plans. Promises: in the order given, reading nothing but the plan, and keeping no pages of its own.
 
     Writes the KV of every token in the plan into the pages the plan names before it reads them. Samples one token for
-    every decode and for every chunk that is the last of its sequence.
+    every decode and for every chunk that is the last of its sequence. Where a plan has drafts, an executor of tokens
+    samples after each drafted token that it accepts as well, and gives the last token of each row.
     """
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.kv.sink_window import SinkWindow
-from kvarts.sched.plan import Chunk, DecodeRows, StepPlan
+from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, StepPlan
 
 __all__ = ["ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "RowTables"]
 
@@ -50,10 +50,11 @@ class ChunkMetadata(msgspec.Struct):
 
 
 class DecodeMetadata(msgspec.Struct):
-    """The first tokens of the batch, one a sequence. All arrays but `tables` [decodes, pages] have shape [decodes].
+    """The first tokens of the batch, each with the pages of its sequence: decodes, then drafted tokens.
 
-    `sinks` and `windows`: what each sequence retains. `gaps`: tokens of pages that were dropped. `prompts`: the tokens
-    of each prompt.
+    A drafted token reads what is before it in these pages, tokens of this step included. All arrays but `tables`
+    [tokens, pages] have shape [tokens]. `sinks` and `windows`: what each sequence retains. `gaps`: tokens of pages that
+    were dropped. `prompts`: the tokens of each prompt.
     """
 
     positions: Ints
@@ -93,10 +94,12 @@ class DecodeMetadata(msgspec.Struct):
 
 
 class FlatBatch(msgspec.Struct):
-    """The tokens of a step: decodes, then chunks. `tokens`, `positions` and `slots` have shape [tokens].
+    """The tokens of a step: decodes, drafted ones, then chunks. `tokens`, `positions` and `slots` have shape [tokens].
 
     `slots`: where each token's keys and values go: its page's id times the page size, and its place in the page.
-    `sampled_rows`: rows that sample a token; `sampled_at`: the last token of each; `requests`: the index of each.
+    `sampled_rows`: rows that sample a token; `requests`: the index of each. `sampled_at`: the tokens after which one is
+    sampled: of each of these rows the last, and before the drafted ones of a row the one that its decode computes.
+    `drafts`: the drafted tokens of each of these rows; empty if there are none in the step.
     """
 
     tokens: Ints
@@ -107,6 +110,7 @@ class FlatBatch(msgspec.Struct):
     sampled_rows: list[int]
     sampled_at: list[int]
     requests: list[int]
+    drafts: list[list[int]] = []
 
     @property
     def rotated_positions(self) -> Ints:
@@ -148,15 +152,24 @@ class RowTables:
         nothing = np.zeros(0, np.int64)
         decodes = DecodeMetadata.plain(nothing, np.zeros((0, 1), np.int64))
         num_tokens = 0
+        drafts: list[list[int]] = []
         if plan.decodes is not None:
             rows, late = self._take_changes(plan.decodes)
-            decodes = self._decodes(rows, plan.decodes.positions if late is None else plan.decodes.positions[~late])
-            tokens.append(plan.decodes.tokens if late is None else plan.decodes.tokens[~late])
+            where, own = plan.decodes.positions, plan.decodes.tokens
+            if late is not None:
+                where, own = where[~late], own[~late]
+            sampled_rows += rows.tolist()
+            if plan.drafts is None:
+                sampled_at += range(len(rows))
+            else:
+                drafts, sampled_at = _with_drafts(sampled_rows, plan.drafts)
+                rows = np.concatenate((rows, plan.drafts.rows))
+                where, own = np.concatenate((where, plan.drafts.positions)), np.concatenate((own, plan.drafts.tokens))
+            decodes = self._decodes(rows, where)
+            tokens.append(own)
             positions.append(decodes.positions)
             slots.append(self._slots(decodes.tables, decodes.positions - decodes.gaps))
-            sampled_rows += rows.tolist()
             num_tokens = len(rows)
-            sampled_at += range(num_tokens)
             if late is not None:
                 for at in np.flatnonzero(late).tolist():
                     row, position = int(plan.decodes.rows[at]), int(plan.decodes.positions[at])
@@ -193,6 +206,7 @@ class RowTables:
             sampled_rows,
             sampled_at,
             self._requests[sampled_rows].tolist(),
+            drafts + [[] for _ in sampled_rows[len(drafts) :]] if drafts else [],
         )
 
     def _take_changes(self, decodes: DecodeRows) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
@@ -246,3 +260,19 @@ class RowTables:
             longer = np.zeros((len(self._tables), max(num_pages, 2 * self._tables.shape[1])), np.int64)
             longer[:, : self._tables.shape[1]] = self._tables
             self._tables = longer
+
+
+def _with_drafts(rows: list[int], drafts: DraftRows) -> tuple[list[list[int]], list[int]]:
+    """Return the drafted tokens of each of the decodes `rows`, and the tokens of the batch after which one is sampled.
+
+    These are in the order of `rows`, each followed by its drafted ones, which come after all decodes in the batch.
+    """
+    tokens_of: dict[int, list[int]] = {}
+    places_of: dict[int, list[int]] = {}
+    for place, (row, token) in enumerate(zip(drafts.rows.tolist(), drafts.tokens.tolist(), strict=True), len(rows)):
+        tokens_of.setdefault(row, []).append(token)
+        places_of.setdefault(row, []).append(place)
+    sampled_at: list[int] = []
+    for place, row in enumerate(rows):
+        sampled_at += (place, *places_of.get(row, ()))
+    return [tokens_of.get(row, []) for row in rows], sampled_at

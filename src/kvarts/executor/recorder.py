@@ -29,10 +29,12 @@ class RecordingExecutor:
         """Have the other executor carry out a step, and write its line."""
         result = self._executor.execute(plan)
         batch = plan.batch
+        # A drafted token takes as long as a decode that knows as many tokens.
+        known_tokens = 0 if plan.drafts is None else int(plan.drafts.positions.sum()) + batch.num_drafted
         line = {
             "duration_ns": result.duration_ns,
-            "num_decodes": batch.num_decodes,
-            "decode_known_tokens": batch.decode_known_tokens,
+            "num_decodes": batch.num_decodes + batch.num_drafted,
+            "decode_known_tokens": batch.decode_known_tokens + known_tokens,
             "chunks": [[chunk.start, chunk.num_tokens, chunk.num_known_tokens] for chunk in batch.chunks],
         }
         self._file.write(self._encoder.encode(line) + b"\n")

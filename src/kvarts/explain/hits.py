@@ -29,6 +29,7 @@ from kvarts.journal import (
     AdmittedLine,
     CancelledLine,
     ComputedLine,
+    DraftedLine,
     FinishedLine,
     Line,
     PreemptedLine,
@@ -229,6 +230,8 @@ class _Reading:
                 self._admit(line, content)
             case ComputedLine():
                 self._compute(line)
+            case DraftedLine():
+                self._requests[line.request].computed += line.accepted
             case PreemptedLine():
                 self._end(line.request, line.step - 1)
             case FinishedLine() | CancelledLine():

@@ -17,6 +17,7 @@ from kvarts.journal import (
     ArrivedLine,
     CancelledLine,
     ComputedLine,
+    DraftedLine,
     FinishedLine,
     Head,
     RejectedLine,
@@ -174,6 +175,11 @@ class _Reading:
                 return f"computes for request {line.request}, which was never admitted"
             if not line.start <= line.end <= line.known:
                 return "computes tokens that are not there"
+        elif isinstance(line, DraftedLine):
+            if line.request not in self._admitted:
+                return f"drafts for request {line.request}, which was never admitted"
+            if line.accepted > line.drafted:
+                return "accepts more tokens than were drafted"
         elif isinstance(line, RunLine) and not line.start_page < line.end_page <= most_pages:
             return f"pages {line.start_page} to {line.end_page} are not there: it has {most_pages} at most"
         return None

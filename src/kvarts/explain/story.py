@@ -13,6 +13,7 @@ from kvarts.journal import (
     BlockedLine,
     CancelledLine,
     ComputedLine,
+    DraftedLine,
     FinishedLine,
     Line,
     LoadedLine,
@@ -61,6 +62,7 @@ class _RequestStory:
         self._made = 0
         self._decoding_since: int | None = None
         self._lost = 0
+        self._num_drafted = self._num_accepted = 0
         self._evicted: list[RemovedLine] = []
 
     def lines(self) -> list[str]:
@@ -96,6 +98,10 @@ class _RequestStory:
                 self._admitted(line)
             case ComputedLine():
                 self._computed(line)
+            case DraftedLine():
+                self._made += line.accepted
+                self._num_drafted += line.drafted
+                self._num_accepted += line.accepted
             case LoadingLine():
                 asked = ", ".join(f"{_pages(count)} from {tier}" for tier, count in line.pages.items() if count)
                 self._say(line, f"waits for {asked}, after {_pages(line.hit_pages)} found on the device")
@@ -124,11 +130,12 @@ class _RequestStory:
                 self._count_made(line.step)
                 self._say(
                     line,
-                    f"finished: {self._made:,} tokens made, {_seconds(line.t_ms - self._arrived_ms)} after it arrived",
+                    f"finished: {self._made:,} tokens made, {_seconds(line.t_ms - self._arrived_ms)} after it arrived"
+                    + self._of_drafts(),
                 )
             case CancelledLine():
                 self._count_made(line.step)
-                self._say(line, "cancelled")
+                self._say(line, f"cancelled{self._of_drafts()}")
             case RemovedLine() if not line.is_copy:
                 self._evicted.append(line)
             case _:
@@ -168,6 +175,11 @@ class _RequestStory:
             self._decoding_since = line.step
             made = ", makes its first token" if self._made == 1 else ", goes on making tokens"
         self._say(line, f"computes tokens {line.start:,} to {line.end:,} of {line.known:,}{made}")
+
+    def _of_drafts(self) -> str:
+        if not self._num_drafted:
+            return ""
+        return f"; {self._num_accepted:,} of {self._num_drafted:,} drafted tokens were right"
 
     def _count_made(self, last_step: int) -> None:
         if self._decoding_since is not None:

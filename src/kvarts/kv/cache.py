@@ -193,6 +193,26 @@ class PageCache:
                 holding.page_ids += taken_ids
             holding.num_pages = num_pages
 
+    def shrink(self, holding: Holding, num_pages: int) -> None:
+        """Give back the last pages until `holding` has `num_pages`, if it has more.
+
+        Raise PageError, see the class, and for a page that can be found.
+        """
+        count = holding.num_pages - num_pages
+        if count <= 0:
+            return
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+        if holding.path and holding.path[-1].end > num_pages:
+            raise PageError(f"{num_pages} pages to be left, and {holding.path[-1].end} can be found")
+        page_ids = holding.page_ids
+        given_ids = None
+        if page_ids is not None:
+            given_ids = page_ids[num_pages:]
+            del page_ids[num_pages:]
+        holding.num_pages = num_pages
+        self.give(count, given_ids)
+
     def publish(self, holding: Holding, content: Content, num_full_pages: int) -> None:
         """Make the first `num_full_pages` pages findable. Pages already findable stay as they are.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvarts.clock import Clock
 from kvarts.executor.base import Executor
@@ -15,8 +16,9 @@ __all__ = ["DetokenizingExecutor"]
 class DetokenizingExecutor:
     """An Executor around another that hands each sampled token to its Generation.
 
-    A request with a text that has come to a stop text ends in the same step, as with a token that is an end. Making
-    text is part of the step's duration. Owner of the generations under way.
+    A request with a text that has come to a stop text ends in the same step, as with a token that is an end; of drafted
+    tokens that were accepted, none after that is its own. Making text is part of the step's duration. Owner of the
+    generations under way.
     """
 
     def __init__(self, executor: Executor, *, max_num_seqs: int, clock: Clock) -> None:
@@ -50,12 +52,37 @@ class DetokenizingExecutor:
         if not rows:
             return result
         assert result.tokens is not None
-        ends = set(result.stopped_rows)
         requests = self._request_of_row[rows].tolist()
         tokens = result.tokens[rows].tolist()
-        stopped = tuple(
-            row
-            for row, request, token in zip(rows, requests, tokens, strict=True)
-            if self._generations[request].take(token, is_end=row in ends)
-        )
-        return StepResult(self._clock.now_ns() - start_ns, result.tokens, stopped, result.transfer_reports)
+        if result.accepted:
+            result = self._with_accepted(plan, result, dict(zip(rows, requests, strict=True)))
+            stopped = result.stopped_rows
+        else:
+            ends = set(result.stopped_rows)
+            stopped = tuple(
+                row
+                for row, request, token in zip(rows, requests, tokens, strict=True)
+                if self._generations[request].take(token, is_end=row in ends)
+            )
+        return replace(result, duration_ns=self._clock.now_ns() - start_ns, stopped_rows=stopped)
+
+    def _with_accepted(self, plan: StepPlan, result: StepResult, request_of_row: dict[int, int]) -> StepResult:
+        """Add the tokens of a step in which drafted ones were accepted. What comes after the end of a text is dropped.
+
+        The request then ends with the drafted token that brought the end.
+        """
+        assert plan.drafts is not None and result.tokens is not None
+        tokens, ends = result.tokens.copy(), set(result.stopped_rows)
+        drafted = {row: plan.drafts.tokens[plan.drafts.rows == row][:count].tolist() for row, count in result.accepted}
+        stopped: list[int] = []
+        for row, request in request_of_row.items():
+            generation, mine = self._generations[request], drafted.get(row, [])
+            num_taken = next((place for place, token in enumerate(mine, 1) if generation.take(token)), 0)
+            if num_taken:
+                tokens[row] = mine[num_taken - 1]
+                drafted[row] = mine[: num_taken - 1]
+                stopped.append(row)
+            elif generation.take(int(tokens[row]), is_end=row in ends):
+                stopped.append(row)
+        accepted = tuple((row, len(mine)) for row, mine in drafted.items() if mine)
+        return replace(result, tokens=tokens, stopped_rows=tuple(stopped), accepted=accepted)

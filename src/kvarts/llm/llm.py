@@ -25,13 +25,18 @@ from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.room import check_room, num_pages, token_bytes
+from kvarts.llm.speculation import NgramDrafter, SpeculativeConfig, StepTimes
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
+from kvarts.sched.drafts import DraftTotals
 
 __all__ = ["LLM"]
 
 Prompt = str | Sequence[int]
+
+TIMED_STEPS = (1, 2, 4, 8, 16, 32)
+"""Tokens of steps that are timed when an engine with speculation is made."""
 
 
 class PageFiles(PageStore, Protocol):
@@ -69,6 +74,9 @@ class LLM:
     kvarts.executor.torch.backend. `offload`: host memory and files below the pages, on a CPU; `disk_path`: the
     directory of the files, which a later run of the same model reads again.
 
+    `speculative_config`: have tokens guessed that may follow, which are computed beside the others and accepted where
+    they are right: a SpeculativeConfig, a mapping of its fields, or `ngram`. It changes no token.
+
     `clock`: tells arrival times and durations. `readers` and `audit`: see kvarts.build.build_engine. `wrap`: puts
     an executor around that of the model, to record its steps.
 
@@ -95,11 +103,13 @@ class LLM:
         attention: str = "auto",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         clock: Clock | None = None,
         readers: Sequence[EventReader] = (),
         audit: bool = False,
         wrap: Callable[[Executor], Executor] | None = None,
     ) -> None:
+        speculation = SpeculativeConfig.of(speculative_config)
         if isinstance(model, str | Path):
             tokenizer = _load_tokenizer(model) if tokenizer is None else tokenizer
             model = load_model(model, dtype=dtype, device=device)
@@ -143,7 +153,11 @@ class LLM:
         below: TierSettings | None = self.offload
         if files is not None and self.offload is not None:
             below = self.offload.with_known(files.keys(), fingerprint(model))
-        self._core = build_engine(config, executor, readers=readers, audit=audit, offload=below)
+        drafter = None
+        if speculation is not None:
+            times = StepTimes(self._executor.time_steps(TIMED_STEPS))
+            drafter = NgramDrafter(speculation, config.max_num_seqs, times)
+        self._core = build_engine(config, executor, readers=readers, audit=audit, offload=below, drafter=drafter)
         self._clock = clock
         engine = LLMEngine(
             self._core,
@@ -309,6 +323,12 @@ class LLM:
     def transfers(self) -> tuple[TransferTotals, ...]:
         """What moved between the tiers so far; empty without tiers."""
         return () if self._core.tiers is None else (self._core.tiers.totals(),)
+
+    @property
+    def drafts(self) -> DraftTotals | None:
+        """What was guessed so far, and how much of it was right; None without speculation."""
+        drafts = self._core.scheduler.drafts
+        return None if drafts is None else drafts.totals()
 
     # Memory -----------------------------------------------------------------------------------------------
 

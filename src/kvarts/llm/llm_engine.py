@@ -186,5 +186,7 @@ class LLMEngine:
     def _end(self, index: int, reason: str) -> Completion:
         generation = self._generations.drop(index)
         generation.finish(reason)
-        likeliest = self._sampling.likeliest(index) if generation.params.logprobs else None
-        return generation.completion(self._sampling.drop(index), likeliest)
+        # Drafted tokens may have been chosen after the one that brought a stop text.
+        num_tokens = len(generation.tokens)
+        likeliest = self._sampling.likeliest(index)[:num_tokens] if generation.params.logprobs else None
+        return generation.completion(self._sampling.drop(index)[:num_tokens], likeliest)

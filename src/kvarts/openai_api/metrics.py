@@ -181,9 +181,20 @@ class ModelMetrics:
         yield self._counter(
             "vllm:generation_tokens", "Number of generation tokens processed.", meter.num_generated_tokens
         )
+        yield from self._of_drafts()
         yield self._histogram(
             "vllm:iteration_tokens_total", "Histogram of number of tokens per engine_step.", meter.step_tokens
         )
+
+    def _of_drafts(self) -> Iterator[Metric]:
+        drafts = self._served.host.core.scheduler.drafts
+        if drafts is None:
+            return
+        totals = drafts.totals()
+        name = "vllm:spec_decode_num"
+        yield self._counter(f"{name}_drafts", "Number of spec decoding drafts.", totals.num_drafts)
+        yield self._counter(f"{name}_draft_tokens", "Number of draft tokens.", totals.num_drafted_tokens)
+        yield self._counter(f"{name}_accepted_tokens", "Number of accepted tokens.", totals.num_accepted_tokens)
 
     def _of_requests(self) -> Iterator[Metric]:
         meter = self._served.meter

@@ -16,6 +16,7 @@ from kvarts.events import (
     Cancelled,
     ChunkComputed,
     CopiesRemoved,
+    DraftJudged,
     Event,
     Finished,
     HeadBlocked,
@@ -37,6 +38,7 @@ from kvarts.journal import (
     BlockedLine,
     CancelledLine,
     ComputedLine,
+    DraftedLine,
     FinishedLine,
     Head,
     Line,
@@ -207,6 +209,10 @@ def _computed(_: JournalWriter, event: ChunkComputed, place: dict[str, Any]) -> 
     return ComputedLine(**place, request=event.request, start=event.start, end=event.end, known=event.num_known_tokens)
 
 
+def _drafted(_: JournalWriter, event: DraftJudged, place: dict[str, Any]) -> Line:
+    return DraftedLine(**place, request=event.request, drafted=event.num_drafted, accepted=event.num_accepted)
+
+
 def _admitted(_: JournalWriter, event: Admitted, place: dict[str, Any]) -> Line:
     loaded = {name: count for name, count in event.by_tier or () if count}
     return AdmittedLine(**place, request=event.request, hit_pages=event.num_hit_pages, loaded_pages=loaded)
@@ -253,6 +259,7 @@ _MAKERS: dict[type, Callable[[JournalWriter, Any, dict[str, Any]], Line]] = {
     LoadStarted: _loading,
     TransferEnded: JournalWriter._loaded,
     ChunkComputed: _computed,
+    DraftJudged: _drafted,
     Preemption: _preempted,
     Finished: JournalWriter._finished,
     Cancelled: JournalWriter._cancelled,

@@ -89,6 +89,11 @@ class InputBatch:
         self._decoding[request.row] = True
         self._rows = None
 
+    def skip(self, request: Request, tokens: npt.NDArray[np.uint64]) -> None:
+        """Append accepted tokens of `request`: all before are known, and its base has moved on by as many."""
+        request.content.append(tokens.tobytes())
+        self._bases[request.row] = request.wheel_base
+
     def keep(self, step: int, result: StepResult) -> None:
         """Keep the tokens that `step` sampled."""
         assert result.tokens is not None, "an executor of pages answers with tokens"

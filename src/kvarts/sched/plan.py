@@ -17,7 +17,7 @@ from kvarts.kv.pool import PageId
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.kv.transfer import Transfer, TransferReport
 
-__all__ = ["Batch", "Chunk", "DecodeRows", "StepPlan", "StepResult"]
+__all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "StepPlan", "StepResult"]
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -72,13 +72,15 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     """The work of a step, as a cost model sees it.
 
     `num_decodes` sequences compute one token each; together they know `decode_known_tokens` tokens, these included.
-    `pool_tokens`: the capacity of the KV pool, in tokens.
+    `pool_tokens`: the capacity of the KV pool, in tokens. `num_drafted`: tokens that are computed beside these because
+    they may follow those of the decodes; only executors of real models are given any.
     """
 
     chunks: tuple[Chunk, ...]
     num_decodes: int
     decode_known_tokens: int
     pool_tokens: int
+    num_drafted: int = 0
 
     def as_seen(self) -> Batch:
         """Return the batch as a cost model should see it, see Chunk.as_seen."""
@@ -88,15 +90,16 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     @property
     def num_tokens(self) -> int:
         """The number of tokens computed in the step."""
-        return sum(chunk.num_tokens for chunk in self.chunks) + self.num_decodes
+        return sum(chunk.num_tokens for chunk in self.chunks) + self.num_decodes + self.num_drafted
 
 
 class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     """The decodes of a step, row by row; all arrays have shape [num_decodes].
 
     `positions`: of the token that is computed. `tokens`: its id. `new_pages`: (row, index in the page table of the
-    sequence, page id) of every page that a decode got in this step. `new_tables`: (row, all pages, pages dropped) of
-    every decode with pages of its own that got or dropped one.
+    sequence, page id) of every page that a decode got in this step, those of drafted tokens last; a page of an index
+    that was named before is another one. `new_tables`: (row, all pages, pages dropped) of every decode with pages of
+    its own that got or dropped one.
     """
 
     rows: npt.NDArray[np.int64]
@@ -106,12 +109,25 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     new_tables: tuple[tuple[int, tuple[PageId, ...], int], ...] = ()
 
 
+class DraftRows(msgspec.Struct, frozen=True, gc=False):
+    """The drafted tokens of a step; all arrays have shape [drafted tokens], those of a row together, in order.
+
+    `positions`: those after the position of the row's decode. A drafted token is accepted if it is the one that is
+    sampled after the token before it, and all drafted ones before it are accepted.
+    """
+
+    rows: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.uint64]
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One step. `admitted`: request indices, in order. `preemptions`: in order.
 
     `left_rows`: rows left by requests that finished, were cancelled or were preempted since the last plan.
     `transfers`: to be begun with this step; what they read is complete before it, and what they write is not read
-    before they are reported. `page_copies`: (from, to) of pages to be copied before anything is written.
+    before they are reported. `page_copies`: (from, to) of pages to be copied before anything is written. `drafts`:
+    tokens that may follow those of the decodes; None without any.
     """
 
     step: int
@@ -122,6 +138,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     left_rows: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     page_copies: tuple[tuple[PageId, PageId], ...] = ()
+    drafts: DraftRows | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
@@ -129,10 +146,12 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
     `tokens`: shape [max_num_seqs], the id sampled for each row that sampled one; None in virtual time.
     `stopped_rows`: rows with a token that ended its sequence. `transfer_reports`: transfers that ended since the last
-    step.
+    step. `accepted`: (row, how many of its drafted tokens were accepted) of every row with any; the row's token in
+    `tokens` is the one after these.
     """
 
     duration_ns: int
     tokens: npt.NDArray[np.uint64] | None = None
     stopped_rows: tuple[int, ...] = ()
     transfer_reports: tuple[TransferReport, ...] = ()
+    accepted: tuple[tuple[int, int], ...] = ()

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from msgspec.structs import replace
+
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
@@ -19,12 +21,13 @@ from kvarts.events import Admitted, Blocked, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import PageCache
 from kvarts.kv.pins import Pins
 from kvarts.request import NEXT_STATES, Request, RequestState
+from kvarts.sched.drafts import Drafter, Drafts
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.page_source import PageSource
-from kvarts.sched.plan import Batch, Chunk, StepPlan, StepResult
+from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import AdmissionPolicy, WaitingQueue
 from kvarts.sched.preemption import PageMark, Preemptor
 from kvarts.sched.prefill import Prefill
@@ -43,7 +46,7 @@ class Scheduler:
 
     `cache`: the pages. `pages`: where they and the token budget come from. `policy`: which waiting request is next.
     `tiers`: the tiers below the device, or None. `batch`: rows for an executor that needs page ids; plans then name
-    pages, rows and tokens. `tell` receives page and request events.
+    pages, rows and tokens. `drafter`: guesses tokens for such an executor. `tell` receives page and request events.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Scheduler:
         batch: InputBatch | None = None,
         tell: Tell | None = None,
         pins: Pins | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self.pins = pins
@@ -84,6 +88,11 @@ class Scheduler:
         )
         self._horizon = Horizon(self.running, self.waiting, cache, pages, self.loads, orders_matter=tell is not None)
         self._batch = batch
+        self.drafts: Drafts | None = None
+        """Tokens that are guessed, of an executor that says which guesses are right; else None."""
+        if drafter is not None:
+            assert batch is not None, "only an executor of tokens can tell which drafts are right"
+            self.drafts = Drafts(drafter, self.wheel, cache, batch, loads=self.loads, tell=tell)
         self._page_size = config.page_size
         self._pool_tokens = config.pool_tokens
         self._tell = tell
@@ -229,9 +238,17 @@ class Scheduler:
         if batch is None:
             return StepPlan(wheel.step, plan_batch, admitted, preempted)
         decodes = batch.decodes(wheel.step, wheel.needing_page(), with_new_table) if wheel.num_decoding else None
+        drafts: DraftRows | None = None
+        if self.drafts is not None and decodes is not None:
+            drafts, new_pages = self.drafts.take(decodes.rows, plan_batch, self.pages.token_budget)
+            if drafts is not None:
+                self.mark.look()
+                plan_batch = replace(plan_batch, num_drafted=len(drafts.rows))
+                decodes = replace(decodes, new_pages=decodes.new_pages + new_pages)
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.own_pages.take_copies()
-        return StepPlan(wheel.step, plan_batch, admitted, preempted, decodes, batch.take_left(), transfers, copies)
+        left = batch.take_left()
+        return StepPlan(wheel.step, plan_batch, admitted, preempted, decodes, left, transfers, copies, drafts)
 
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
@@ -243,6 +260,8 @@ class Scheduler:
             if result.stopped_rows:
                 rows = batch.requests
                 stopped = frozenset(request for row in result.stopped_rows if (request := rows[row]) is not None)
+            if self.drafts is not None:
+                self.drafts.judge(result)
         finished = self.commit_many(1, end_ns, stopped)
         if self.tiers is not None and result is not None and result.transfer_reports:
             self.tiers.report(result.transfer_reports, end_ns)

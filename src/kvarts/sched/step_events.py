@@ -9,14 +9,18 @@ from kvarts.sched.scheduler import Scheduler
 __all__ = ["at_rest", "step_done"]
 
 
-def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: int, num_withheld: int) -> StepDone:
+def step_done(
+    scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: int, num_withheld: int, num_accepted: int = 0
+) -> StepDone:
     """Return the event of the step that starts at `now_ns`, for which the scheduler has just made `plan`.
 
-    `num_withheld`: pages that other models kept from this one when the step was planned.
+    `num_withheld`: pages that other models kept from this one when the step was planned. `num_accepted`: of its
+    drafted tokens.
     """
     mark, tiers, loads = scheduler.mark, scheduler.tiers, scheduler.loads
     num_loading = 0 if loads is None else loads.num_waiting
-    num_tokens = num_decodes = plan.batch.num_decodes
+    num_decodes, num_drafted = plan.batch.num_decodes, plan.batch.num_drafted
+    num_tokens = num_decodes + num_drafted
     for chunk in plan.batch.chunks:
         num_tokens += chunk.num_tokens
     return StepDone(
@@ -37,6 +41,8 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
         num_withheld,
         scheduler.cache.num_reserved,
         num_loading,
+        num_drafted,
+        num_accepted,
     )
 
 

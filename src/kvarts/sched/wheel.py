@@ -18,6 +18,8 @@ from kvarts.request import Request
 __all__ = ["DecodeWheel"]
 
 NEVER = 1 << 62
+MOST_STALE = 64
+"""Entries of the queue of last tokens that may be out of date, beside as many as there are decodes."""
 
 
 class DecodeWheel:
@@ -90,6 +92,31 @@ class DecodeWheel:
         request.num_computed += num_steps
         request.num_output_tokens += num_steps
         request.stop_step = -1
+
+    def skip(self, request: Request, num_tokens: int) -> None:
+        """Count `num_tokens` more tokens of `request` as computed and generated before the step that is next.
+
+        At most so many that it has one left to generate. It takes pages of the pool.
+        """
+        assert request.own is None and 0 < num_tokens <= request.stop_step - self.step
+        slot = -request.wheel_base % self.page_size
+        del self._members[slot][request.admission]
+        self._num_due[slot] -= 1
+        self._base_sum += num_tokens
+        request.wheel_base += num_tokens
+        request.stop_step -= num_tokens
+        slot = -request.wheel_base % self.page_size
+        self._members[slot][request.admission] = request
+        self._num_due[slot] += 1
+        finishing = self._finishing
+        if len(finishing) > 2 * self.num_decoding + MOST_STALE:
+            finishing[:] = [
+                (stop_step, admission, other)
+                for stop_step, admission, other in finishing
+                if other.admission == admission and other.stop_step == stop_step
+            ]
+            heapify(finishing)
+        heappush(finishing, (request.stop_step, request.admission, request))
 
     # Questions --------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.executor.copier import PageCopier, PageStore
-from kvarts.executor.flat_batch import FlatBatch, RowTables
+from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, RowTables
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.backend import backend_name, choose_backend
@@ -78,6 +79,28 @@ class TorchExecutor:
         """Longer sequences than this have other KV, by the rotation of the model; None for all models but few."""
         return None if self._facts.switch is None else self._facts.switch.length
 
+    def time_steps(self, counts: Sequence[int]) -> list[tuple[int, float]]:
+        """Return how many seconds a step of each of `counts` tokens takes, each the first of a sequence.
+
+        For a time when no page holds anything.
+        """
+        timed = []
+        for count in counts:
+            zeros = np.zeros(count, np.int64)
+            decodes = DecodeMetadata.plain(zeros, zeros[:, None])
+            every = list(range(count))
+            batch = FlatBatch(zeros, zeros, zeros, decodes, [], every, every, every)
+            taken_ns = []
+            for _ in range(2):  # the first is slower, wherever something is prepared for its size
+                start_ns = self._clock.now_ns()
+                with torch.inference_mode():
+                    metadata = AttentionMetadata(self.pools.device, slots=zeros, chunks=[], decodes=decodes)
+                    self._attention.begin(metadata)
+                    self._logits(batch, metadata).argmax(dim=-1).tolist()
+                taken_ns.append(self._clock.now_ns() - start_ns)
+            timed.append((count, min(taken_ns) / 1e9))
+        return timed
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one step: transfers, then one forward pass, then sampling."""
         with torch.inference_mode():
@@ -95,6 +118,7 @@ class TorchExecutor:
         batch = self._rows.flatten(plan)
         sampled = np.zeros(self._max_num_seqs, np.uint64)
         stopped: tuple[int, ...] = ()
+        accepted: tuple[tuple[int, int], ...] = ()
         if batch is not None:
             metadata = AttentionMetadata(
                 self.pools.device,
@@ -108,10 +132,14 @@ class TorchExecutor:
             self.slots.write(batch.slots, batch.positions)
             logits = self._logits(batch, metadata)
             if batch.sampled_rows:
-                chosen, ends = self._sampler.sample(batch.requests, logits)
+                if batch.drafts:
+                    chosen, ends, counts = self._sampler.sample_drafted(batch.requests, logits, batch.drafts)
+                    accepted = tuple(pair for pair in zip(batch.sampled_rows, counts, strict=True) if pair[1])
+                else:
+                    chosen, ends = self._sampler.sample(batch.requests, logits)
                 sampled[batch.sampled_rows] = chosen.astype(np.uint64)
                 stopped = tuple(row for row, is_end in zip(batch.sampled_rows, ends.tolist(), strict=True) if is_end)
-        return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports)
+        return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted)
 
     def _logits(self, batch: FlatBatch, metadata: AttentionMetadata) -> torch.Tensor:
         """Return the logits at `batch.sampled_at`; a step of unfinished chunks computes one all the same."""

@@ -34,6 +34,16 @@ class TokenSampler(Protocol):
     def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Tokens, Flags]:
         """Return a token for each request, and whether that token ends it. `logits` [requests, vocabulary]."""
 
+    def sample_drafted(
+        self, request_indices: Sequence[int], logits: torch.Tensor, drafts: Sequence[Sequence[int]]
+    ) -> tuple[Tokens, Flags, list[int]]:
+        """Return as `sample` does, and how many drafted tokens of each request are accepted: the token comes after.
+
+        `logits`: a row for what follows the known tokens of the first request, and one for what follows each of its
+        drafted ones; then those of the second. A drafted token is accepted if it is the token that is chosen in its
+        place, and does not end the request. So tokens, and all that choosing them changes, are as without drafts.
+        """
+
 
 class BatchSampler:
     """The TokenSampler of requests with SamplingParams. Owner of what sampling keeps from token to token.
@@ -69,13 +79,33 @@ class BatchSampler:
         for place, index in enumerate(request_indices):
             request = self._requests[index]
             if request.sampler is not None:
-                known = torch.tensor(request.known, device=logits.device)
-                tokens[place], logprob, likeliest = request.sampler.choose(logits[place], known)
-                request.known.append(tokens[place])
-                request.logprobs.append(logprob)
-                request.likeliest.append(likeliest)
+                tokens[place] = request.choose(request.sampler, logits[place])
             ends.append(tokens[place] in request.stop_ids)
         return np.array(tokens, np.int64), np.array(ends, np.bool_)
+
+    def sample_drafted(
+        self, request_indices: Sequence[int], logits: torch.Tensor, drafts: Sequence[Sequence[int]]
+    ) -> tuple[Tokens, Flags, list[int]]:
+        """Return a token for each request, whether it ends the request, and how many drafted ones come before it."""
+        largest = _argmax(logits)
+        tokens, ends, accepted = [], [], []
+        first = 0
+        for index, draft in zip(request_indices, drafts, strict=True):
+            request = self._requests[index]
+            num_accepted = 0
+            while True:
+                token = largest[first + num_accepted]
+                if request.sampler is not None:
+                    token = request.choose(request.sampler, logits[first + num_accepted])
+                is_end = token in request.stop_ids
+                if is_end or num_accepted == len(draft) or token != draft[num_accepted]:
+                    break
+                num_accepted += 1
+            tokens.append(token)
+            ends.append(is_end)
+            accepted.append(num_accepted)
+            first += len(draft) + 1
+        return np.array(tokens, np.int64), np.array(ends, np.bool_), accepted
 
 
 class _Sampled(msgspec.Struct):
@@ -86,6 +116,14 @@ class _Sampled(msgspec.Struct):
     known: list[int]
     logprobs: list[float]
     likeliest: list[tuple[tuple[int, float], ...]]
+
+    def choose(self, sampler: Sampler, logits: torch.Tensor) -> int:
+        """Return the next token, and keep it with its log-probability. `logits` [vocabulary]."""
+        token, logprob, likeliest = sampler.choose(logits, torch.tensor(self.known, device=logits.device))
+        self.known.append(token)
+        self.logprobs.append(logprob)
+        self.likeliest.append(likeliest)
+        return token
 
 
 class Sampler:

@@ -1,0 +1,167 @@
+"""Drafts: tokens that may follow those of the decodes, computed beside them, and counted as far as they are right.
+
+A decode computes the token that was sampled last, and samples the next. Where that next one can be guessed, and those
+after it, one step computes them all: what is sampled after each says whether the guess after it was right. So a step
+may count several tokens of a request, each of them the one that it would have sampled without a draft.
+
+Drafts come last in a step. Of tokens and pages they take what is left, and no request is preempted for them. When the
+step ends, accepted tokens are counted, and pages in which only rejected ones are go back.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from kvarts.event_log import Tell
+from kvarts.events import DraftJudged, DraftTaken
+from kvarts.kv.cache import PageCache
+from kvarts.kv.pool import PageId
+from kvarts.request import Request
+from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.loads import Loads
+from kvarts.sched.plan import Batch, DraftRows, StepResult
+from kvarts.sched.wheel import DecodeWheel
+
+__all__ = ["DraftTotals", "Drafter", "Drafts"]
+
+Tokens = npt.NDArray[np.uint64]
+NewPage = tuple[int, int, PageId]
+"""A row, the index in the page table of its sequence, and the page."""
+
+
+class Drafter(Protocol):
+    """Guesses how sequences go on. Promises: to depend on nothing but what it is asked and told, in that order."""
+
+    def draft(self, request: Request, num_most: int, batch: Batch) -> Tokens:
+        """Return tokens that may follow the known ones of `request`, at most `num_most`, perhaps none.
+
+        All known tokens are in the content of the request. `batch`: the step, with what was drafted for others so far.
+        """
+
+    def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Take note of how many of the tokens that were drafted for `request` were right."""
+
+
+class DraftTotals(msgspec.Struct, frozen=True):
+    """What was drafted so far: how often, how many tokens, and how many of these were accepted."""
+
+    num_drafts: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_accepted_tokens:,} of {self.num_drafted_tokens:,} guessed tokens were right"
+
+
+class Drafts:
+    """Owner of the drafts of the scheduled step: from the pages that they take to the tokens that they leave."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        wheel: DecodeWheel,
+        cache: PageCache,
+        batch: InputBatch,
+        *,
+        loads: Loads | None,
+        tell: Tell | None,
+    ) -> None:
+        self._drafter = drafter
+        self._wheel = wheel
+        self._cache = cache
+        self._batch = batch
+        self._loads = loads
+        self._tell = tell
+        self._page_size = wheel.page_size
+        self._taken: list[tuple[Request, Tokens]] = []
+        self._num_drafts = self._num_drafted = self._num_accepted = 0
+
+    def totals(self) -> DraftTotals:
+        """Return what was drafted so far."""
+        return DraftTotals(self._num_drafts, self._num_drafted, self._num_accepted)
+
+    def take(
+        self, rows: npt.NDArray[np.int64], batch: Batch, token_budget: int
+    ) -> tuple[DraftRows | None, tuple[NewPage, ...]]:
+        """Draft for the decodes `rows` of the step that `batch` is, within what is left of its budget.
+
+        Return the drafts, None without any, and the pages that they took. Requests with pages of their own are passed
+        over: what these drop cannot be taken back.
+        """
+        wheel, cache, page_size = self._wheel, self._cache, self._page_size
+        step, taken = wheel.step, self._taken
+        num_left = token_budget - batch.num_tokens
+        new_pages: list[NewPage] = []
+        for row in rows.tolist():
+            if num_left <= 0:
+                break
+            request = self._batch.requests[row]
+            if request is None or (holding := request.holding) is None:
+                continue
+            end = wheel.num_computed(request) + 1
+            num_room = (holding.num_pages + cache.num_free) * page_size - end
+            # The last token that it may generate is sampled, and not computed.
+            num_most = min(num_left, num_room, request.stop_step - step)
+            if num_most <= 0:
+                continue
+            self._batch.append_sampled(request, end, step)
+            tokens = self._drafter.draft(request, num_most, batch)
+            count = len(tokens)
+            if not count:
+                continue
+            num_left -= count
+            batch = replace(batch, num_drafted=batch.num_drafted + count)
+            if self._tell is not None:
+                self._tell(DraftTaken(request.index, end, end + count))
+            page_ids = holding.page_ids
+            assert page_ids is not None
+            num_before = holding.num_pages
+            cache.grow(holding, -(-(end + count) // page_size))
+            new_pages += [(row, index, page_ids[index]) for index in range(num_before, len(page_ids))]
+            taken.append((request, tokens))
+        if not taken:
+            return None, ()
+        counts = [len(tokens) for _, tokens in taken]
+        drafts = DraftRows(
+            np.repeat([request.row for request, _ in taken], counts),
+            np.concatenate([np.arange(len(tokens)) + wheel.num_computed(request) + 1 for request, tokens in taken]),
+            np.concatenate([tokens for _, tokens in taken]),
+        )
+        return drafts, tuple(new_pages)
+
+    def judge(self, result: StepResult) -> None:
+        """Count what was accepted and give back what was not: the step has ended, and the wheel has not turned yet."""
+        accepted = dict(result.accepted)
+        for request, tokens in self._taken:
+            num_accepted = accepted.pop(request.row, 0)
+            assert 0 <= num_accepted <= len(tokens), f"{num_accepted} of {len(tokens)} drafted tokens were accepted"
+            self._num_drafts += 1
+            self._num_drafted += len(tokens)
+            self._num_accepted += num_accepted
+            self._drafter.judge(request, len(tokens), num_accepted)
+            if self._tell is not None:
+                self._tell(DraftJudged(request.index, len(tokens), num_accepted))
+            self._count(request, tokens[:num_accepted])
+        assert not accepted, f"rows {list(accepted)} had no drafts"
+        self._taken.clear()
+
+    def _count(self, request: Request, tokens: Tokens) -> None:
+        """Count accepted tokens as computed and generated, and keep no more pages than all computed tokens need."""
+        page_size, content, holding = self._page_size, request.content, request.holding
+        assert holding is not None
+        before = self._wheel.num_computed(request) + 1
+        end = before + len(tokens)
+        if len(tokens):
+            self._wheel.skip(request, len(tokens))
+            self._batch.skip(request, tokens)
+        self._cache.shrink(holding, -(-end // page_size))
+        num_full = end // page_size
+        if num_full > before // page_size:
+            self._cache.publish(holding, content, num_full)
+            if self._loads is not None:
+                self._loads.add_computed(content, num_full, holding)
