@@ -161,6 +161,25 @@ def test_an_eviction_is_judged(says: str, below: dict[str, bool], what: str | No
     assert all(what is not None and what in found for found, _ in findings)
 
 
+def test_an_eviction_is_judged_by_what_tiers_had_when_it_was_told() -> None:
+    evictions, blocks, findings = told(None, b=True)
+    books = evictions._books
+    assert books is not None
+    for name in ("b", "c"):
+        evictions.told.append((name.encode(), 0))
+        evictions.hear([name.encode()])
+    books.remove("host", b"b")  # it was there when its eviction was told
+    assert evictions.choose(iter(blocks.values())) is blocks["b"]
+    books.add("host", b"b")  # and it was not there when that of the other was
+    assert evictions.choose(iter(blocks.values())) is blocks["c"]
+    assert findings == []
+    evictions.begin()
+    evictions.told.append((b"c", 0))
+    evictions.hear([b"c"])
+    evictions.choose(iter(blocks.values()))
+    assert [digest for _, digest in findings] == [b"c"]
+
+
 def test_an_eviction_of_what_is_in_use_is_found() -> None:
     evictions, blocks, findings = told(used="b")
     evictions.told.append((b"b", 0))

@@ -65,7 +65,7 @@ class ResidentPages:
         """Take from `events` what the engine says it evicted, where that is not known otherwise."""
         if self.evictions is None:
             return
-        self.evictions.told.clear()
+        self.evictions.begin()
         for event in events:
             if isinstance(event, CopiesRemoved):
                 self.evictions.told.extend((digest, event.copy) for digest in self._digests_of(event))
@@ -85,7 +85,10 @@ class ResidentPages:
 
     def hear_gone(self, what: str, event: PagesRemoved | CopiesRemoved) -> None:
         """Take note that the engine says `what` of pages that went."""
-        self._told += [(self._found.step, what, digest) for digest in self._digests_of(event)]
+        digests = list(self._digests_of(event))
+        self._told += [(self._found.step, what, digest) for digest in digests]
+        if self.evictions is not None and isinstance(event, PagesRemoved) and not event.is_held:
+            self.evictions.hear(digests)
 
     def compare_events(self) -> None:
         """Compare what the engine has said since the last call with what the ledger did."""

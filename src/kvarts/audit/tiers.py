@@ -25,19 +25,30 @@ class TierBooks:
     def __init__(self, *, full_prompt_hits: bool) -> None:
         self.full_prompt_hits = full_prompt_hits
         self._stored: dict[str, set[bytes]] = {"host": set(), "disk": set()}
+        self.num_added = 0
+        self._added: dict[bytes, int] = {}
 
     def add(self, medium: str, digest: bytes) -> bool:
         """Note that a page can be found in a tier from now on. Return False if it could before."""
+        if not self.has(digest):
+            self.num_added += 1
+            self._added[digest] = self.num_added
         stored = self._stored[medium]
         is_new = digest not in stored
         stored.add(digest)
         return is_new
+
+    def had(self, digest: bytes, num_added: int) -> bool:
+        """Return whether some tier has had the page since `num_added` was so large."""
+        return self.has(digest) and self._added[digest] <= num_added
 
     def remove(self, medium: str, digest: bytes) -> bool:
         """Note that a page can no longer be found in a tier. Return False if it could not before."""
         stored = self._stored[medium]
         is_there = digest in stored
         stored.discard(digest)
+        if not self.has(digest):
+            self._added.pop(digest, None)
         return is_there
 
     def has(self, digest: bytes) -> bool:
@@ -171,12 +182,27 @@ class EvictionsTold:
     ) -> None:
         self.told: deque[tuple[bytes, int]] = deque()
         """Pages, and which copy of each, counted from the one that was made first."""
+        self._as_told: dict[bytes, tuple[bool, int]] = {}
         self._books = books
         self._copies = copies
         self._digest_of = digest_of
         self._followers = followers
         self._find = find
         self._is_evictable = is_evictable
+
+    def begin(self) -> None:
+        """Forget what was told: the events of other steps come."""
+        self.told.clear()
+        self._as_told.clear()
+
+    def hear(self, digests: Sequence[bytes]) -> None:
+        """Take note of what tiers have while pages are told to have gone, those first that went first.
+
+        The ledger may ask for them later, when a tier has dropped them already, or has what it did not have then.
+        """
+        if self._books is not None:
+            for digest in digests:
+                self._as_told[digest] = self._is_safe(self._books, digest), self._books.num_added
 
     def choose(self, candidates: Iterator[FullBlock]) -> FullBlock:
         """Return the candidate that the engine says it evicted next, or the first where it says nothing that can be."""
@@ -189,8 +215,9 @@ class EvictionsTold:
             return next(candidates)
         books = self._books
         if books is not None and not self._is_safe(books, digest):
-            for other in map(self._digest_of.__getitem__, candidates):
-                if other not in self._followers and books.has(other):
+            was_safe, num_added = self._as_told.get(digest, (False, books.num_added))
+            for other in map(self._digest_of.__getitem__, () if was_safe else candidates):
+                if other not in self._followers and books.had(other, num_added):
                     self._find("was lost, and there was a page to evict that a tier below has", digest)
                     break
         return copies[copy]
@@ -201,5 +228,5 @@ class EvictionsTold:
             page = pages.pop()
             if not books.has(page):
                 return False
-            pages += self._followers.of(page)
+            pages += [follower for follower in self._followers.of(page) if follower not in self._as_told]
         return True
