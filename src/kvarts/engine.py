@@ -6,6 +6,8 @@ executes, and `end`, which commits and emits. Virtual time adds leaps around the
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventLog
 from kvarts.events import Arrived, AtRest, CacheCleared, Cancelled, Rejected, StepEnded, StepStarted
@@ -166,7 +168,9 @@ class Engine:
         self._is_at_rest = True
         if self.log.tell is not None and self.scheduler.wheel.step:
             rest = at_rest(self.scheduler, self.now_ns)
-            if rest != self._last_rest:  # what came and went at one moment, and left everything as it was
+            last = self._last_rest
+            # What came and went at one moment, and left all as it was but the count of released pages, is no rest.
+            if last is None or rest != replace(last, num_released=rest.num_released):
                 self._last_rest = rest
                 self.log.tell(rest)
 
