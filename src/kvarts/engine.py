@@ -17,7 +17,7 @@ from kvarts.moved import names_moved_from
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
-from kvarts.sched.step_events import at_rest, step_done
+from kvarts.sched.step_events import at_rest, step_done, with_drafts
 
 __all__ = ["Engine"]
 
@@ -137,8 +137,8 @@ class Engine:
             self.tiers.measure(num_tokens, batch.num_decodes + batch.num_drafted, result.duration_ns - moving_ns)
         duration_ns = result.duration_ns
         if tell is not None:
-            num_accepted = sum(count for _, count in result.accepted) if result.accepted else 0
-            tell(step_done(self.scheduler, plan, now_ns, duration_ns, self._num_withheld, num_accepted))
+            done = step_done(self.scheduler, plan, now_ns, duration_ns, self._num_withheld)
+            tell(done if plan.drafts is None else with_drafts(done, plan, result))
         end_ns = self.now_ns = now_ns + duration_ns
         if end_ns > LATEST_NS:
             raise TooLateError

@@ -55,6 +55,18 @@ def test_each_replica_has_files_of_its_own(kvarts: Kvarts, tmp_path: Path) -> No
     assert code == 0 and out.count(": ok, ") == 2
 
 
+@pytest.mark.parametrize("place", [("--timeline", "t.json"), ("--run-dir", "run")])
+def test_a_timeline_that_would_not_fit_is_refused_before_anything_is_written(
+    kvarts: Kvarts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvarts.record.timeline.MOST_ROWS", 1000)
+    code, out, err = kvarts("replay", *place, "--report", "report.json")
+    assert (code, out) == (2, "")
+    assert "would have more than 1,000 rows, one for each step" in err and "replay less of the trace" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "what"),
     [

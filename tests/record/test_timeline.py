@@ -21,6 +21,7 @@ from kvarts import ReplayConfig, load_mooncake, replay
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.events import StepDone
 from kvarts.executor.simulated import SimExecutor
 from kvarts.record.live import LiveTimeline
 from kvarts.record.timeline import Timeline, columns_of, timelines_of
@@ -194,6 +195,15 @@ def test_who_is_cancelled_leaves_nothing_and_the_timeline_says_so() -> None:
         (1, 0, 0, 3),
     ]
     assert verify(Timeline.of(log, page_size=4).to_json()).verdict == "ok"
+
+
+def test_a_timeline_that_would_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = StepLog(8)
+    log.observe([StepDone(step, 10 * step, 10, 4, 0, 0, 1, 0, 0, 1, 1, 0, ()) for step in range(3)])
+    monkeypatch.setattr("kvarts.record.timeline.MOST_ROWS", 2)
+    with pytest.raises(ConfigError, match="more than 2 rows"):
+        Timeline.of(log, page_size=16)
+
 
 
 @pytest.mark.laws

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvarts.columns import Column
 from kvarts.errors import ConfigError
-from kvarts.events import Preemption
+from kvarts.events import Event, LeapDone, Preemption, StepDone
 from kvarts.files import check_writable, is_replaceable, whole_file
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Recorded",
     "RecordedSteps",
     "Row",
+    "RowsThatFit",
     "Timeline",
     "form_of",
     "timelines_of",
@@ -36,6 +37,9 @@ TIMELINE_VERSION = 1
 NS_PER_MS = 1e6
 SLAB_ROWS = 1 << 15
 """Rows encoded at once: bounds the memory that writing takes."""
+
+MOST_ROWS = 1 << 25
+"""Of a timeline made as a whole: some 8 GiB while it is written. What an engine writes as it runs has no such limit."""
 
 FORMS = ("json", "jsonl", "parquet")
 
@@ -211,8 +215,10 @@ class Timeline:
     def of(cls, log: RecordedSteps, *, page_size: int, request_ids: Sequence[str] | None = None) -> Timeline:
         """Return the timeline of what `log` holds.
 
-        `request_ids`: names of requests by index; left out, the index is.
+        `request_ids`: names of requests by index; left out, the index is. Raise ConfigError for more than MOST_ROWS
+        steps.
         """
+        _check_rows(len(log))
         total = log.num_pages
         steps, rests = log.columns, log.rests
         order = log.row_order
@@ -404,6 +410,27 @@ class Timeline:
                         asked[row - start] = [msgspec.structs.asdict(ask) for ask in asks]
                 arrays = [pa.array(self.columns[name][start:end]) for name in names]
                 writer.write_table(pa.table([*arrays, pa.array(asked, pa.list_(ask))], schema=schema))
+
+
+class RowsThatFit:
+    """An EventReader that ends a run as soon as its timeline would not fit memory."""
+
+    wants_details = False
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Raise ConfigError when there are more than MOST_ROWS steps."""
+        for event in events:
+            if isinstance(event, StepDone | LeapDone):
+                _check_rows(event.step)
+
+
+def _check_rows(num_rows: int) -> None:
+    if num_rows > MOST_ROWS:
+        raise ConfigError(
+            f"would have more than {MOST_ROWS:,} rows, one for each step; replay less of the trace, or without a "
+            "timeline and a run directory",
+            field="timeline",
+        )
 
 
 def timelines_of(report: Recorded) -> list[Timeline]:

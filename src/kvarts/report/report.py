@@ -7,7 +7,7 @@ round(p (n - 1)), halves to even: an observed value, never one between two. Time
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from math import fsum, isnan
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvarts.columns import Column
 from kvarts.events import Blocked
 from kvarts.kv.transfer import TransferTotals
+from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.run_config import RunConfig
 from kvarts.report.steps import StepLog
@@ -29,12 +30,8 @@ from kvarts.traffic.working_set import working_set_pages
 __all__ = ["REPORT_VERSION", "Report"]
 
 REPORT_VERSION = 1
-NS_PER_MS = 1e6
-PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
 STATUS_NAMES = ("completed", "rejected", "failed")
-
-Distribution = dict[str, float | None]
 
 
 class Report:
@@ -101,7 +98,7 @@ class Report:
         head of the queue was not admitted: 0 nothing waits, 1 token budget, 2 pages, 3 sequence cap.
         """
         logs = [log.columns for log in self.step_logs]
-        raw = {name: _joined([log[name] for log in logs]) for name in logs[0]}
+        raw = {name: np.concatenate([log[name] for log in logs]) for name in logs[0]}
         return {
             "replica": np.repeat(np.arange(len(logs)), [len(log) for log in self.step_logs]),
             "start_ms": _ms(raw["start_ns"]),
@@ -169,9 +166,11 @@ class Report:
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
         used_page_ns, peaks = 0, []
         for log in logs:
-            used = log.used()
-            used_page_ns += _dot(used, log.durations_ns)
-            peaks.append(int(used.max(initial=0)))
+            peak = 0
+            for slab in log.slabs():
+                used_page_ns += dot(slab.used, slab.durations_ns)
+                peak = max(peak, int(slab.used.max()))
+            peaks.append(peak)
         peak_used = max(peaks)
         working_set = working_set_pages(self._trace, config.page_size)
         return {
@@ -187,11 +186,11 @@ class Report:
             "num_skipped_lines": self._trace.num_skipped_lines,
             "num_input_tokens": input_tokens,
             "num_output_tokens": output_tokens,
-            "ttft_ms": _distribution(ttft_ns),
+            "ttft_ms": distribution_ms(ttft_ns),
             "itl_ms": self._itl(),
-            "tpot_ms": _distribution(tpot_ns),
-            "e2e_ms": _distribution(e2e_ns),
-            "queue_ms": _distribution(queue_ns),
+            "tpot_ms": distribution_ms(tpot_ns),
+            "e2e_ms": distribution_ms(e2e_ns),
+            "queue_ms": distribution_ms(queue_ns),
             **({} if self.spread is None else {"uncertainty": {name: dict(row) for name, row in self.spread.items()}}),
             "request_throughput_per_s": _ratio(num_completed, duration_s),
             "input_throughput_tokens_per_s": _ratio(input_tokens, duration_s),
@@ -229,13 +228,11 @@ class Report:
 
         It is `itl_ms`, with `upper_ms` of each bin, 2 % wide, and `counts`.
         """
-        durations_ns = _joined([log.gaps_ns for log in self.step_logs])
-        weights = _joined([log.of_steps("decodes") for log in self.step_logs])
-        values_ns = np.concatenate((durations_ns, np.asarray(self._stalls_ns, np.int64)))
-        weights = np.concatenate((weights, np.ones(len(self._stalls_ns), np.int64)))
         upper_ms = 0.001 * 1.02 ** np.arange(1400)  # from a microsecond to ten days
-        at = np.minimum(np.searchsorted(upper_ms, values_ns / NS_PER_MS), len(upper_ms) - 1)
-        counts = np.bincount(at, weights=weights, minlength=len(upper_ms)).astype(np.int64)
+        counts = np.zeros(len(upper_ms), np.int64)
+        for values_ns, weights in self._gaps():
+            at = np.minimum(np.searchsorted(upper_ms, values_ns / NS_PER_MS), len(upper_ms) - 1)
+            counts += np.bincount(at, weights=weights, minlength=len(upper_ms)).astype(np.int64)
         filled = np.flatnonzero(counts)
         value = {"itl_ms": {"upper_ms": upper_ms[filled].tolist(), "counts": counts[filled].tolist()}}
         return msgspec.json.encode(value) + b"\n"
@@ -258,9 +255,14 @@ class Report:
 
     def _itl(self) -> Distribution:
         """Return the gaps between a request's tokens: as a rule the duration of the step that made the later one."""
-        durations_ns = _joined([log.gaps_ns for log in self.step_logs])
-        weights = _joined([log.of_steps("decodes", np.int32) for log in self.step_logs])
-        return _distribution(durations_ns, weights=weights, extra=self._stalls_ns)
+        return weighted_distribution_ms(self._gaps)
+
+    def _gaps(self) -> Iterator[tuple[Column, Column]]:
+        """Return gaps in ns, and how many requests had each, a part of them at a time."""
+        for log in self.step_logs:
+            yield from log.gaps()
+        if len(self._stalls_ns):
+            yield np.asarray(self._stalls_ns, np.int64), np.ones(len(self._stalls_ns), np.int32)
 
     def _goodput(
         self,
@@ -302,9 +304,9 @@ class Report:
             held = num_waiting * num_loading // np.maximum(1, num_loading + spans["running"])
             for reason, name in LIMITS.items():
                 is_reason = spans["blocked"] == reason
-                waited[name] += _dot(num_waiting * is_reason, spans["duration_ns"])
+                waited[name] += dot(num_waiting * is_reason, spans["duration_ns"])
                 if reason != Blocked.BUDGET:
-                    num_ns = _dot(held * is_reason, spans["duration_ns"])
+                    num_ns = dot(held * is_reason, spans["duration_ns"])
                     waited[name] -= num_ns
                     num_held += num_ns
         lane = {}
@@ -360,55 +362,5 @@ def _ms(ns: Column) -> npt.NDArray[np.float64]:
     return ms
 
 
-def _joined(columns: list[Column]) -> Column:
-    return columns[0] if len(columns) == 1 else np.concatenate(columns)
-
-
-def _dot(counts: Column, times_ns: Column) -> int:
-    """Return the sum of products, exact: where it might not fit 64 bits, in two parts that do."""
-    if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
-        return int(np.dot(counts, times_ns))
-    high, low = np.divmod(times_ns, 1 << 20)
-    return (int(np.dot(counts, high)) << 20) + int(np.dot(counts, low))
-
-
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def _distribution(values_ns: Column, weights: Column | None = None, extra: Sequence[int] = ()) -> Distribution:
-    """Return mean, percentiles and maximum in ms; each value counts `weights` times, each of `extra` once."""
-    if weights is None:
-        ordered = np.sort(values_ns)
-        count = len(ordered)
-        # fsum is exact: no overflow, and the same on machines that add in another order.
-        mean = fsum(ordered.tolist()) / count if count else 0.0
-
-        def at(rank: int) -> float:
-            return float(ordered[rank])
-
-    else:
-        if not weights.all():
-            used = weights > 0
-            values_ns, weights = values_ns[used], weights[used]
-        if len(extra):
-            values_ns = np.concatenate((values_ns, np.asarray(extra, np.int64)))
-            weights = np.concatenate((weights, np.ones(len(extra), np.int32)))
-        mean = _dot(weights, values_ns)
-        order = np.argsort(values_ns)  # equals may come in any order: they are the same value
-        ordered = values_ns[order]
-        ranks = np.cumsum(weights[order], dtype=np.int64)
-        del order, weights  # a million requests have fifteen million steps
-        count = int(ranks[-1]) if len(ranks) else 0
-        mean = mean / count if count else 0.0
-
-        def at(rank: int) -> float:
-            return float(ordered[np.searchsorted(ranks, rank, side="right")])
-
-    if not count:
-        return dict.fromkeys(("mean", *PERCENTILES, "max"))
-    found: Distribution = {"mean": mean / NS_PER_MS}
-    for name, p in PERCENTILES.items():
-        found[name] = at(round(p * (count - 1))) / NS_PER_MS
-    found["max"] = at(count - 1) / NS_PER_MS
-    return found

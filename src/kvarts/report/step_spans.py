@@ -5,13 +5,13 @@ Every step has only its duration and the pages taken for it; the rest is worked 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 
 from mypy_extensions import mypyc_attr
 
 from kvarts.columns import Rows
 from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
+from kvarts.report.packed import PackedColumn
 
 __all__ = ["StepSpans"]
 
@@ -56,8 +56,8 @@ class StepSpans:
         self._rest_fields = _REST_FIELDS + self.tier_fields
         self._spans = Rows(len(self._span_fields))
         self._rests = Rows(len(self._rest_fields))
-        self._durations_ns = array("q")
-        self._pages_taken = array("i")
+        self._durations_ns = PackedColumn("q")
+        self._pages_taken = PackedColumn("i")
         self._num_reserved = 0
         # Of the pages reserved, only where they change: the step, and the pages from then on.
         self._reserved = Rows(2)
@@ -65,7 +65,7 @@ class StepSpans:
     def observe(self, events: Sequence[Event]) -> None:
         """Keep what `events` say of steps. Spelled out in one loop: in virtual time these are all the events."""
         spans: list[int] = []
-        durations_ns, pages_taken = self._durations_ns, self._pages_taken
+        durations_ns, pages_taken = self._durations_ns.recent, self._pages_taken.recent
         for event in events:
             if isinstance(event, StepDone):
                 if event.num_reserved != self._num_reserved:
@@ -113,13 +113,15 @@ class StepSpans:
                     event.num_loading,
                     *event.tiers,
                 )
-                durations_ns.fromlist(event.durations_ns)
-                pages_taken.fromlist(event.pages_taken)
+                durations_ns += event.durations_ns
+                pages_taken += event.pages_taken
             elif isinstance(event, AtRest):
                 counts = event.num_used, event.num_cached, event.num_released
                 self._rests.add((event.step, event.time_ns, *counts, event.num_reserved, *event.tiers))
         if spans:
             self._spans.add(spans)
+            self._durations_ns.settle()
+            self._pages_taken.settle()
 
     def _note_reserved(self, step: int, num_pages: int) -> None:
         self._num_reserved = num_pages

@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvarts.columns import Column
 from kvarts.report.step_spans import StepSpans
 
-__all__ = ["StepLog"]
+__all__ = ["Slab", "StepLog"]
+
+
+class Slab(NamedTuple):
+    """Some steps of a log, one after the other, and what is known of each."""
+
+    durations_ns: Column
+    used: Column
+    """Pages used in each step."""
+    spans: dict[str, Column]
+    """Of the log, those that have steps in it."""
+    num_steps: Column
+    """Of each of these spans, in the slab."""
+
+    def of_steps(self, name: str, dtype: type[np.signedinteger[Any]] = np.int64) -> Column:
+        """Return a column of the spans, one row a step: for what is alike in all steps of a span."""
+        return np.repeat(self.spans[name].astype(dtype), self.num_steps)
 
 
 class StepLog(StepSpans):
-    """An EventReader with columns: of spans, of steps, and of times at rest."""
+    """An EventReader with columns: of spans, of steps, and of times at rest.
+
+    There may be many more steps than memory has room for as columns; what is read of `slabs` needs no more than one of
+    them at a time.
+    """
 
     @cached_property
     def spans(self) -> dict[str, Column]:
         """Integer columns by name, one row a span; `duration_ns` is the whole span's."""
         spans = dict(zip(self._span_fields, self._spans.take_columns(), strict=True))
-        spans["duration_ns"] = (
-            np.add.reduceat(self.durations_ns, self._firsts(spans)) if len(self) else self.durations_ns
-        )
+        lasts_ns = np.zeros(len(spans["num_steps"]), np.int64)
+        for part, durations_ns in _parts(spans["num_steps"], self._durations_ns.blocks()):
+            lasts_ns[part.start : part.end] += np.add.reduceat(durations_ns, part.begins)
+        spans["duration_ns"] = lasts_ns
         return spans
+
+    def slabs(self) -> Iterator[Slab]:
+        """Return all steps in order, a block of them at a time."""
+        spans = self.spans
+        used_before = 0
+        parts = _parts(spans["num_steps"], self._durations_ns.blocks())
+        for (part, durations_ns), taken in zip(parts, self._pages_taken.blocks(), strict=True):
+            used = np.cumsum(taken, dtype=np.int64)
+            before = spans["used"][part.start : part.end] - (used - taken)[part.begins]
+            if part.is_begun:
+                before[0] = used_before
+            used += np.repeat(before, part.num_steps)
+            used_before = int(used[-1])
+            mine = {name: column[part.start : part.end] for name, column in spans.items()}
+            yield Slab(durations_ns, used, mine, part.num_steps)
 
     @property
     def durations_ns(self) -> Column:
         """Of each step."""
-        return np.frombuffer(self._durations_ns, np.int64)
+        return self._durations_ns.whole()
 
     def of_steps(self, name: str, dtype: type[np.signedinteger[Any]] = np.int64) -> Column:
         """Return a column of the spans, one row a step: for what is alike in all steps of a span."""
@@ -36,11 +73,7 @@ class StepLog(StepSpans):
 
     def used(self) -> Column:
         """Return the pages used in each step."""
-        taken = np.frombuffer(self._pages_taken, np.int32)
-        pages = np.cumsum(taken, dtype=np.int64)
-        before = self.spans["used"] - (pages - taken)[self._firsts(self.spans)] if len(self) else self.spans["used"]
-        pages += np.repeat(before, self.spans["num_steps"])
-        return pages
+        return np.concatenate([np.zeros(0, np.int64), *(slab.used for slab in self.slabs())])
 
     @property
     def starts_ns(self) -> Column:
@@ -52,15 +85,19 @@ class StepLog(StepSpans):
         starts_ns: Column = self.of_steps("start_ns") + elapsed
         return starts_ns
 
-    @property
-    def gaps_ns(self) -> Column:
-        """From the end of the step before to the end of each; where a step has decodes, the one before had them too."""
-        return self.durations_ns
+    def gaps(self) -> Iterator[tuple[Column, Column]]:
+        """Return the time between tokens: from the end of the step before to the end of each, and its decodes.
+
+        By slabs. Where a step has decodes, the one before had them too.
+        """
+        spans = self.spans
+        for part, durations_ns in _parts(spans["num_steps"], self._durations_ns.blocks()):
+            yield durations_ns, np.repeat(spans["decodes"][part.start : part.end], part.num_steps)
 
     @property
     def end_ns(self) -> int:
         """When the last step ended; 0 if there is none."""
-        return int(self.starts_ns[-1] + self.durations_ns[-1]) if len(self) else 0
+        return int(self.spans["start_ns"][-1] + self.spans["duration_ns"][-1]) if len(self) else 0
 
     def cached(self) -> Column:
         """Return the pages cached in each step."""
@@ -118,3 +155,31 @@ class StepLog(StepSpans):
     def _firsts(spans: dict[str, Column]) -> Column:
         """Return the number of each span's first step."""
         return np.cumsum(spans["num_steps"]) - spans["num_steps"]
+
+
+class _Part(NamedTuple):
+    """The spans [start, end) that have steps in a block, and how many each has there."""
+
+    start: int
+    end: int
+    num_steps: Column
+    is_begun: bool
+    """Whether the first has steps in the block before, too."""
+
+    @property
+    def begins(self) -> Column:
+        """Where in the block the steps of each span begin."""
+        return np.cumsum(self.num_steps) - self.num_steps
+
+
+def _parts(num_steps: Column, blocks: Iterable[Column]) -> Iterator[tuple[_Part, Column]]:
+    """Return what each block of steps has of spans of `num_steps` each, with the block."""
+    ends = np.cumsum(num_steps)
+    first = 0
+    for block in blocks:
+        last = first + len(block)
+        start = int(np.searchsorted(ends, first, side="right"))
+        end = int(np.searchsorted(ends, last, side="left")) + 1
+        within = np.minimum(ends[start:end], last) - np.maximum(ends[start:end] - num_steps[start:end], first)
+        yield _Part(start, end, within, is_begun=int(ends[start] - num_steps[start]) < first), block
+        first = last

@@ -239,7 +239,7 @@ class Scheduler:
             return StepPlan(wheel.step, plan_batch, admitted, preempted)
         decodes = batch.decodes(wheel.step, wheel.needing_page(), with_new_table) if wheel.num_decoding else None
         drafts: DraftRows | None = None
-        if self.drafts is not None and decodes is not None:
+        if decodes is not None and self.drafts is not None:
             drafts, new_pages = self.drafts.take(decodes.rows, plan_batch, self.pages.token_budget)
             if drafts is not None:
                 self.mark.look()

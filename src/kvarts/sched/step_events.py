@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvarts.events import AtRest, StepDone
-from kvarts.sched.plan import StepPlan
+from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
 
-__all__ = ["at_rest", "step_done"]
+__all__ = ["at_rest", "step_done", "with_drafts"]
 
 
-def step_done(
-    scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: int, num_withheld: int, num_accepted: int = 0
-) -> StepDone:
+def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: int, num_withheld: int) -> StepDone:
     """Return the event of the step that starts at `now_ns`, for which the scheduler has just made `plan`.
 
-    `num_withheld`: pages that other models kept from this one when the step was planned. `num_accepted`: of its
-    drafted tokens.
+    `num_withheld`: pages that other models kept from this one when the step was planned. Of drafts it says nothing, see
+    `with_drafts`: most engines have none, and this is called in every step.
     """
     mark, tiers, loads = scheduler.mark, scheduler.tiers, scheduler.loads
     num_loading = 0 if loads is None else loads.num_waiting
-    num_decodes, num_drafted = plan.batch.num_decodes, plan.batch.num_drafted
-    num_tokens = num_decodes + num_drafted
+    num_tokens = num_decodes = plan.batch.num_decodes
     for chunk in plan.batch.chunks:
         num_tokens += chunk.num_tokens
     return StepDone(
@@ -41,9 +40,14 @@ def step_done(
         num_withheld,
         scheduler.cache.num_reserved,
         num_loading,
-        num_drafted,
-        num_accepted,
     )
+
+
+def with_drafts(done: StepDone, plan: StepPlan, result: StepResult) -> StepDone:
+    """Return `done` with what `plan` drafted, and how much of it was accepted."""
+    num_drafted = plan.batch.num_drafted
+    num_accepted = sum(count for _, count in result.accepted)
+    return replace(done, num_tokens=done.num_tokens + num_drafted, num_drafted=num_drafted, num_accepted=num_accepted)
 
 
 def at_rest(scheduler: Scheduler, now_ns: int) -> AtRest:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from kvarts.columns import Column
 from kvarts.events import Event, LeapDone, StepDone
+from kvarts.report.packed import PackedColumn
 from kvarts.report.steps import StepLog
 
 __all__ = ["TurnLog"]
@@ -19,40 +19,53 @@ class TurnLog(StepLog):
 
     def __init__(self, num_pages: int, tiers: Mapping[str, int] | None = None) -> None:
         super().__init__(num_pages, tiers)
-        self._starts_ns = array("q")
-        self._cached = array("i")
-        self._withheld = array("i")
+        self._starts_ns = PackedColumn("q")
+        self._cached = PackedColumn("i")
+        self._withheld = PackedColumn("i")
 
     def observe(self, events: Sequence[Event]) -> None:
         """Keep what `events` say of steps."""
         super().observe(events)
+        starts_ns, cached, withheld = self._starts_ns.recent, self._cached.recent, self._withheld.recent
         for event in events:
             if isinstance(event, StepDone):
-                self._starts_ns.append(event.start_ns)
-                self._cached.append(event.num_cached)
-                self._withheld.append(event.num_withheld)
+                starts_ns.append(event.start_ns)
+                cached.append(event.num_cached)
+                withheld.append(event.num_withheld)
             elif isinstance(event, LeapDone):
                 turns = event.turns
                 assert turns is not None
-                self._starts_ns.fromlist(turns.starts_ns)
-                self._cached.fromlist(turns.cached)
-                self._withheld.fromlist(turns.withheld)
+                starts_ns += turns.starts_ns
+                cached += turns.cached
+                withheld += turns.withheld
+        for column in (self._starts_ns, self._cached, self._withheld):
+            column.settle()
 
     @property
     def starts_ns(self) -> Column:
         """The start of each step; other models may have had turns since the step before."""
-        return np.frombuffer(self._starts_ns, np.int64)
+        return self._starts_ns.whole()
+
+    def gaps(self) -> Iterator[tuple[Column, Column]]:
+        """Return the time from the end of the step before to the end of each step, and its decodes, by slabs.
+
+        Of the first step, its duration.
+        """
+        before_ns = None
+        for slab, starts_ns in zip(self.slabs(), self._starts_ns.blocks(), strict=True):
+            ends_ns = starts_ns + slab.durations_ns
+            yield np.diff(ends_ns, prepend=starts_ns[0] if before_ns is None else before_ns), slab.of_steps("decodes")
+            before_ns = ends_ns[-1]
 
     @property
-    def gaps_ns(self) -> Column:
-        """The time from the end of the step before to the end of each step; of the first step, its duration."""
-        ends_ns = self.starts_ns + self.durations_ns
-        return np.diff(ends_ns, prepend=self.starts_ns[:1])
+    def end_ns(self) -> int:
+        """When the last step ended; 0 if there is none."""
+        return int(self.starts_ns[-1] + self.durations_ns[-1]) if len(self) else 0
 
     def cached(self) -> Column:
         """Return the pages cached at the mark of each step."""
-        return np.frombuffer(self._cached, np.int32).astype(np.int64)
+        return self._cached.whole().astype(np.int64)
 
     def withheld(self) -> Column:
         """Return the pages withheld before each step."""
-        return np.frombuffer(self._withheld, np.int32).astype(np.int64)
+        return self._withheld.whole().astype(np.int64)

@@ -23,7 +23,8 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     requests = trace.requests
     if not requests:
         return None
-    num_prompt = np.array([request.num_prompt_tokens for request in requests])
+    lengths = [request.num_prompt_tokens for request in requests]
+    num_prompt = np.array(lengths)
     num_output = np.array([request.num_output_tokens for request in requests])
     num_prompt_pages = num_prompt // page_size
     # A sequence's last token is never computed.
@@ -32,7 +33,7 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     for members in _by_tenant(requests):
         # The last unit may be cut short: equal units can be prompts of different lengths. Sorting keeps the order of
         # equals, so two sorts do, and neither compares contents twice.
-        members.sort(key=lambda index: requests[index].num_prompt_tokens)
+        members.sort(key=lengths.__getitem__)
         members.sort(key=units.__getitem__)
         for start in range(1, len(members), SLAB):
             slab = members[start - 1 : start + SLAB]

@@ -1,0 +1,147 @@
+"""Mean, percentiles and maximum of times, exact.
+
+A percentile of n sorted values is the element round(p (n - 1)), halves to even: an observed value, never one between
+two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import fsum
+
+import numpy as np
+
+from kvarts.columns import Column
+
+__all__ = ["NS_PER_MS", "Distribution", "distribution_ms", "dot", "weighted_distribution_ms"]
+
+NS_PER_MS = 1e6
+PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
+MOST_SORTED = 1 << 24
+"""More values than this are not held at once, but looked for in several passes."""
+NUM_BINS = 1 << 16
+
+Distribution = dict[str, float | None]
+_NOTHING: Distribution = dict.fromkeys(("mean", *PERCENTILES, "max"))
+
+Parts = Iterable[tuple[Column, Column]]
+
+
+def distribution_ms(values_ns: Column) -> Distribution:
+    """Return mean, percentiles and maximum in milliseconds."""
+    ordered = np.sort(values_ns)
+    count = len(ordered)
+    if not count:
+        return _NOTHING.copy()
+    # fsum is exact: no overflow, and the same on machines that add in another order.
+    mean = fsum(ordered.tolist()) / count
+    return _named(mean, [int(ordered[rank]) for rank in _ranks(count)])
+
+
+def weighted_distribution_ms(parts: Callable[[], Parts], *, most_sorted: int = MOST_SORTED) -> Distribution:
+    """Return mean, percentiles and maximum in milliseconds of times in ns, each as often as its weight says.
+
+    `parts` returns the times and their weights, shape [n] each, a part at a time; it is called several times, and
+    returns the same each time. No more than `most_sorted` of them are held at once.
+    """
+    held: list[tuple[Column, Column]] = []
+    num_values = 0
+    for part in parts():
+        num_values += len(part[0])
+        if num_values > most_sorted:
+            del held
+            return _searched(parts)
+        held.append(part)
+    return _sorted(held)
+
+
+def dot(counts: Column, times_ns: Column) -> int:
+    """Return the sum of products, exact: where it might not fit 64 bits, in two parts that do."""
+    if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
+        return int(np.dot(counts, times_ns))
+    high, low = np.divmod(times_ns, 1 << 20)
+    return (int(np.dot(counts, high)) << 20) + int(np.dot(counts, low))
+
+
+def _ranks(count: int) -> list[int]:
+    """Return the places of the percentiles, and of the maximum, among `count` sorted values."""
+    return [*(round(p * (count - 1)) for p in PERCENTILES.values()), count - 1]
+
+
+def _named(mean_ns: float, found_ns: list[int]) -> Distribution:
+    names = ("mean", *PERCENTILES, "max")
+    return dict(zip(names, (ns / NS_PER_MS for ns in (mean_ns, *found_ns)), strict=True))
+
+
+def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:
+    """Return the distribution of values, with weights, that fit memory all at once."""
+    empty = np.zeros(0, np.int64)
+    values_ns, weights = (np.concatenate(columns) for columns in zip((empty, empty), *parts, strict=True))
+    if not weights.all():
+        is_counted = weights > 0
+        values_ns, weights = values_ns[is_counted], weights[is_counted]
+    if not len(values_ns):
+        return _NOTHING.copy()
+    total_ns = dot(weights, values_ns)
+    order = np.argsort(values_ns)  # equals may come in any order: they are the same value
+    ordered = values_ns[order]
+    ends = np.cumsum(weights[order])
+    count = int(ends[-1])
+    found = [int(ordered[np.searchsorted(ends, rank, side="right")]) for rank in _ranks(count)]
+    return _named(total_ns / count, found)
+
+
+def _searched(parts: Callable[[], Parts]) -> Distribution:
+    """Return the same of values that do not, in passes over all of them."""
+    count = total_ns = 0
+    lowest, highest = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+    for values_ns, weights in parts():
+        counted = values_ns[weights > 0]
+        if len(counted):
+            count += int(weights.sum())
+            total_ns += dot(weights, values_ns)
+            lowest, highest = min(lowest, int(counted.min())), max(highest, int(counted.max()))
+    if not count:
+        return _NOTHING.copy()
+    return _named(total_ns / count, _searched_at(parts, _ranks(count), lowest, highest + 1))
+
+
+def _searched_at(parts: Callable[[], Parts], ranks: list[int], low: int, high: int) -> list[int]:
+    """Return the values at `ranks`, of values in [low, high).
+
+    Each pass counts the values where each rank is looked for, in bins, and goes on in one of these.
+    """
+    searches = [_Search(rank, low, high) for rank in ranks]
+    while any(search.high - search.low > 1 for search in searches):
+        for search in searches:
+            search.begin()
+        for values_ns, weights in parts():
+            for search in searches:
+                search.count(values_ns, weights)
+        for search in searches:
+            search.end()
+    return [search.low for search in searches]
+
+
+class _Search:
+    """The value at `rank` is looked for in [low, high), where `rank` counts from `low`."""
+
+    def __init__(self, rank: int, low: int, high: int) -> None:
+        self.rank, self.low, self.high = rank, low, high
+
+    def begin(self) -> None:
+        self._width = -(-(self.high - self.low) // NUM_BINS)
+        self._counts = np.zeros(NUM_BINS, np.int64)
+
+    def count(self, values_ns: Column, weights: Column) -> None:
+        is_in = (values_ns >= self.low) & (values_ns < self.high)
+        if is_in.any():
+            places = (values_ns[is_in] - self.low) // self._width
+            self._counts += np.bincount(places, weights=weights[is_in], minlength=NUM_BINS).astype(np.int64)
+
+    def end(self) -> None:
+        ends = np.cumsum(self._counts)
+        at = int(np.searchsorted(ends, self.rank, side="right"))
+        self.rank -= int(ends[at - 1]) if at else 0
+        self.low += at * self._width
+        self.high = min(self.high, self.low + self._width)

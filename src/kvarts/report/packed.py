@@ -1,0 +1,113 @@
+"""One integer a step, kept in blocks: packed, without loss, once there are many.
+
+The steps of a leap take times that rise as their contexts grow, on a straight line but for rounding: of a block of them
+stay its line and what rounding adds, a few bits a step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from kvarts.columns import Column, append_packed
+
+__all__ = ["BLOCK_STEPS", "PackedColumn"]
+
+BLOCK_STEPS = 1 << 16
+PACK_AT = 64 * BLOCK_STEPS
+"""Fewer steps than this are kept as they are: what packs them would cost more than it saves."""
+
+_WIDTHS: tuple[type[np.signedinteger[Any]], ...] = (np.int8, np.int16, np.int32, np.int64)
+
+
+class _Block(NamedTuple):
+    """The integers of a block: a line from the first to the last, and what each differs from it.
+
+    They are times, so within 2^62.
+    """
+
+    first: int
+    last: int
+    width: type[np.signedinteger[Any]]
+    differences: bytes
+
+
+class PackedColumn:
+    """A column of integers, one a step. Its owner appends to `recent`, and calls `settle` after a batch of them.
+
+    `typecode`: as of `array`. Columns that grow alike have their blocks in the same places.
+    """
+
+    __slots__ = ("_blocks", "_later", "_typecode", "recent")
+
+    def __init__(self, typecode: Literal["i", "q"]) -> None:
+        self._typecode: Literal["i", "q"] = typecode
+        self._blocks: list[_Block] = []
+        self._later = array(typecode)
+        """What comes after the blocks, as integers of this width."""
+        self.recent: list[int] = []
+        """What comes after that."""
+
+    def settle(self) -> None:
+        """Keep what is recent in less memory, if that got long."""
+        if len(self.recent) >= BLOCK_STEPS:
+            self._keep_recent()
+            if len(self._later) >= PACK_AT:
+                self._pack()
+
+    def _keep_recent(self) -> None:
+        append_packed(self._later, self.recent)
+        self.recent.clear()
+
+    def _pack(self) -> None:
+        values = np.frombuffer(self._later, self._typecode)
+        end = len(values) // BLOCK_STEPS * BLOCK_STEPS
+        for start in range(0, end, BLOCK_STEPS):
+            self._blocks.append(_packed(values[start : start + BLOCK_STEPS].astype(np.int64)))
+        self._later = self._later[end:]
+
+    def __len__(self) -> int:
+        return len(self._blocks) * BLOCK_STEPS + len(self._later) + len(self.recent)
+
+    def blocks(self) -> Iterator[Column]:
+        """Return the integers in order, BLOCK_STEPS at a time, and the rest in the last block."""
+        for block in self._blocks:
+            yield _unpacked(block)
+        later = self._all_later()
+        for start in range(0, len(later), BLOCK_STEPS):
+            yield later[start : start + BLOCK_STEPS]
+
+    def whole(self) -> Column:
+        """Return all of them, as an array; it is the column's own memory where nothing is packed."""
+        if not self._blocks:
+            return self._all_later()
+        return np.concatenate([block.astype(self._typecode) for block in self.blocks()])
+
+    def _all_later(self) -> Column:
+        if self.recent:
+            self._keep_recent()
+        return np.frombuffer(self._later, self._typecode)
+
+
+def _line(first: int, last: int) -> Column:
+    """Return a block's line, in whole numbers; the same on every call, whatever is rounded in it."""
+    return first + ((last - first) / (BLOCK_STEPS - 1) * np.arange(BLOCK_STEPS)).astype(np.int64)
+
+
+def _packed(values: Column) -> _Block:
+    first, last = int(values[0]), int(values[-1])
+    differences = values - _line(first, last)
+    low, high = int(differences.min()), int(differences.max())
+    width = next(width for width in _WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
+    packed = differences.astype(width).tobytes()
+    # Only what rounding adds is worth the time: wider differences hardly get smaller.
+    return _Block(first, last, width, zlib.compress(packed, 1) if width is np.int8 else packed)
+
+
+def _unpacked(block: _Block) -> Column:
+    packed = zlib.decompress(block.differences) if block.width is np.int8 else block.differences
+    return _line(block.first, block.last) + np.frombuffer(packed, block.width)
