@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
     before, sys.argv = sys.argv, ["kvarts", *arguments]
     out, sys.stdout = sys.stdout, io.TextIOWrapper(io.BytesIO(), "utf-8")
     said = io.StringIO()
-    begin_s = time.monotonic()
+    begin_s, begin_busy_s = time.monotonic(), busy_s()
     try:
         with redirect_stderr(said):
             code = main()
@@ -58,8 +58,14 @@ def run(arguments: list[str]) -> int:
     assert code in DOCUMENTED, said.getvalue()
     assert code == 0 or said.getvalue().strip() or code in (5, 6)
     assert "Traceback" not in said.getvalue()
-    assert time.monotonic() - begin_s < 60, "it takes too long"
+    # Other work on the machine makes nothing hang: what counts is mostly the time that it was busy itself.
+    assert busy_s() - begin_busy_s < 60 and time.monotonic() - begin_s < 600, "it takes too long"
     return code
+
+
+def busy_s() -> float:
+    """Return the CPU time that this process and its children took so far, in seconds."""
+    return sum(os.times()[:4])
 
 
 @pytest.fixture
