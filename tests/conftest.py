@@ -29,7 +29,7 @@ settings.register_profile(
 )
 settings.register_profile("few", parent=settings.get_profile("fast"), max_examples=6)
 settings.register_profile("drill", parent=settings.get_profile("fast"), max_examples=6)
-settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=40)
+settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=30)
 # Examples that differ from run to run: to look for defects, not to judge a change.
 settings.register_profile("search", parent=settings.get_profile("fast"), max_examples=500, derandomize=False)
 settings.register_profile("long", parent=settings.get_profile("search"), max_examples=5000)
