@@ -121,7 +121,7 @@ READ = [
     "[3] kvarts report model",
     "[2] kvarts verify",
     "[3] kvarts verify missing.json",
-    "[5] kvarts verify no-text.jsonl",
+    "[4] kvarts verify no-text.jsonl",
     "[5] kvarts verify small.jsonl",
     "[2] kvarts verify small.jsonl --max-bytes lots",
     "[2] kvarts verify small.jsonl --preempt-threshold high",
