@@ -90,6 +90,8 @@ class Driver:
         self._ends_ns = [NEVER_NS] * len(runners)
         self._quiet_ns = [NEVER_NS] * len(runners)
         """For each runner with a step under way: the time until which no request ends there, if none arrives there."""
+        self._roused = set(range(len(runners)))
+        """Runners to which something came or ended since they were looked at; the others have nothing to start."""
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -127,10 +129,12 @@ class Driver:
             now_ns = min(*ends_ns, self._look_ahead())
             if now_ns == NEVER_NS:
                 break
-            for index, end_ns in enumerate(ends_ns):
-                if end_ns == now_ns:
-                    ends_ns[index] = self._quiet_ns[index] = NEVER_NS
-                    self._end(index, self._runners[index].finish())
+            index = -1
+            for _ in range(ends_ns.count(now_ns)):
+                index = ends_ns.index(now_ns, index + 1)
+                ends_ns[index] = self._quiet_ns[index] = NEVER_NS
+                self._roused.add(index)
+                self._end(index, self._runners[index].finish())
             while (arrival_ns := self._look_ahead()) <= now_ns:
                 self._arrive(now_ns)
             self._start(now_ns, arrival_ns)
@@ -164,6 +168,7 @@ class Driver:
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS
         runner.wake(now_ns)
+        self._roused.add(index)
         reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row, engine
@@ -193,7 +198,9 @@ class Driver:
                 ends_ns[0] = runners[0].start(now_ns, arrival_ns)
             return
         leaping = []
-        for index, runner in enumerate(runners):
+        roused = sorted(self._roused)
+        for index in roused:
+            runner = runners[index]
             if ends_ns[index] == NEVER_NS and runner.has_work:
                 quiet_until_ns = runner.quiet_until(now_ns)
                 if quiet_until_ns is None:
@@ -206,3 +213,5 @@ class Driver:
             ends_ns[index] = runners[index].start(now_ns, until_ns)
             if ends_ns[index] > quiet_ns[index]:
                 quiet_ns[index] = ends_ns[index]  # a transfer ends while the last of its steps is under way
+        # One that could start nothing has something to wait for, which may come without a word.
+        self._roused = {index for index in roused if ends_ns[index] == NEVER_NS and runners[index].has_work}
