@@ -7,7 +7,8 @@ The server is `kvarts mock` in a process of its own, on the first core; the clie
 this process, on the last one. Without `--step-ms`, a step costs 1 us, so the server is never idle. Tokens a second are
 told by the wall clock and by the server's CPU time: on a machine that does other things as well, only the second says
 what one core could do. With `--step-ms`, a token's time is that from the one before it in its stream, as the client
-sees it, and its error is against the cost model. Prints JSON.
+sees it, and its error is against the cost model. What the server says of itself is beside it, since the client is late
+as well: how long after the end of its step each token was written. Prints JSON.
 """
 
 from __future__ import annotations
@@ -79,6 +80,22 @@ def metric(url: str, name: str) -> float:
     return float(found[1])
 
 
+def late(url: str) -> dict[str, float]:
+    """How many tokens were written how long after their step, at most, by the server's own histogram: cumulative."""
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        text = response.read().decode()
+    found = re.findall(r"^kvarts:mock_write_late_seconds_bucket\{.*le=\"([^\"]+)\".*\} (\S+)$", text, re.MULTILINE)
+    return {bound: float(count) for bound, count in found}
+
+
+def bound_of(after: dict[str, float], before: dict[str, float], share: float) -> str | None:
+    """The bucket in which that share of the tokens of one run is reached, in milliseconds."""
+    counts = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
+    return next(
+        (f"<= {float(bound) * 1e3:g}" for bound, count in counts.items() if count >= share * counts["+Inf"]), None
+    )
+
+
 def percentile(values: list[float], share: float) -> float:
     values = sorted(values)
     return values[round(share * (len(values) - 1))]
@@ -114,6 +131,7 @@ def main() -> None:
             runner = asyncio.run
         results = []
         for _ in range(arguments.repeat):
+            late_before_run = late(url)
             before = cpu_s(server.pid)
             wall_s, readers = runner(run(url, arguments.streams, arguments.tokens))
             used_s = cpu_s(server.pid) - before
@@ -131,6 +149,11 @@ def main() -> None:
             if arguments.step_ms:
                 result |= times_of(readers, arguments.step_ms)
                 result["server_most_late_ms"] = round(metric(url, "kvarts:mock_most_late_seconds") * 1e3, 3)
+                written = late(url)
+                result |= {
+                    f"server_write_late_ms_p{share * 100:g}": bound_of(written, late_before_run, share)
+                    for share in (0.5, 0.99)
+                }
             results.append(result)
         print(json.dumps({"load_average": os.getloadavg()[0], "runs": results}, indent=1))
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
-__all__ = ["Clock", "PacedClock", "VirtualClock", "WallClock"]
+__all__ = ["Clock", "PacedClock", "PutOffClock", "VirtualClock", "WallClock"]
 
 
 class Clock(Protocol):
@@ -68,6 +68,7 @@ class PacedClock:
         self.speedup = speedup
         self._wall = WallClock() if wall is None else wall
         self._now_ns = 0
+        self._due_ns = 0
 
     def now_ns(self) -> int:
         """Return the model time: of the last step's end, or, at rest, the time that it is."""
@@ -77,8 +78,36 @@ class PacedClock:
 
     def wait_until_ns(self, at_ns: int) -> None:
         """Sleep until it is `at_ns` in model time, and let it be that, however late it is."""
-        end_ns = round(at_ns / self.speedup)
+        self._due_ns = end_ns = round(at_ns / self.speedup)
         self._wall.wait_until_ns(end_ns)
         self.late_ns = max(0, self._wall.now_ns() - end_ns)
         self.most_late_ns = max(self.most_late_ns, self.late_ns)
         self._now_ns = max(self._now_ns, at_ns)
+
+    def since_due_ns(self) -> int:
+        """Return how long ago the last wait should have ended, in real time."""
+        return self._wall.now_ns() - self._due_ns
+
+
+class PutOffClock:
+    """Another clock, on which waits are put off until `wait`: what is done in between is done in their time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due_ns: int | None = None
+
+    def now_ns(self) -> int:
+        """Return the time, or that which is waited for."""
+        now_ns = self._clock.now_ns()
+        return now_ns if self._due_ns is None else max(now_ns, self._due_ns)
+
+    def wait_until_ns(self, at_ns: int) -> None:
+        """Note that it is to be waited until `at_ns`."""
+        self._due_ns = self.now_ns() if self._due_ns is None else self._due_ns
+        self._due_ns = max(self._due_ns, at_ns)
+
+    def wait(self) -> None:
+        """Wait for what was put off."""
+        due_ns, self._due_ns = self._due_ns, None
+        if due_ns is not None:
+            self._clock.wait_until_ns(due_ns)

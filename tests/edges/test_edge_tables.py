@@ -244,6 +244,15 @@ def test_several_files_cannot_be_one_device(here: Path, call: Run) -> None:
 # Directories -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("param", path_params("directory"), ids=str)
+def test_standard_output_is_no_directory(param: PathParam, here: Path, call: Run) -> None:
+    skip_unless_installed(param.command)
+    code, out, err = call(*with_value(param, "-"))
+    assert (code, out) == (2, b"")
+    assert "./-" in err
+    assert not Path("-").exists()
+
+
 def test_a_run_directory_is_new_or_empty_and_whole(here: Path, call: Run) -> None:
     assert call("replay", "trace.jsonl", "--run-dir", "fresh")[0] == 0
     names = sorted(path.name for path in Path("fresh").iterdir())

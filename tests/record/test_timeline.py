@@ -205,7 +205,6 @@ def test_a_timeline_that_would_not_fit_is_refused(monkeypatch: pytest.MonkeyPatc
         Timeline.of(log, page_size=16)
 
 
-
 @pytest.mark.laws
 @given(served(), guessers())
 def test_pages_of_guesses_come_and_go_and_the_timeline_says_so(

@@ -1,4 +1,4 @@
-"""OpenAI's API beside sessions over gRPC, on one runtime."""
+"""Sessions over OpenAI's API: beside gRPC on one runtime, or of a server over HTTP alone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,114 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from kvarts.cli.http_options import need_http, say
+from kvarts.cli.options import GroupedOption
+from kvarts.cli.paths import DIRECTORY
+from kvarts.cli.sessions import WINDOW
 from kvarts.errors import ConfigError
+from kvarts.units import parse_bytes
 
 if TYPE_CHECKING:
     from kvarts.cli.serve_sessions import Beside
+    from kvarts.openai_api.opening import Opened
 
-__all__ = ["beside"]
+__all__ = ["beside", "open_sessions_of", "server_options"]
 
 DRAIN_S = 5.0
+MAX_SESSIONS = 1024
+TTL_S = 3600.0
+GIVEN = {
+    "session_window": "--session-window",
+    "session_sink": "--session-sink",
+    "session_retention": "--session-retention",
+    "session_memory": "--session-memory",
+    "session_ttl": "--session-ttl",
+    "max_sessions": "--max-sessions",
+    "state_dir": "--state-dir",
+}
+"""Options that ask for something of sessions."""
+
+
+def server_options() -> list[click.Option]:
+    """Return the options of sessions of a server over HTTP, which has them unless it is told otherwise."""
+
+    def option(*names: str, **attributes: Any) -> click.Option:
+        return GroupedOption(list(names), group="Sessions, of requests that name one", **attributes)
+
+    return [
+        option("--session-window", metavar="N", type=WINDOW,
+               help="Keep the KV of the last N tokens, in pages that are reserved; all: of all tokens, in the prefix "
+               "cache. [all]"),
+        option("--session-sink", metavar="N", type=click.IntRange(min=0),
+               help="With a window, keep that of the first N tokens as well. [4]"),
+        option("--session-retention", type=click.Choice(["pin", "cache", "host"]),
+               help="Without a window: where KV is between turns. [cache]"),
+        option("--session-memory", metavar="SIZE",
+               help="What windows reserve takes as much at most: 4GiB. [half of the pages]"),
+        option("--session-ttl", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
+               help=f"Idle sessions expire after so long. [{TTL_S:g}]"),
+        option("--max-sessions", metavar="N", type=click.IntRange(min=1),
+               help=f"For one more, the session that is idle longest goes. [{MAX_SESSIONS}]"),
+        option("--state-dir", metavar="DIR", type=DIRECTORY,
+               help="Keep sessions here, as `kvarts serve sessions` does. [in memory]"),
+        option("--no-sessions", is_flag=True, help="Answer as if no session had been named."),
+    ]  # fmt: skip
+
+
+def open_sessions_of(opened: Opened, values: dict[str, Any]) -> None:
+    """Let requests name sessions, as the options of `server_options` say. Raise ConfigError."""
+    given = [flag for name, flag in GIVEN.items() if values[name] is not None]
+    why = _why_not(opened, values)
+    if why:
+        if given:
+            raise ConfigError(f"is of sessions: {why}", field=given[0], hint="Leave it out.")
+        if not values["no_sessions"]:  # then a name is of no account
+            for served in opened.models:
+                served.why_no_sessions = f"there are no sessions here: {why}"
+        return
+    for name in ("session_sink", "session_memory"):
+        if values[name] is not None and not values["session_window"]:
+            raise ConfigError("is of sessions with a window", field=GIVEN[name], hint="Give --session-window N.")
+    if values["session_retention"] is not None and values["session_window"]:
+        raise ConfigError("is of sessions without a window", field=GIVEN["session_retention"], hint="Leave one out.")
+    from kvarts.openai_api.sessions.later import SessionsLater
+
+    served = opened.served
+
+    def open_now() -> Any:
+        from kvarts.openai_api.sessions.opening import open_own
+        from kvarts.session.config import SessionsConfig
+        from kvarts.session.values import SessionSettings
+
+        memory, window, sink = (values[f"session_{name}"] for name in ("memory", "window", "sink"))
+        config = SessionsConfig(
+            defaults=SessionSettings(
+                sink=4 if sink is None else sink,
+                window=window or None,
+                retention=values["session_retention"] or "cache",
+                ttl_s=TTL_S if values["session_ttl"] is None else values["session_ttl"],
+            ),
+            max_sessions=values["max_sessions"] or MAX_SESSIONS,
+            memory_bytes=None if memory is None else parse_bytes(memory),
+            at_capacity="evict",
+        )
+        return open_own(served, config, state_dir=values["state_dir"], say=say)
+
+    # What was asked for is checked, and what is on disk read, before the server is ready.
+    served.sessions = open_now() if given else SessionsLater(open_now)
+
+
+def _why_not(opened: Opened, values: dict[str, Any]) -> str:
+    """Return why the server can have no sessions; empty if it can."""
+    if values["no_sessions"]:
+        return "--no-sessions was given"
+    if len(opened.models) > 1:
+        return "they are of a server with one model"
+    if values["record"] is not None:
+        return "what --record writes is replayed request by request"
+    return ""
 
 
 def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[Beside]:

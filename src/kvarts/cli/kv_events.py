@@ -33,7 +33,7 @@ def server_options() -> list[click.Option]:
         GroupedOption(
             ["--kv-events"], group=TITLE, metavar="ENDPOINT",
             help="Publish KV events in vLLM's form at ENDPOINT while it runs: tcp://127.0.0.1:5557. With replicas, "
-            "each at the next port.",
+            "or several models, each at the next port.",
         ),
         GroupedOption(
             ["--kv-events-replay"], group=TITLE, metavar="ENDPOINT",
@@ -43,33 +43,55 @@ def server_options() -> list[click.Option]:
             ["--kv-events-format"], group=TITLE, type=click.Choice(["map", "array"]), default="map",
             help="Events as maps, as vLLM writes them, or as arrays, as it did before. [map]",
         ),
-        GroupedOption(["--kv-events-topic"], group=TITLE, metavar="TEXT", default="", help="Their topic. [empty]"),
+        GroupedOption(
+            ["--kv-events-topic"], group=TITLE, metavar="TEXT", default="",
+            help="Their topic; of a mock, {model} in it stands for the name of the model. [empty]",
+        ),
     ]  # fmt: skip
 
 
-def server_readers(stack: ExitStack, values: Mapping[str, Any], sources: list[dict[str, Any]]) -> list[EventReader]:
-    """Open what publishes the events of a server until `stack` ends; return its reader, none where none is asked for.
+def server_readers(
+    stack: ExitStack, values: Mapping[str, Any], sources: list[dict[str, Any]]
+) -> Callable[[str], list[EventReader]]:
+    """Return what opens a publisher for each model of a server, by its name, until `stack` ends, and returns its
+    reader; none where none is asked for. Raise ConfigError.
 
-    Adds to `sources` what /kv_event_sources tells of it.
+    Each model has endpoints and numbers of its own, as engines of one model each have: a consumer that follows one of
+    them sees no gaps, events name no model, and indexers are told the model with the endpoint. What is opened is added
+    to `sources`, which /kv_event_sources tells.
     """
     config = _config_of(values)
-    if config is None:
-        return []
-    from kvarts.serve.kv_events.opening import open_kv_events
 
-    events = open_kv_events(config, now_s=time.time)
-    stack.callback(events.close)
-    publisher = events.publisher
-    sources.append(
-        {
-            "data_parallel_rank": config.rank,
-            "publisher": "zmq",
-            "endpoint": publisher.endpoint,
-            "replay_endpoint": publisher.replay_endpoint,
-            "topic": config.topic,
-        }
-    )
-    return [events.reader]
+    def open_for(name: str) -> list[EventReader]:
+        if config is None:
+            return []
+        from kvarts.serve.kv_events.opening import open_kv_events
+
+        of_model = config.for_model(name, len(sources))
+        taken = {source[key] for source in sources for key in ("endpoint", "replay_endpoint")}
+        for field, endpoint in (("kv_events", of_model.endpoint), ("kv_events_replay", of_model.replay_endpoint)):
+            if endpoint in taken:
+                raise ConfigError(
+                    f"{endpoint} would be of two models: each has the next port",
+                    field=field,
+                    hint="Let --kv-events and --kv-events-replay be further apart: tcp://127.0.0.1:5557 and :5657.",
+                )
+        events = open_kv_events(of_model, now_s=time.time)
+        stack.callback(events.close)
+        publisher = events.publisher
+        sources.append(
+            {
+                "data_parallel_rank": of_model.rank,
+                "publisher": "zmq",
+                "endpoint": publisher.endpoint,
+                "replay_endpoint": publisher.replay_endpoint,
+                "topic": of_model.topic,
+                "model_name": name,
+            }
+        )
+        return [events.reader]
+
+    return open_for
 
 
 def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:

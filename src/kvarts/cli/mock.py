@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvarts.cli import (
+    http_sessions,
     kv_events,
     mock_sharing,
 )
@@ -58,6 +60,7 @@ def _options() -> list[click.Parameter]:
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options()]
     options += kv_events.server_options()
+    options += http_sessions.server_options()
     return options
 
 
@@ -98,19 +101,26 @@ def mock_command(**params: Any) -> None:
         seed=params["seed"],
         is_recording=params["record"] is not None,
     )
-    readers: list[EventReader] = []
+    readers_of: Callable[[str], list[EventReader]] = _no_readers
     sources: list[dict[str, Any]] = []
     with ExitStack() as stack:
         opened: Opened | None = None
-        opened = mock_sharing.open_if_several(given, sections, params, door, speedup=speedup)
+        readers_of = kv_events.server_readers(stack, params, sources)
+        opened = mock_sharing.open_if_several(given, sections, params, door, speedup=speedup, readers_of=readers_of)
         if opened is None:
             config = resolve_replay(given, sections)
             name = str(given["model"]) if "model" in given else "mock"
             token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
-            readers += kv_events.server_readers(stack, params, sources)
+            readers = readers_of((*params["names"], name)[0])
             opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
         opened.routes.event_sources += sources
+        http_sessions.open_sessions_of(opened, params)
         serve_http(opened, address, params, what=_told(opened))
+
+
+def _no_readers(name: str) -> list[EventReader]:
+    """Return what reads the events of a model where nothing does."""
+    return []
 
 
 def _told(opened: Opened) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,17 +13,13 @@ from kvarts.cli.sharing import PART as SHARING
 from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
     from kvarts.openai_api.opening import Door, Opened
     from kvarts.settings import Given
 
 __all__ = ["given", "open_if_several", "options"]
 
 KEYS = ("static_split", "turns", "reclaim_after_s")
-ONE_ONLY = {
-    "names": "--served-model-name",
-    "kv_events": "--kv-events",
-}
-"""Options that are of one model."""
 
 
 def options() -> dict[str, click.Option]:
@@ -38,21 +35,29 @@ def given(params: dict[str, Any]) -> Given:
 
 
 def open_if_several(
-    given: Given, sections: Any, params: dict[str, Any], door: Door, *, speedup: float
+    given: Given,
+    sections: Any,
+    params: dict[str, Any],
+    door: Door,
+    *,
+    speedup: float,
+    readers_of: Callable[[str], list[EventReader]],
 ) -> Opened | None:
-    """Return the mocks of several models, where models have names; or else None. Raise ConfigError."""
+    """Return the mocks of several models, where models have names; or else None. Raise ConfigError.
+
+    `readers_of` is asked for readers of the events of each.
+    """
     if not given.names(MODELS):
         for key in KEYS:
             if key in given:
                 raise given.error(key, "is for several models on one device", hint="Give --model NAME=MODEL for each.")
         return None
-    for name, flag in ONE_ONLY.items():
-        if params[name]:
-            raise ConfigError("is for one model", field=flag, hint="Leave it out, or mock each model for itself.")
+    if params["names"]:
+        raise ConfigError("is for one model", field="--served-model-name", hint="Say it as --model NAME=MODEL.")
     for key in ("cost", "pages"):
         if key in given:
             raise given.error(key, "is for one model", hint="Say it of each: --model NAME=MODEL:cost=FILE.")
     from kvarts.openai_api.several.opening import open_several
     from kvarts.sharing.config import resolve_shares
 
-    return open_several(resolve_shares(given, sections), door, speedup=speedup)
+    return open_several(resolve_shares(given, sections), door, speedup=speedup, readers_of=readers_of)

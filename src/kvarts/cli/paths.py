@@ -25,6 +25,8 @@ class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         if value == "":
             self.fail("a path is not empty", param, ctx)
+        if value == "-" and self.role == "directory":
+            self.fail("standard output is no directory; write ./- for one of that name", param, ctx)
         return Path(value)
 
 

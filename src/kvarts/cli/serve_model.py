@@ -7,6 +7,9 @@ from typing import Any
 
 import click
 
+from kvarts.cli import (
+    http_sessions,
+)
 from kvarts.cli.engine_options import MODEL_HELP, engine_options, speculation_option
 from kvarts.cli.http_options import address_of, http_options, keys_of, need_http, serve_http
 from kvarts.cli.llm import need_torch
@@ -17,7 +20,14 @@ __all__ = ["model_command"]
 SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "speculative_config")
 
 
-@click.command("model", cls=GroupedCommand, params=http_options())
+def _options() -> list[click.Parameter]:
+    """Return the options of a server, whatever it serves."""
+    options: list[click.Parameter] = [*http_options()]
+    options += http_sessions.server_options()
+    return options
+
+
+@click.command("model", cls=GroupedCommand, params=_options())
 @click.option("--model", metavar="DIR", required=True, cls=GroupedOption, group="Model", help=MODEL_HELP)
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 @lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
@@ -50,6 +60,7 @@ def model_command(**params: Any) -> None:
         max_num_seqs=params["max_seqs"],
         **{name: params[name] for name in SETTINGS},
     )
+    http_sessions.open_sessions_of(opened, params)
     config = opened.served.host.config
     what = f"{opened.served.names[0]}, with {config.num_pages:,} pages of {config.page_size} tokens,"
     serve_http(opened, address, params, what=what)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Protocol
 
 import msgspec
@@ -19,10 +19,13 @@ import msgspec
 from kvarts.llm.listener import Gone
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.text import Completion, Generation
+from kvarts.openai_api.meter import BucketCounts
 from kvarts.request import Request
 from kvarts.sampling import Likeliest
 
 __all__ = ["Answer", "Choice", "ChoiceMeter", "Outbox", "Piece", "TokenLogprob"]
+
+LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
 
 TokenLogprob = tuple[int, float, tuple[tuple[int, float], ...]]
 """A token, its log-probability, and the likeliest tokens in its place with theirs."""
@@ -55,6 +58,13 @@ class Outbox:
         self._lock = Lock()
         self._marked: list[Answer] = []
         self._is_holding = False
+        self._not_before_s = 0.0
+        self._is_put_off = False
+        self._due_s: float | None = None
+        self.due_s: Callable[[], float] | None = None
+        """Returns when the last step should have ended, on the monotonic clock, where that is known."""
+        self.late_s = BucketCounts(LATE_S)
+        """Of what was written after a step: how long after that."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let answers be read in `loop` from now on."""
@@ -72,9 +82,11 @@ class Outbox:
         self._wake_soon()
 
     def hold(self) -> None:
-        """Wake nothing until `release`."""
+        """Wake nothing until `release`: a step has ended."""
         with self._lock:
             self._is_holding = True
+            if self.due_s is not None and not self._marked:  # else what waits is later still
+                self._due_s = self.due_s()
 
     def release(self) -> None:
         """Have everything woken that was marked meanwhile."""
@@ -95,12 +107,26 @@ class Outbox:
             raise Gone from error
 
     def _wake(self) -> None:
+        """Wake all that were marked, for half of the time at most: with more to do, more is done at once."""
+        early_s = self._not_before_s - monotonic()
+        if early_s > 0.0:
+            if not self._is_put_off:
+                self._is_put_off = True
+                assert self._loop is not None
+                self._loop.call_later(early_s, self._wake)
+            return
+        self._is_put_off = False
+        began_s = thread_time()
         with self._lock:
             marked, self._marked = self._marked, []
+            due_s = self._due_s
             for answer in marked:
                 answer.is_marked = False
         for answer in marked:
             answer.wake()
+            if due_s is not None:
+                self.late_s.add(monotonic() - due_s)
+        self._not_before_s = monotonic() + thread_time() - began_s
 
 
 class Answer:
@@ -111,6 +137,10 @@ class Answer:
         self.is_marked = False
         """Owned by the outbox."""
         self.pieces: deque[Piece | BaseException] = deque()
+        self.write_now: Callable[[], bool] | None = None
+        """Does at once, in the event loop, what the coroutine would do with the pieces. Returns whether that was all;
+        or else the coroutine is woken.
+        """
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, piece: Piece | BaseException) -> None:
@@ -121,8 +151,11 @@ class Answer:
 
     def wake(self) -> None:
         """Wake the coroutine, if it waits."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return  # it comes by itself
+        if self.write_now is None or not self.write_now():
+            waiter.set_result(None)
 
     async def take(self) -> list[Piece]:
         """Return what has come since the last call, one piece or more. Raise the error that came instead."""
@@ -167,6 +200,8 @@ class Choice:
         """Whether it has ended, well or not; then it counts no more."""
         self.is_unwanted = False
         """Whether its client has gone before it began."""
+        self.in_session: Callable[[], object] | None = None
+        """Of one that a session answers: ends it, as if it were cancelled. For the thread of the event loop."""
         self._ends_itself = ends_itself
         self._answer = answer
         self._meter = meter

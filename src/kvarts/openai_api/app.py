@@ -17,7 +17,7 @@ from kvarts.openai_api.bodies import model_in
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
-from kvarts.openai_api.http import ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send
+from kvarts.openai_api.http import DIRECT, ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import Routes
@@ -121,7 +121,9 @@ class OpenAIApp:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         started_s = monotonic()
-        request, response = HttpRequest(scope, receive), HttpResponse(send)
+        request = HttpRequest(scope, receive)
+        direct = (scope.get("extensions") or {}).get(DIRECT)
+        response = HttpResponse(send, None if direct is None else direct["call"])
         request_id = (request.header("x-request-id") or uuid4().hex)[:MAX_ID_CHARS]
         response.extra_headers.append((b"x-request-id", request_id.encode("latin-1", "replace")))
         try:

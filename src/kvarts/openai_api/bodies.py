@@ -15,6 +15,7 @@ from kvarts.openai_api.errors import ApiError
 from kvarts.sampling import SamplingParams
 
 __all__ = [
+    "APART",
     "ChatBody",
     "CompletionBody",
     "GenerationBody",
@@ -29,6 +30,9 @@ __all__ = [
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_PRIORITY = 2**31 - 1
+APART = "\x00"
+"""Is in no salt and in no name: what is put together with it can be taken apart."""
 
 NOT_DONE = (
     "logit_bias",
@@ -106,6 +110,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             value = best_of if name == "best_of" else getattr(self, name, None)
             if value not in (None, False, "", [], {}):
                 raise ApiError(400, "is not done here: leave it out", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "is of streams: ask for stream as well", param="stream_options")
+        if abs(self.priority or 0) > MAX_PRIORITY:
+            raise ApiError(400, f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")
+        if APART in (self.cache_salt or ""):
+            raise ApiError(400, "has no NUL", param="cache_salt")
 
     @property
     def num_choices(self) -> int:
@@ -210,7 +220,9 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def asked_logprobs(self) -> int | None:
-        """How many likeliest tokens to tell; None for no log-probabilities."""
+        """How many likeliest tokens to tell; None for no log-probabilities. Raise ApiError for a number without."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "is of log-probabilities: ask for logprobs as well", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -237,6 +249,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     text: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
+    include: list[Any] | None = None
+    top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
@@ -273,6 +287,8 @@ def check_response(body: ResponsesBody) -> None:
         raise ApiError(400, f"{form.get('type')!r} is of chat completions: a response is text", param="text.format")
     if body.tool_choice not in (None, "auto", "none"):
         raise ApiError(400, "calls of tools are of chat completions: ask for 'auto' or 'none'", param="tool_choice")
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        raise ApiError(400, "log-probabilities are of chat completions", param="top_logprobs")
     for name in ("background", "conversation"):
         if getattr(body, name):
             raise ApiError(400, "is not done here: leave it out", param=name)

@@ -20,6 +20,7 @@ TYPES = {
     408: "RequestTimeoutError",
     413: "RequestEntityTooLargeError",
     429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }

@@ -152,6 +152,8 @@ class ChatForm:
         self._head = b"data: " + encode(chunk)[:-1] + b',"choices":[{"index":'
         self._so_far: dict[int, tuple[str, int]] = {}
         """With a shape, by choice: its text, and how much of it was sent."""
+        self._held: dict[int, list[TokenLogprob]] = {}
+        """With a shape, by choice: log-probabilities of tokens that were not told yet."""
 
     def first(self, number: int) -> bytes:
         """Return the chunk that says the role."""
@@ -174,7 +176,10 @@ class ChatForm:
         else:
             change, reason_now = self._shaped(self._shape, number, text, is_last=finish_reason is not None)
             if not change and finish_reason is None:
+                if logprobs:
+                    self._held.setdefault(number, []).extend(logprobs)
                 return b""
+            logprobs = [*self._held.pop(number, ()), *logprobs]
             delta = encode(change)
             finish_reason = reason_now or finish_reason
         reason = b"null" if finish_reason is None else encode(finish_reason)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import msgspec
 
-from kvarts.openai_api.answer import Choice, Piece
-from kvarts.openai_api.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions, decoded, messages_of
+from kvarts.openai_api.answer import Answer, Choice, Piece
+from kvarts.openai_api.bodies import (
+    APART,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+    decoded,
+    messages_of,
+)
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Form, Whole, usage_of
-from kvarts.openai_api.http import ClientGone, HttpRequest, HttpResponse
+from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Shape, ToolCall, ToolCallsInText, shape_of_format
@@ -68,8 +78,9 @@ def asks_of(
     """
     body.check()
     adapter = served.adapter_of(body.model)
-    parts = [part for part in (adapter, body.cache_salt) if part]
-    salt = "/".join(parts) or None
+    salt = body.cache_salt or None
+    if adapter is not None:
+        salt = f"{adapter}{APART}{salt or ''}"
     limit = served.limits.max_model_len
     vocabulary = served.host.vocab_size
     asks: list[Ask] = []
@@ -187,7 +198,11 @@ class UnderWay:
             if ask.params.logprobs:
                 raise ApiError(400, "log-probabilities are not told in a session", param="logprobs")
             self.answer, self.choices = served.admit(asks, started_s=exchange.started_s)
-            self._in_session = served.sessions.begin(exchange.owner, session, ask, self.choices[0])
+            try:
+                self._in_session = served.sessions.begin(exchange.owner, session, ask, self.choices[0])
+            except BaseException:
+                served.finish(self.choices)
+                raise
         exchange.request.when_gone(self._gone)
 
     def _gone(self) -> None:
@@ -205,10 +220,16 @@ class UnderWay:
 
 
 def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> UnderWay:
-    """Begin requests, in the session that they name, if they do. Raise ApiError where they are not taken in."""
+    """Begin requests, in the session that they name, if they do. Raise ApiError where they are not taken in.
+
+    A header is a hint, which load generators and routers give whatever the request is: what no session can do is
+    answered without one. The field of a body is meant.
+    """
+    if session_id and served.why_no_sessions:
+        raise ApiError(400, served.why_no_sessions, param="session_id")
     name = session_id
-    for header in SESSION_HEADERS:
-        name = name or exchange.request.header(header)
+    if not name and len(asks) == 1 and not asks[0].params.logprobs:
+        name = next((told for header in SESSION_HEADERS if (told := exchange.request.header(header))), None)
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")
     return UnderWay(served, exchange, asks, name or None)
@@ -247,7 +268,7 @@ class Generating:
             if body.stream:
                 options = body.stream_options or StreamOptions()
                 stream = _Stream(exchange, form, choices, options, [len(ask.tokens) for ask in asks], body.num_choices)
-                await stream.write(answer.take, num_prompt_tokens)
+                await stream.write(answer, num_prompt_tokens)
             else:
                 wholes = [Whole() for _ in choices]
                 await _collect(answer.take, wholes)
@@ -308,12 +329,14 @@ class _Stream:
         self._begun: set[int] = set()
         self._num_open = len(choices)
 
-    async def write(self, take: Any, num_prompt_tokens: int) -> None:
+    async def write(self, answer: Answer, num_prompt_tokens: int) -> None:
         """Write everything. What goes wrong after the first byte is told as an event."""
-        response, failure = self._exchange.response, self._exchange.failure
+        response, failure, take = self._exchange.response, self._exchange.failure, answer.take
         pieces = await take()  # what is refused is refused before the first byte
         await failure.stall()
         await response.begin_stream()
+        if response.direct is not None and not failure.has_any:
+            answer.write_now = partial(self._write_now, answer.pieces, response.direct)
         try:
             while True:
                 parts: list[bytes] = []
@@ -338,6 +361,29 @@ class _Stream:
                 end = self._form.last(usage_of(num_prompt_tokens, _num_tokens(self._choices), cached))
             await failure.write(response, [end, b"data: [DONE]\n\n"])
         await response.end_stream()
+
+    def _write_now(self, pieces: deque[Piece | BaseException], direct: Direct) -> bool:
+        """Write pieces as they come: most of what a token costs is to wake the task that waits for it.
+
+        Return whether that was all. Errors and ends are for the task.
+        """
+        if not direct.is_ready:
+            return False
+        parts: list[bytes] = []
+        try:
+            while pieces:
+                piece = pieces[0]
+                if isinstance(piece, BaseException) or piece[3] is not None:
+                    return False
+                pieces.popleft()
+                self._put(piece, parts)
+        except Exception as error:
+            pieces.appendleft(error)
+            return False
+        finally:
+            if payload := b"".join(parts):
+                direct.write(payload)
+        return True
 
     def _put(self, piece: Piece, parts: list[bytes]) -> None:
         """Add the chunks of a piece."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from kvarts.openai_api.errors import ApiError
 
-__all__ = ["ClientGone", "HttpRequest", "HttpResponse", "Receive", "Scope", "Send"]
+__all__ = ["DIRECT", "ClientGone", "Direct", "HttpRequest", "HttpResponse", "Receive", "Scope", "Send"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON = b"application/json"
+DIRECT = "kvarts.direct"
+"""The extension of a scope that has a Direct, as `call`."""
 
 
 class ClientGone(Exception):  # noqa: N818  # not an error: there is nothing left to tell
@@ -83,11 +85,23 @@ class HttpRequest:
             self._gone = None
 
 
-class HttpResponse:
-    """An answer on its way out. `extra_headers` go with every answer."""
+class Direct(Protocol):
+    """A connection, without the tasks in between: for parts of a stream that has begun."""
 
-    def __init__(self, send: Send) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Whether a part can be written now, and need not wait for its client to read."""
+
+    def write(self, payload: bytes) -> None:
+        """Write a part."""
+
+
+class HttpResponse:
+    """An answer on its way out. `extra_headers` go with every answer. `direct`: where the server has that."""
+
+    def __init__(self, send: Send, direct: Direct | None = None) -> None:
         self._send = send
+        self.direct = direct
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.has_begun = False
         self.has_ended = False

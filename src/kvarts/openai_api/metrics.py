@@ -276,6 +276,12 @@ class ModelMetrics:
                 "How late a step ended, the most of all.",
                 clock.most_late_ns / 1e9,
             )
+            yield self._histogram(
+                "kvarts:mock_write_late_seconds",
+                "How long after the end of its step, as it should have been, each answer was written to.",
+                served.outbox.late_s,
+            )
+        yield from self._of_sessions()
         if served.sharing is not None:
             yield self._gauges(
                 "kvarts:loan_bytes",
@@ -312,6 +318,21 @@ class ModelMetrics:
             "kvarts:tier_pages_evicted", "Pages evicted below.", "tier", sorted(totals.num_evicted_pages.items())
         )
         yield self._counters("kvarts:transfers", "Transfers, by what became of them.", "kind", _counted(totals.counts))
+
+    def _of_sessions(self) -> Iterator[Metric]:
+        counts = None if self._served.sessions is None else self._served.sessions.counts()
+        if counts is None:
+            return
+        yield self._gauge("kvarts:sessions", "Sessions that there are.", counts.num_sessions)
+        yield self._gauge(
+            "kvarts:session_reserved_pages",
+            "Pages that are reserved for sessions with a window, full or not.",
+            counts.num_reserved_pages,
+        )
+        yield self._gauge("kvarts:session_tokens", "Tokens of their histories.", counts.num_history_tokens)
+        yield self._counters(
+            "kvarts:sessions_ended", "Sessions that have ended.", "reason", sorted(counts.ended_by_reason.items())
+        )
 
 
 def _counted(counts: dict[str, Any]) -> list[tuple[str, float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.build import TierSettings, build_engine
-from kvarts.clock import Clock, PacedClock
+from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventReader
 from kvarts.executor.cost import CostModel
@@ -17,6 +17,7 @@ from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
+from kvarts.executor.waiting import WaitingExecutor
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
@@ -83,11 +84,12 @@ def mock_model(
     paced = PacedClock(speedup=speedup)
     if clock is None:
         clock = paced
-    executor = MockExecutor(config, cost, clock, vocab_size=NUM_WORDS, seed=seed, vary=vary_words)
-    detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=clock)
+    put_off = PutOffClock(clock)
+    executor = MockExecutor(config, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words)
+    detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=put_off)
     core = build_engine(
         config,
-        detokenizing,
+        WaitingExecutor(detokenizing, put_off),
         readers=readers,
         audit=audit,
         offload=offload,

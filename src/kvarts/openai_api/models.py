@@ -89,3 +89,9 @@ class Models:
         """End what is under way."""
         for served in self._served:
             served.abort_all()
+
+    async def close(self) -> None:
+        """Write what sessions are to keep. Nothing is under way any more."""
+        for served in self._served:
+            if served.sessions is not None:
+                await served.sessions.close()

@@ -11,6 +11,9 @@ from kvarts.openai_api.words import WordTokenizer
 __all__ = ["HubText", "TextModel", "WordText"]
 
 Message = Mapping[str, Any]
+MAX_POWER = 1000
+MAX_RENDERED_CHARS = 32 * 1024 * 1024
+"""What a template of a request may write: as much as a body may have."""
 
 
 class TextModel(Protocol):
@@ -133,19 +136,36 @@ def _json(value: Any) -> str:
 
 def _rendered(template: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
     try:
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ApiError(400, "templates need jinja2, which is not installed", param="chat_template") from error
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.intercepted_binops = frozenset(["*", "**"])
+    calculate = environment.call_binop
+
+    def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Return the product, or the power, of numbers and texts that are not too large."""
+        sizes = [value if type(value) in (int, float) else len(value) for value in (left, right)]
+        most = MAX_RENDERED_CHARS if operator == "*" else MAX_POWER
+        if any(abs(size) > most for size in sizes) or abs(sizes[0] * sizes[1]) > MAX_RENDERED_CHARS:
+            raise ValueError(f"{operator} of {sizes[0]} and {sizes[1]} is too much")
+        return calculate(context, operator, left, right)
+
+    environment.call_binop = call_binop
+    values = {
+        "messages": messages,
+        "tools": options.get("tools"),
+        "add_generation_prompt": options.get("add_generation_prompt", True),
+        **(options.get("chat_template_kwargs") or {}),
+    }
+    parts: list[str] = []
+    num_chars = 0
     try:
-        return str(
-            environment.from_string(template).render(
-                messages=messages,
-                tools=options.get("tools"),
-                add_generation_prompt=options.get("add_generation_prompt", True),
-                **(options.get("chat_template_kwargs") or {}),
-            )
-        )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        for part in environment.from_string(template).generate(values):
+            num_chars += len(part)
+            if num_chars > MAX_RENDERED_CHARS:
+                raise ValueError(f"it writes more than {MAX_RENDERED_CHARS:,} characters")
+            parts.append(part)
+    except Exception as error:  # templates raise what they like
         raise ApiError(400, f"the chat template does not take these messages: {error}", param="messages") from error
+    return "".join(parts)

@@ -21,31 +21,39 @@ from kvarts.openai_api.models import Models
 __all__ = ["Responses"]
 
 MAX_STORED = 10_000
-"""So many responses are kept; the oldest go first."""
+MAX_STORED_BYTES = 256 * 1024 * 1024
+"""So many responses are kept, of requests with so many bytes; the oldest go first."""
+
+PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input"}
+"""What is called otherwise in completions."""
 
 encode = msgspec.json.encode
 
 
 class _Stored(msgspec.Struct):
+    owner: str
     messages: list[dict[str, Any]]
     body: dict[str, Any]
+    num_bytes: int
+    """Of the request and the answer. Those before it are counted with theirs, and may go before it."""
 
 
 class Responses:
-    """Owner of the responses that were given, with the conversation that led to each."""
+    """Owner of the responses that were given, with the conversation that led to each. Owners see their own alone."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._num_bytes = 0
 
     async def find(self, exchange: Exchange) -> None:
         """Answer GET /v1/responses/ID."""
-        await exchange.response.whole(encode(self._find(exchange.request.path).body))
+        await exchange.response.whole(encode(self._find(exchange).body))
 
     async def delete(self, exchange: Exchange) -> None:
         """Answer DELETE /v1/responses/ID."""
-        response_id = self._find(exchange.request.path).body["id"]
-        del self._stored[response_id]
+        response_id = self._find(exchange).body["id"]
+        self._num_bytes -= self._stored.pop(response_id).num_bytes
         await exchange.response.whole(encode({"id": response_id, "object": "response", "deleted": True}))
 
     async def create(self, exchange: Exchange) -> None:
@@ -53,7 +61,7 @@ class Responses:
         body = decoded(exchange.payload, ResponsesBody)
         check_response(body)
         served = self._models.of(body.model)
-        messages = self._messages(body)
+        messages = self._messages(body, exchange.owner)
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
         prompt = served.text.conversation(messages_of([*instructions, *messages], param="input"), {})
         tokens = served.text.encode(prompt, add_special_tokens=False)
@@ -67,15 +75,19 @@ class Responses:
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
-        asks = asks_of(
-            served,
-            asked,
-            [tokens],
-            body.max_output_tokens,
-            top_logprobs=None,
-            request_id=exchange.request_id,
-            has_end=True,
-        )
+        try:
+            asks = asks_of(
+                served,
+                asked,
+                [tokens],
+                body.max_output_tokens,
+                top_logprobs=None,
+                request_id=exchange.request_id,
+                has_end=True,
+            )
+        except ApiError as error:
+            error.param = PARAMS.get(error.param or "", error.param)
+            raise
         told = _Told(body, served.names[0])
         under_way = begin(served, exchange, asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
@@ -95,25 +107,29 @@ class Responses:
             await under_way.end()
         if body.store is not False:
             said = {"role": "assistant", "content": told.text}
-            self._stored[told.body["id"]] = _Stored([*messages, said], told.body)
-            if len(self._stored) > MAX_STORED:
-                self._stored.popitem(last=False)
+            num_bytes = len(exchange.payload) + len(told.text)
+            self._store(_Stored(exchange.owner, [*messages, said], told.body, num_bytes))
 
-    def _find(self, path: str) -> _Stored:
-        response_id = path.removeprefix("/v1/responses/")
+    def _store(self, stored: _Stored) -> None:
+        self._stored[stored.body["id"]] = stored
+        self._num_bytes += stored.num_bytes
+        while len(self._stored) > MAX_STORED or self._num_bytes > MAX_STORED_BYTES:
+            self._num_bytes -= self._stored.popitem(last=False)[1].num_bytes
+
+    def _find(self, exchange: Exchange) -> _Stored:
+        return self._of(exchange.owner, exchange.request.path.removeprefix("/v1/responses/"), "response_id")
+
+    def _of(self, owner: str, response_id: str, param: str) -> _Stored:
         stored = self._stored.get(response_id)
-        if stored is None:
-            raise ApiError(404, f"there is no response {response_id!r}", param="response_id")
+        if stored is None or stored.owner != owner:
+            raise ApiError(404, f"there is no response {response_id!r}", param=param)
         return stored
 
-    def _messages(self, body: ResponsesBody) -> list[dict[str, Any]]:
+    def _messages(self, body: ResponsesBody, owner: str) -> list[dict[str, Any]]:
         """Return the conversation so far, with what the body adds to it."""
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
-            stored = self._stored.get(body.previous_response_id)
-            if stored is None:
-                raise ApiError(404, f"there is no response {body.previous_response_id!r}", param="previous_response_id")
-            before = stored.messages
+            before = self._of(owner, body.previous_response_id, "previous_response_id").messages
         if isinstance(body.input, str):
             return [*before, {"role": "user", "content": body.input}]
         if not body.input:

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from kvarts import __version__
-from kvarts.openai_api.bodies import ChatBody, CompletionBody, decoded, messages_of
+from kvarts.openai_api.bodies import APART, ChatBody, CompletionBody, decoded, messages_of
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange, chat_asks, completion_asks
 from kvarts.openai_api.models import Models
@@ -233,6 +233,8 @@ class Routes:
         """Give a model, by default the first, one more name, with KV of its own."""
         body = decoded(exchange.payload, _AdapterBody)
         name, adapters = body.lora_name, self._models.of(body.model).adapters
+        if not name or APART in name:
+            raise ApiError(400, "a name is needed, without NUL", param="lora_name")
         if any(name in (*served.names, *served.adapters) for served in self._models):
             raise ApiError(400, f"{name!r} is there already", param="lora_name")
         adapters[name] = max(adapters.values(), default=0) + 1

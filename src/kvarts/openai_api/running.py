@@ -76,6 +76,7 @@ class RunningServer:
     a millisecond. `seed`: of texts and failures. `fail`: a script of failures. `speedup`: steps take an Xth of their
     time. `settings`: more of ReplayConfig. `readers`: of all events of the engine. `several`: a SharingConfig; then
     its models are served by their names, and it says what `model` and the settings of an engine say otherwise.
+    `sessions`: a SessionsConfig; then requests may name sessions.
     """
 
     def __init__(
@@ -90,18 +91,19 @@ class RunningServer:
         seed: int = 0,
         speedup: float = 1.0,
         fail: str = "",
-        api_key: str | None = None,
+        api_key: str | Sequence[str] | None = None,
         max_queued: int = 1024,
         max_model_len: int = 131_072,
         output_tokens: int | None = None,
         is_recording: bool = False,
         readers: Sequence[EventReader] = (),
         several: Any = None,
+        sessions: Any = None,
         **settings: Any,
     ) -> None:
         door = Door(
             names=(model,),
-            api_keys=() if api_key is None else (api_key,),
+            api_keys=() if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key),
             limits=Limits(max_queued=max_queued, max_model_len=max_model_len, default_tokens=output_tokens),
             fail=fail,
             seed=seed,
@@ -130,6 +132,9 @@ class RunningServer:
             open_several = from_room("openai_api.several.opening", "open_several", field="several")
             self.opened = open_several(several, door, speedup=speedup, watcher=self._seen)
             self.model = self.opened.served.names[0]
+        if sessions is not None:
+            open_own = from_room("openai_api.sessions.opening", "open_own", field="sessions")
+            self.opened.served.sessions = open_own(self.opened.served, sessions)
         self.config: EngineConfig = self.opened.served.host.config
         self._excused: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -168,7 +173,8 @@ class RunningServer:
                 scheduler = served.host.core.scheduler
                 scheduler.check()
                 if not scheduler.has_work:
-                    assert scheduler.cache.num_used == 0, "no request runs, and pages are in use"
+                    num_held = scheduler.cache.num_used - scheduler.cache.num_reserved  # of sessions
+                    assert num_held == 0, "no request runs, and pages are in use"
 
         self._between_steps(check)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from time import time
+from time import monotonic, time
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.limits import MOST_COUNT, MOST_SECONDS
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.answer import Answer, Choice, Outbox
+from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.prompts import TextModel
@@ -29,8 +31,34 @@ Health = Literal["healthy", "degraded", "dead"]
 DEAD = "the model has died"
 
 
+class CountsOfSessions(Protocol):
+    """All sessions of one model together."""
+
+    @property
+    def num_sessions(self) -> int:
+        """How many there are."""
+
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages that are reserved for them, whether they are full or not."""
+
+    @property
+    def num_history_tokens(self) -> int:
+        """Tokens of their histories."""
+
+    @property
+    def ended_by_reason(self) -> Mapping[str, int]:
+        """How many have ended, by why."""
+
+
 class InSessions(Protocol):
     """The sessions of one model. For one event loop."""
+
+    def counts(self) -> CountsOfSessions | None:
+        """Return what they hold now; None as long as no request has named one."""
+
+    async def close(self) -> None:
+        """End what is under way, and write what is to be kept."""
 
     def begin(self, owner: str, name: str, ask: Ask, choice: Choice) -> asyncio.Task[None]:
         """Have `choice` told what the session `name` of `owner` says to `ask`. Cancelling the task ends that."""
@@ -60,6 +88,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     told. `max_model_len`: tokens of a prompt and its answer. `max_body_bytes`: of one HTTP request, which has to come
     within `body_timeout_s`. `default_tokens`: about as many tokens has an answer for which no number is asked, of a
     mock; None: up to the end of the model.
+
+    Raises ConfigError for a value out of range.
     """
 
     max_queued: int = 1024
@@ -68,6 +98,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0
     default_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_queued <= MOST_COUNT:
+            raise ConfigError(f"must be from 0 to {MOST_COUNT}, got {self.max_queued}", field="max_queued")
+        if not 0.0 <= self.retry_after_s <= MOST_SECONDS:
+            raise ConfigError(f"must be from 0 to {MOST_SECONDS:g}, got {self.retry_after_s}", field="retry_after_s")
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +148,13 @@ class Served:
         """What /server_info tells beside the engine."""
         self.sessions: InSessions | None = None
         """Where requests go that name a session; without, a name is of no account."""
+        self.why_no_sessions = ""
+        """Why there can be none, where that is so: what a request is told that asks for one by its body."""
         self.outbox = Outbox()
         host.loop.held.append(self.outbox)
+        since_due_ns: Callable[[], int] | None = getattr(host.clock, "since_due_ns", None)
+        if since_due_ns is not None:
+            self.outbox.due_s = lambda: monotonic() - since_due_ns() / 1e9
         self.created_s = int(time())
         self.health: Health = "healthy"
         """Of a model that shares its device: a degraded one admits nothing, a dead one has lost its requests."""
@@ -224,12 +265,15 @@ class Served:
     def abort_all(self) -> None:
         """End what is under way."""
         under_way = [choice for choice in self._live if not choice.is_over]
+        for choice in under_way:
+            if choice.in_session is not None:
+                choice.in_session()
         self.host.loop.post(lambda _: self._cancel(under_way))
 
     def live_adapters(self) -> list[str]:
         """Return the adapters that requests under way are for."""
         salts = {choice.request.content.salt for choice in list(self._live) if choice.request is not None}
-        return [name for name in self.adapters if any(salt and salt.split("/")[0] == name for salt in salts)]
+        return [name for name in self.adapters if any(salt and salt.startswith(f"{name}{APART}") for salt in salts)]
 
     async def forget_cached(self) -> None:
         """Forget every cached page that is not in use."""

@@ -5,22 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.app import ABORT, OpenAIApp
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.http import DIRECT
 from kvarts.openai_api.models import Models
 from kvarts.signals import asked_to_stop
 
 __all__ = ["Address", "OpenAIServer", "serve_until_signal"]
 
 BACKLOG = 4096
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 75.0
+"""So long a connection may have sent nothing, or half of a head."""
+
+UPGRADE = re.compile(rb"\r\n(?i:upgrade)[ \t]*:[^\r\n]*")
 LATE_S = 0.1
 """A mock that is later than this says so."""
 
@@ -68,20 +77,109 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class _Direct:
+    """A Direct: what uvicorn does with a part of a body, and no more."""
+
+    def __init__(self, cycle: RequestResponseCycle, flow: FlowControl, transport: asyncio.Transport) -> None:
+        self._cycle = cycle
+        self._flow = flow
+        self._transport = transport
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a part can be written now."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
+
+    def write(self, payload: bytes) -> None:
+        """Write a chunk."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+
 class _Protocol(HttpToolsProtocol):
-    """HTTP that can be cut off by the application, for failures on purpose, with errors in the envelope."""
+    """HTTP that can be cut off by the application, for failures on purpose, with errors in the envelope.
+
+    The head of a request has an end and comes in time. Requests to change the protocol are left alone, as HTTP says of
+    a server that does not: the body is read. Where several requests came at once, all of them hear that their client
+    has gone.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request."""
+        super().connection_made(transport)
+        self._under_way: list[RequestResponseCycle] = []
+        self._num_head_bytes = 0
+        """Of the head that is being read, with what came beside it."""
+        self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let all requests know, of which uvicorn knows the last one only."""
+        super().connection_lost(exc)
+        self._in_time.cancel()
+        for cycle in self._under_way:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come, of which a head may be a part."""
+        is_head = self._is_in_head
+        if is_head:
+            self._num_head_bytes += len(data)
+            data = _without_upgrade(data)
+        super().data_received(data)
+        if is_head and self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(ApiError(431, f"the head of a request has {MAX_HEAD_BYTES} bytes at most"))
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
-        body = ApiError(400, msg).body
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close"
-        self.transport.write(head % len(body) + b"\r\n\r\n" + body)
-        self.transport.close()
+        self._refuse(ApiError(400, msg))
+
+    def on_message_begin(self) -> None:
+        """Begin to read a head."""
+        super().on_message_begin()
+        self._in_time.cancel()
+        self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
 
     def on_headers_complete(self) -> None:
         """Let the application know how, before it is called."""
+        self._is_in_head = False
+        self._in_time.cancel()
         super().on_headers_complete()
-        self.scope.setdefault("extensions", {})[ABORT] = {"call": self.transport.abort}
+        self._under_way = [cycle for cycle in self._under_way if not cycle.response_complete]
+        self._under_way.append(self.cycle)
+        extensions = self.scope.setdefault("extensions", {})
+        extensions[ABORT] = {"call": self.transport.abort}
+        extensions[DIRECT] = {"call": _Direct(self.cycle, self.flow, self.transport)}
+
+    def on_message_complete(self) -> None:
+        """Wait for the next head."""
+        super().on_message_complete()
+        self._is_in_head = True
+        self._num_head_bytes = 0
+
+    _is_in_head = True
+    """Whether what comes next is of a head."""
+
+    def _too_late(self) -> None:
+        self._refuse(ApiError(408, f"a request begins within {HEAD_TIMEOUT_S:g} s"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Close the connection, and say why, unless an answer is half written."""
+        if any(not cycle.response_complete and (cycle.response_started or cycle is not self.cycle)
+               for cycle in self._under_way):  # fmt: skip
+            self.transport.abort()
+            return
+        body, reason = error.body, HTTPStatus(error.status).phrase
+        head = f"HTTP/1.1 {error.status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Return what has come without the header that asks for another protocol: with it, the parser reads no body."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"", head) + end + rest if b"pgrade" in head.lower() else data
 
 
 class _Server(uvicorn.Server):
@@ -152,6 +250,7 @@ class OpenAIServer:
         self._server.tell_to_stop()
         if self._running is not None:
             await self._running
+        await self._models.close()
         return is_whole
 
 

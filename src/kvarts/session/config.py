@@ -18,11 +18,12 @@ AtCapacity = Literal["refuse", "evict"]
 class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What sessions have together.
 
-    `defaults`: the settings of a session for which none are given. `max_sessions`: how many there may be; None: as many
-    as fit. `memory_bytes`: KV memory for bounded sessions; None: all there is. `at_capacity`: refuse one more, or evict
-    the idle one that was used longest ago. `chunk_tokens`: tokens of sessions that a step may compute at most, beside
-    one for each that generates; their pages are there once, for all sessions. `tombstone_ttl_s`: for how long it is
-    remembered what became of a session. `reap_every_s`: how often it is looked for sessions that have expired.
+    `defaults`: the settings of a session for which none are given. `max_sessions`: how many there may be; None: as
+    many as fit. `memory_bytes`: KV memory for bounded sessions; None: all there is. `max_pages`: the same in pages;
+    where both are given, both hold. `at_capacity`: refuse one more, or evict the idle one that was used longest
+    ago. `chunk_tokens`: tokens of sessions that a step may compute at most, beside one for each that generates;
+    their pages are there once, for all sessions. `tombstone_ttl_s`: for how long it is remembered what became of a
+    session. `reap_every_s`: how often it is looked for sessions that have expired.
 
     Raises ConfigError for a value out of range.
     """
@@ -30,16 +31,17 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     defaults: SessionSettings = SessionSettings()
     max_sessions: int | None = None
     memory_bytes: int | None = None
+    max_pages: int | None = None
     at_capacity: AtCapacity = "refuse"
     chunk_tokens: int = 512
     tombstone_ttl_s: float = 3600.0
     reap_every_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for field, most in (("max_sessions", MOST_COUNT), ("memory_bytes", MOST_BYTES), ("chunk_tokens", MOST_COUNT)):
+        for field in ("max_sessions", "memory_bytes", "max_pages", "chunk_tokens"):
             value = getattr(self, field)
             if value is not None:
-                check_whole(value, field, most=most)
+                check_whole(value, field, most=MOST_BYTES if field == "memory_bytes" else MOST_COUNT)
         if self.at_capacity not in ("refuse", "evict"):
             raise ConfigError(f"must be 'refuse' or 'evict', got {self.at_capacity!r}", field="at_capacity")
         for field in ("tombstone_ttl_s", "reap_every_s"):

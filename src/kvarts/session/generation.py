@@ -65,8 +65,8 @@ class GenerationTurn:
     """A Listener of a generation: sends Truncated, tokens and Done to `stream`.
 
     `max_positions`: how long the history may become; None: as long as it gets. `write`: writes tokens to disk, given
-    the length of the history before; they are sent when they are there. When the last token is sampled, its KV is
-    computed before the end is told.
+    the length of the history before; they are sent when they are there. `begun` is told of the request. When the last
+    token is sampled, its KV is computed before the end is told.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class GenerationTurn:
         now_ns: Callable[[], int],
         max_positions: int | None,
         write: Callable[[int, list[int]], Future[Any]] | None = None,
+        begun: Callable[[Request], object] = lambda _: None,
     ) -> None:
         self._turns = turns
         self._session = session
@@ -89,6 +90,7 @@ class GenerationTurn:
         self._now_ns = now_ns
         self._max_positions = max_positions
         self._write = write
+        self._begun = begun
         self._written: Future[Any] | None = None
         self._write_error: BaseException | None = None
         self._request: Request | None = None
@@ -114,6 +116,7 @@ class GenerationTurn:
             self._stream.put(Done(StopReason.TRUNCATED, 0, 0.0, 0.0))
             return None
         self._request = self._turns.begin_generation(engine, session, self._params, max_tokens)
+        self._begun(self._request)
         return self._request.index
 
     def cancel(self, engine: LLMEngine) -> None:
@@ -138,7 +141,9 @@ class GenerationTurn:
         now_ns = self._now_ns()
         first_ns = self._first_ns or now_ns
         done = Done(reason, len(tokens), (first_ns - self._began_ns) / 1e9, (now_ns - self._began_ns) / 1e9)
-        if session.pages is None or session.num_computed >= session.history_length:
+        num_left = session.history_length - session.num_computed
+        # Cancelled before its first token, it has a prompt to compute: that is left to the next operation.
+        if session.pages is None or num_left <= 0 or (num_left > 1 and reason is StopReason.CANCELLED):
             self._finish(done)
             return
         session.state = "generating"  # still: an idle one might be gone before its last token is computed

@@ -32,7 +32,7 @@ from kvarts.session.table import SessionTable, check_settings
 from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes
 
-__all__ = ["mock_host", "open_sessions", "open_virtual_target"]
+__all__ = ["mock_host", "open_sessions", "open_virtual_target", "sessions_on"]
 
 Record = Callable[[EngineConfig, Mapping[str, int]], EventReader | None]
 """Answers with a reader of steps, or None: of an engine with this configuration, and so many pages in each tier."""
@@ -158,8 +158,20 @@ def open_sessions(
     reader = None if record is None else record(host.config, tiers)
     if reader is not None:
         host.core.log.add_reader(reader)
+    return sessions_on(host, config, state_dir=state_dir, say=say)
+
+
+def sessions_on(
+    host: ModelHost,
+    config: SessionsConfig,
+    *,
+    state_dir: str | Path | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> Sessions:
+    """Return sessions on a model that may do other things as well. Raise what `open_sessions` raises."""
     # Room for chunks is taken from sessions: of a small memory, less.
-    most_tokens = max(host.config.page_size, host.config.pool_tokens // 4)
+    num_pages = host.config.num_pages if config.max_pages is None else min(config.max_pages, host.config.num_pages)
+    most_tokens = max(1, num_pages // 4) * host.config.page_size
     config = msgspec.structs.replace(config, chunk_tokens=min(config.chunk_tokens, most_tokens))
     check_settings(config, host)
     table = SessionTable(host, config)

@@ -16,7 +16,9 @@ from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.llm.host import ModelHost
 from kvarts.llm.listener import EngineDeadError, Gone
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.request import Request
 from kvarts.sampling import SamplingParams
+from kvarts.session.appending import Appending
 from kvarts.session.errors import SessionBusyError, SessionNotReadyError, SessionValueError
 from kvarts.session.exclusive import Exclusive
 from kvarts.session.generation import AppendTurn, GenerationTurn
@@ -27,7 +29,7 @@ from kvarts.session.streams import Outbox, UpdateStream
 from kvarts.session.table import SessionTable
 from kvarts.session.turns import Turns
 from kvarts.session.under_way import UnderWay, settled
-from kvarts.session.values import Done, SessionInfo, SessionSettings, Update
+from kvarts.session.values import Done, SessionCounts, SessionInfo, SessionSettings, Update
 
 __all__ = ["Sessions"]
 
@@ -53,6 +55,7 @@ class Sessions:
             table.on_removed = self._removed
         self._host = table.host
         self._turns = Turns(table)
+        self._appending = Appending(table, None if keeper is None else keeper.histories)
         self._exclusive = Exclusive()
         self._under_way: dict[str, UnderWay] = {}
         self._outbox: Outbox | None = None
@@ -97,12 +100,26 @@ class Sessions:
         return await asyncio.shield(appending)
 
     async def generate(
-        self, owner: str, session_id: str, params: SamplingParams, *, queue: bool = False
+        self,
+        owner: str,
+        session_id: str,
+        params: SamplingParams,
+        *,
+        queue: bool = False,
+        tokens: Sequence[int] = (),
+        expected_length: int | None = None,
+        begun: Callable[[Request], object] = lambda _: None,
     ) -> AsyncGenerator[Update, None]:
-        """Yield Truncated, if tokens were dropped, then every token, then Done."""
+        """Yield Truncated, if tokens were dropped, then every token, then Done.
+
+        `tokens` are appended before, in the same step, as with `append`. `begun` is told of the request in the thread
+        of the engine.
+        """
         self._check_open()
+        packed = self._packed(tokens)
         session = await self._get(owner, session_id)
         await self._take(session, queue=queue)
+        await self._write_ahead(session, packed, expected_length)
         stream = UpdateStream(self._streams(), lambda: self._end(session))
         turn = GenerationTurn(
             self._turns,
@@ -111,13 +128,14 @@ class Sessions:
             stream,
             self._host.loop,
             now_ns=self._host.clock.now_ns,
-            max_positions=self._max_positions(session),
+            max_positions=self._appending.max_positions(session),
             write=None if self._keeper is None else partial(self._keeper.histories.append, session_id),
+            begun=begun,
         )
 
         def begin(engine: LLMEngine) -> int | None:
-            self._table.get(owner, session_id)  # it may have gone while this waited for its turn
-            return turn.begin(engine)
+            with self._appending.done(session, packed, expected_length):
+                return turn.begin(engine)
 
         over = self._begin(session_id, turn.cancel)
         try:
@@ -146,14 +164,24 @@ class Sessions:
         """Return a session as it is now."""
         return await self._call(lambda: self._table.info(self._table.get(owner, session_id)))
 
-    async def num_common(self, owner: str, session_id: str, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens`, from the first, the history of a session begins with."""
+    async def named(self, owner: str, name: str) -> str | None:
+        """Return the id of the session of `owner` with this id or label; None if there is none."""
+        session = await self._call(lambda: self._table.named(owner, name))
+        return None if session is None else session.session_id
 
-        def compare() -> int:
+    def counts(self) -> SessionCounts:
+        """Return what all sessions are and hold now."""
+        return self._table.counts()
+
+    async def num_common(self, owner: str, session_id: str, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return how many of `tokens`, from the first, the history of a session begins with, and how long that is."""
+        asked = np.array(tokens, np.uint64)
+
+        def compare() -> tuple[int, int]:
             session = self._table.get(owner, session_id)
-            most = min(len(tokens), session.history_length)
-            differs = np.flatnonzero(session.content.tokens(0, most) != np.array(tokens[:most], np.uint64))
-            return int(differs[0]) if len(differs) else most
+            most = min(len(asked), session.history_length)
+            differs = np.flatnonzero(session.content.tokens(0, most) != asked[:most])
+            return int(differs[0]) if len(differs) else most, session.history_length
 
         return await self._call(compare)
 
@@ -257,32 +285,7 @@ class Sessions:
     # Inside -----------------------------------------------------------------------------------------------
 
     async def _append(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
-        def check() -> int:
-            """Return the length of the history, to which tokens can be appended."""
-            self._table.get(owner, session.session_id)
-            length = session.history_length
-            if expected_length is not None and expected_length != length:
-                raise SessionNotReadyError(
-                    f"the history has {length} tokens, and {expected_length} were expected",
-                    field="expected_length",
-                    hint="The tokens may be there already: compare with what was sent.",
-                )
-            most, longer = self._max_positions(session), length + len(packed) // UNIT_BYTES
-            if most is not None and longer > most:
-                raise SessionNotReadyError(
-                    f"the history would have {longer} tokens, and the model was trained for {most} positions",
-                    field="token_ids",
-                    hint="Create the session with positions='cache', or with past_max_positions.",
-                )
-            return length
-
-        if self._keeper is not None and packed:
-            try:
-                before = await self._call(check)
-                await self._keeper.append(session, before, packed)
-            except BaseException:
-                self._exclusive.pass_on(session.session_id)
-                raise
+        await self._write_ahead(session, packed, expected_length)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -306,22 +309,26 @@ class Sessions:
 
         def begin(engine: LLMEngine) -> int | None:
             nonlocal length
-            before = check()
-            session.content.append(packed)
-            length = session.history_length
-            try:
+            with self._appending.done(session, packed, expected_length):
+                length = session.history_length
                 return turn.begin(engine)
-            except BaseException:
-                self._table.shorten(session, before)
-                if self._keeper is not None and packed:  # before any later append is written
-                    self._keeper.histories.truncate(session.session_id, before)
-                    session.is_written = False  # as far as is known here
-                raise
 
         self._begin(session.session_id, turn.cancel)
         self._host.loop.start(begin, turn)
         await done
         return length
+
+    async def _write_ahead(self, session: Session, packed: bytes, expected_length: int | None) -> None:
+        """Have tokens on disk before they are appended, of a session that this has; if it fails, pass that on."""
+        if self._keeper is None or not packed:
+            return
+        num_tokens = len(packed) // UNIT_BYTES
+        try:
+            before = await self._call(lambda: self._appending.check(session, num_tokens, expected_length))
+            await self._keeper.append(session, before, packed)
+        except BaseException:
+            self._exclusive.pass_on(session.session_id)
+            raise
 
     async def _take(self, session: Session, *, queue: bool) -> None:
         """Wait for the turn of an operation that goes on with the history."""
@@ -391,7 +398,8 @@ class Sessions:
 
     def _forget(self, sessions: Sequence[Session]) -> None:
         for session in sessions:
-            self._table.remove(session, "closed")
+            if self._table.has(session):  # else it was evicted for another meanwhile
+                self._table.remove(session, "closed")
             self._ending.pop(session.session_id, None)
 
     def _packed(self, tokens: Sequence[int]) -> bytes:
@@ -402,13 +410,6 @@ class Sessions:
                 f"token {tokens[place]} at place {place} is not in the vocabulary of {vocab_size}", field="token_ids"
             )
         return pack_units(tokens)
-
-    def _max_positions(self, session: Session) -> int | None:
-        """Return how long a history may become."""
-        settings = session.settings
-        if settings.positions == "cache" or settings.past_max_positions:
-            return None
-        return self._host.max_positions
 
     async def _get(self, owner: str, session_id: str) -> Session:
         session = self._table.find(owner, session_id)  # nothing changes, so it need not wait for the end of a step

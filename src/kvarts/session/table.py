@@ -20,7 +20,7 @@ from kvarts.session.pages import ChunkRoom, SessionPages
 from kvarts.session.session import Session
 from kvarts.session.stored import EndReason, Tombstone
 from kvarts.session.tombstones import Tombstones
-from kvarts.session.values import SessionInfo, SessionSettings
+from kvarts.session.values import SessionCounts, SessionInfo, SessionSettings
 
 __all__ = ["SessionTable", "check_settings", "random_id"]
 
@@ -50,6 +50,7 @@ class SessionTable:
         self._sessions: dict[str, Session] = {}
         self._num_bounded = 0
         self._num_made = 0
+        self._ended_by_reason: dict[str, int] = {}
 
     # Finding ----------------------------------------------------------------------------------------------
 
@@ -68,6 +69,23 @@ class SessionTable:
     def of_owner(self, owner: str) -> list[Session]:
         """Return the sessions of `owner`, the oldest first."""
         return [session for session in self._sessions.values() if session.owner == owner]
+
+    def named(self, owner: str, name: str) -> Session | None:
+        """Return the session of `owner` with this id or, if there is none, the oldest with this label; or else None."""
+        session = self.find(owner, name)
+        if session is not None:
+            return session
+        return next((each for each in self.of_owner(owner) if each.settings.label == name), None)
+
+    def counts(self) -> SessionCounts:
+        """Return what all sessions are and hold. From any thread."""
+        sessions = list(self._sessions.values())
+        return SessionCounts(
+            num_sessions=len(sessions),
+            num_reserved_pages=self._reserve.num_pages,
+            num_history_tokens=sum(session.history_length for session in sessions),
+            ended_by_reason=dict(self._ended_by_reason),
+        )
 
     def has(self, session: Session) -> bool:
         """Return whether a session is still here."""
@@ -122,6 +140,7 @@ class SessionTable:
         """Forget a session on which nothing is under way; its pages are free at once."""
         assert session.request is None, f"{session!r} has a request under way"
         del self._sessions[session.session_id]
+        self._ended_by_reason[reason] = self._ended_by_reason.get(reason, 0) + 1
         self.unpin(session)
         if session.pages is not None:
             most_pages = session.pages.keeps.most_pages(self._page_size)
@@ -261,7 +280,7 @@ class SessionTable:
 
     def _keeps(self, settings: SessionSettings) -> SinkWindow | None:
         if settings.window is None and settings.retention == "host" and self.host.core.tiers is None:
-            raise ConfigError("'host' needs host memory", field="retention", hint="Open the server with host memory.")
+            raise _needs_host_memory()
         if settings.positions == "cache":
             self.host.rotation.enable()
         if settings.window is None:
@@ -315,10 +334,12 @@ class SessionTable:
             self.remove(session, "evicted")
 
     def _most_pages(self) -> int:
-        num_pages = self.host.config.num_pages
-        if self.config.memory_bytes is None:
-            return num_pages
-        return min(num_pages, self.config.memory_bytes // (self.host.token_bytes * self._page_size))
+        bounds = [self.host.config.num_pages]
+        if self.config.max_pages is not None:
+            bounds.append(self.config.max_pages)
+        if self.config.memory_bytes is not None:
+            bounds.append(self.config.memory_bytes // (self.host.token_bytes * self._page_size))
+        return min(bounds)
 
     def _reserve_pages(self, keeps: SinkWindow) -> None:
         self._reserve.extend(self._num_wanted(keeps))
@@ -349,16 +370,29 @@ class SessionTable:
 
 
 def check_settings(config: SessionsConfig, host: ModelHost) -> None:
-    """Raise ConfigError if no session of the default settings fits."""
+    """Raise ConfigError if no session of the default settings fits, or if memory is bounded that has no bytes."""
     settings = config.defaults
+    if config.memory_bytes is not None and not host.token_bytes:
+        raise ConfigError(
+            "cannot be told in pages: nothing says how many bytes a token has",
+            field="session_memory",
+            hint="Give the mock a --model, or leave it out.",
+        )
     if settings.window is None:
+        if settings.retention == "host" and host.core.tiers is None:
+            raise _needs_host_memory()
         return
     page_size = host.config.page_size
     keeps = SinkWindow(settings.sink, settings.window)
     num_wanted = keeps.most_pages(page_size) + -(-config.chunk_tokens // page_size)
-    if num_wanted > host.config.num_pages:
+    num_pages = host.config.num_pages if config.max_pages is None else min(host.config.num_pages, config.max_pages)
+    if num_wanted > num_pages:
         raise ConfigError(
-            f"one session needs {num_wanted} pages, and the model has {host.config.num_pages}",
+            f"one session needs {num_wanted} pages, and the model has {num_pages} for sessions",
             field="window",
             hint="Give the model more kv_memory, or keep a smaller window.",
         )
+
+
+def _needs_host_memory() -> ConfigError:
+    return ConfigError("'host' needs host memory", field="retention", hint="Open the server with host memory.")

@@ -14,6 +14,7 @@ __all__ = [
     "Done",
     "Positions",
     "Retention",
+    "SessionCounts",
     "SessionInfo",
     "SessionSettings",
     "StopReason",
@@ -103,6 +104,17 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: int
     num_computed_tokens: int
     restored: str | None
+
+
+class SessionCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """All sessions together: how many there are, the pages that are reserved for them whether they are full or not, and
+    the tokens of their histories, 8 bytes each; and how many have ended since the beginning, by why.
+    """
+
+    num_sessions: int
+    num_reserved_pages: int
+    num_history_tokens: int
+    ended_by_reason: dict[str, int]
 
 
 class StopReason(IntEnum):

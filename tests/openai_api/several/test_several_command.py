@@ -47,7 +47,6 @@ def test_two_models_are_served_and_their_records_are_replayed(tmp_path: Path, ru
     [
         (("--pages", "10"), "--pages: is for one model"),
         (("--cost", "linear:step_ms=1"), "--cost: is for one model"),
-        (("--kv-events", "tcp://127.0.0.1:5999"), "--kv-events: is for one model"),
         (("--served-model-name", "x"), "--served-model-name: is for one model"),
         (("--lora", "code"), "'code' is the name of two models"),
         (("--model", "chat=qwen3-8b"), "is given twice"),

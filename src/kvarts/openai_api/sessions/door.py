@@ -8,8 +8,9 @@ that only goes on pays for what is new.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -17,11 +18,13 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import KvartsError
+from kvarts.llm.listener import EngineDeadError, Gone
 from kvarts.llm.text import Generation
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.served import Ask, Served
 from kvarts.request import Request
+from kvarts.sampling import SamplingParams
 from kvarts.session.errors import (
     SessionBusyError,
     SessionNotReadyError,
@@ -29,14 +32,14 @@ from kvarts.session.errors import (
     UnknownSessionError,
 )
 from kvarts.session.runtime import SessionRuntime
-from kvarts.session.values import Done, StopReason, Token
+from kvarts.session.values import Done, SessionCounts, StopReason, Token, Update
 
 __all__ = ["SessionsDoor", "Store"]
 
 STATUSES: dict[type[KvartsError], int] = {
     SessionsExhaustedError: 429,
     SessionBusyError: 409,
-    UnknownSessionError: 404,
+    UnknownSessionError: 429,
 }
 REASONS = {
     StopReason.MAX_TOKENS: "length",
@@ -46,79 +49,58 @@ REASONS = {
 }
 
 
-class Store(SessionRuntime, Protocol):
-    """A SessionRuntime that can be asked for what it has of a conversation."""
+MAX_ATTEMPTS = 4
+"""So often a session is made that goes for another before it has said anything: then there is no room."""
 
-    async def num_common(self, owner: str, session_id: str, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens`, from the first, the history of a session begins with."""
+MAX_NAMES = 4096
+"""So many names are remembered with the ids that they stand for; others are looked up again."""
+
+
+class Store(SessionRuntime, Protocol):
+    """A SessionRuntime that can be asked for what it has of a conversation, and by names."""
+
+    async def named(self, owner: str, name: str) -> str | None:
+        """Return the id of the session of `owner` with this id or label; None if there is none."""
+
+    def counts(self) -> SessionCounts:
+        """Return what all sessions are and hold now."""
+
+    async def num_common(self, owner: str, session_id: str, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return how many of `tokens`, from the first, the history of a session begins with, and how long that is."""
+
+    def generate(
+        self,
+        owner: str,
+        session_id: str,
+        params: SamplingParams,
+        *,
+        queue: bool = False,
+        tokens: Sequence[int] = (),
+        expected_length: int | None = None,
+        begun: Callable[[Request], object] = lambda _: None,
+    ) -> AsyncGenerator[Update, None]:
+        """As of SessionRuntime; append `tokens` before, in the same step. `begun` is told of the request."""
 
 
 class SessionsDoor:
     """The sessions of one served model, by the names that clients have for them. For one event loop.
 
     A name is the id of a session, as it is known over gRPC, or the label of one. A session that there is not is made,
-    with the settings that sessions have by default and the name as its label.
+    with the settings that sessions have by default and the name as its label. What has a salt is of another owner:
+    tenants share no session. `is_own`: nothing else has the store, so it is shut down with this.
     """
 
-    def __init__(self, store: Store, served: Served) -> None:
+    def __init__(self, store: Store, served: Served, *, is_own: bool = False) -> None:
         self._store = store
         self._served = served
-        self._ids: dict[tuple[str, str], str] = {}
+        self._is_own = is_own
+        self._ids: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
     def begin(self, owner: str, name: str, ask: Ask, choice: Choice) -> asyncio.Task[None]:
         """Have `choice` told what the session says to `ask`; cancelling the task ends it, and keeps the session."""
-        return asyncio.ensure_future(self._answer(owner, name, ask, choice))
-
-    async def _answer(self, owner: str, name: str, ask: Ask, choice: Choice) -> None:
-        turn = self._turns.setdefault((owner, name), asyncio.Lock())
-        try:
-            async with turn:  # in the order in which they came
-                session_id, num_kept = await self._brought_to(owner, name, ask.tokens)
-                await self._generate(owner, session_id, ask, choice, num_kept)
-        except KvartsError as error:
-            choice.fail(_told(error))
-        except Exception as error:
-            choice.fail(error)
-
-    async def _brought_to(self, owner: str, name: str, tokens: Sequence[int]) -> tuple[str, int]:
-        """Bring the history of the session to be `tokens`; return its id, and how many tokens need not be computed."""
-        session_id = await self._found(owner, name)
-        if session_id is not None:
-            try:
-                return session_id, await self._go_on(owner, session_id, tokens)
-            except UnknownSessionError:
-                pass  # it has gone meanwhile
-            except SessionNotReadyError:
-                # What the changed conversation would need of its past was dropped: it begins again.
-                await self._store.close(owner, session_id)
-        settings = msgspec.structs.replace(self._store.defaults, label=name)
-        session_id = await self._store.create(owner, settings)
-        self._ids[owner, name] = session_id
-        return session_id, await self._go_on(owner, session_id, tokens)
-
-    async def _go_on(self, owner: str, session_id: str, tokens: Sequence[int]) -> int:
-        store = self._store
-        before = await store.info(owner, session_id)
-        num_common = await store.num_common(owner, session_id, tokens)
-        if num_common < before.history_length:
-            await store.rollback(owner, session_id, num_common, queue=True)
-        if num_common < len(tokens):
-            await store.append(owner, session_id, tokens[num_common:], expected_length=num_common, queue=True)
-        after = await store.info(owner, session_id)
-        return max(0, len(tokens) - (after.num_computed_tokens - before.num_computed_tokens))
-
-    async def _found(self, owner: str, name: str) -> str | None:
-        known = self._ids.get((owner, name))
-        if known is not None:
-            return known
-        for info in await self._store.list(owner):
-            if name in (info.session_id, info.label):
-                self._ids[owner, name] = info.session_id
-                return info.session_id
-        return None
-
-    async def _generate(self, owner: str, session_id: str, ask: Ask, choice: Choice, num_kept: int) -> None:
+        if ask.salt is not None:
+            owner = f"{owner}\x1f{ask.salt}"
         page_size = self._served.host.config.page_size
         request = Request(
             0,
@@ -126,13 +108,105 @@ class SessionsDoor:
             num_prompt_tokens=len(ask.tokens),
             max_tokens=ask.params.max_tokens,
         )
-        request.cached_tokens = num_kept
-        choice.request = request
         generation = Generation(request, ask.params, self._served.text.generation_tokenizer)
+        choice.request = request
+        task = asyncio.ensure_future(self._answer(owner, name, ask, choice, generation))
+
+        def ended(_: object) -> None:
+            """Tell an end of which nothing was told: its client has gone, or it was ended here or over gRPC.
+
+            A task may be cancelled before it has begun.
+            """
+            if not choice.is_over:
+                self._served.meter.num_aborted += 1
+                generation.finish("cancelled")
+                with suppress(Gone):
+                    choice.end(generation.completion())
+
+        task.add_done_callback(ended)
+        choice.in_session = task.cancel
+        return task
+
+    def counts(self) -> SessionCounts:
+        """Return what the sessions hold now."""
+        return self._store.counts()
+
+    async def close(self) -> None:
+        """End what is under way, and write what is to be kept, of a store that nothing else has."""
+        if self._is_own:
+            with suppress(EngineDeadError):
+                await self._store.shut_down()
+
+    async def _answer(self, owner: str, name: str, ask: Ask, choice: Choice, generation: Generation) -> None:
+        turn = self._turns.setdefault((owner, name), asyncio.Lock())
+        try:
+            async with turn:  # in the order in which they came
+                for attempt in range(MAX_ATTEMPTS):
+                    session_id, num_common = await self._brought_to(owner, name, ask.tokens)
+                    try:
+                        await self._generate(owner, session_id, ask, choice, generation, num_common)
+                        break
+                    except UnknownSessionError:
+                        # For one moment it was idle, and went for another; what it has said stays.
+                        if generation.tokens or attempt + 1 == MAX_ATTEMPTS:
+                            raise
+        except KvartsError as error:
+            choice.fail(_told(error))
+        except Exception as error:
+            choice.fail(error)
+
+    async def _brought_to(self, owner: str, name: str, tokens: Sequence[int]) -> tuple[str, int]:
+        """Bring the history of the session to be the beginning of `tokens`; return its id, and how long it is."""
+        session_id = await self._found(owner, name)
+        if session_id is not None:
+            try:
+                num_common, length = await self._store.num_common(owner, session_id, tokens)
+                if num_common < length:
+                    await self._store.rollback(owner, session_id, num_common, queue=True)
+            except UnknownSessionError:
+                pass  # it has gone meanwhile
+            except SessionNotReadyError:
+                # What the changed conversation would need of its past was dropped: it begins again.
+                await self._store.close(owner, session_id)
+            else:
+                return session_id, num_common
+        settings = msgspec.structs.replace(self._store.defaults, label=name)
+        session_id = await self._store.create(owner, settings)
+        self._remember(owner, name, session_id)
+        return session_id, 0
+
+    async def _found(self, owner: str, name: str) -> str | None:
+        session_id = self._ids.get((owner, name))
+        if session_id is None:
+            session_id = await self._store.named(owner, name)
+        if session_id is not None:
+            self._remember(owner, name, session_id)
+        return session_id
+
+    def _remember(self, owner: str, name: str, session_id: str) -> None:
+        self._ids[owner, name] = session_id
+        self._ids.move_to_end((owner, name))
+        if len(self._ids) > MAX_NAMES:
+            self._ids.popitem(last=False)
+
+    async def _generate(
+        self, owner: str, session_id: str, ask: Ask, choice: Choice, generation: Generation, num_common: int
+    ) -> None:
+        under_way: list[Request] = []
+        updates = self._store.generate(
+            owner,
+            session_id,
+            ask.params,
+            queue=True,
+            tokens=ask.tokens[num_common:],
+            expected_length=num_common,
+            begun=under_way.append,
+        )
         held: int | None = None  # a token that may be an end, of which the text is no part of the answer
-        updates = self._store.generate(owner, session_id, ask.params, queue=True)
         async with aclosing(updates):
             async for update in updates:
+                if under_way:
+                    _copy(under_way[0], generation.request)
                 if isinstance(update, Token):
                     if held is not None and generation.take(held):
                         break
@@ -150,6 +224,17 @@ class SessionsDoor:
 
     def _may_end(self, token: int, ask: Ask) -> bool:
         return token in ask.params.stop_token_ids or token in self._served.text.end_ids
+
+
+def _copy(under_way: Request, told: Request) -> None:
+    """Note what a request of the engine has found of its prompt, and when it came how far."""
+    # A session with pages of its own computes from where it was.
+    told.cached_tokens = under_way.cached_tokens if under_way.own is None else under_way.start
+    told.cached_tokens_below = under_way.cached_tokens_below
+    told.arrival_ns = under_way.arrival_ns
+    told.first_admitted_ns = under_way.first_admitted_ns
+    told.first_token_ns = under_way.first_token_ns
+    told.last_token_ns = under_way.last_token_ns
 
 
 def _told(error: KvartsError) -> KvartsError | ApiError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,11 +12,13 @@ from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.mock import mock_model
 from kvarts.openai_api.opening import DEFAULT_TOKENS, Door, Opened, make_served, open_app
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
+from kvarts.openai_api.served import Served
 from kvarts.openai_api.sessions.door import SessionsDoor
-from kvarts.session.opening import mock_host
+from kvarts.session.config import SessionsConfig
+from kvarts.session.opening import mock_host, sessions_on
 from kvarts.session.sessions import Sessions
 
-__all__ = ["open_beside", "word_mock"]
+__all__ = ["open_beside", "open_own", "word_mock"]
 
 
 def word_mock(config: Any, **settings: Any) -> Any:
@@ -46,3 +50,20 @@ def open_beside(sessions: Sessions, door: Door, *, model: str) -> Opened:
     )
     served.sessions = SessionsDoor(sessions, served)
     return open_app([served], door)
+
+
+def open_own(
+    served: Served,
+    config: SessionsConfig,
+    *,
+    state_dir: Path | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> SessionsDoor:
+    """Return sessions of a model that is served, in memory or in `state_dir`. Raise ConfigError.
+
+    Sessions that reserve pages have half of them, unless `config` says otherwise: what names no session runs as well.
+    """
+    host = served.host
+    if config.memory_bytes is None and config.max_pages is None:
+        config = msgspec.structs.replace(config, max_pages=max(1, host.config.num_pages // 2))
+    return SessionsDoor(sessions_on(host, config, state_dir=state_dir, say=say), served, is_own=True)

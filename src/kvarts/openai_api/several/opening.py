@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import msgspec
 
 from kvarts.build import build_engine
-from kvarts.clock import Clock, PacedClock
+from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.simulated import SimExecutor
+from kvarts.executor.waiting import WaitingExecutor
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
@@ -161,11 +162,12 @@ def _engine(
         tell=log.tell_details,
     )
     cost = TurnCost(of_model.cost_model)
-    executor = MockExecutor(of_model, cost, clock, vocab_size=NUM_WORDS, seed=seed, vary=vary_words)
-    detokenizing = DetokenizingExecutor(executor, max_num_seqs=of_model.max_num_seqs, clock=clock)
+    put_off = PutOffClock(clock)
+    executor = MockExecutor(of_model, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words)
+    detokenizing = DetokenizingExecutor(executor, max_num_seqs=of_model.max_num_seqs, clock=put_off)
     engine = build_engine(
         of_model,
-        detokenizing,
+        WaitingExecutor(detokenizing, put_off),
         log=log,
         cache=part.cache,
         pages=part,

@@ -58,6 +58,18 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if getattr(self, field) < least:
                 raise ConfigError(f"must be at least {least}, got {getattr(self, field)}", field=field)
 
+    def for_model(self, name: str, place: int) -> KvEventsConfig:
+        """Return the same for model `name`, of several the one at `place` from 0: each at the next port, as engines of
+        one model each would be. `{model}` in the topic stands for the name.
+        """
+        replay = self.replay_endpoint
+        return msgspec.structs.replace(
+            self,
+            endpoint=_at_place(self.endpoint, place, name),
+            replay_endpoint=None if replay is None else _at_place(replay, place, name),
+            topic=self.topic.replace("{model}", name),
+        )
+
     def for_rank(self, rank: int) -> KvEventsConfig:
         """Return the same for another data-parallel rank."""
         return msgspec.structs.replace(self, rank=rank)
@@ -69,6 +81,13 @@ def at_rank(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}" if rank else endpoint
     port = _port(endpoint)
     return f"{endpoint.rpartition(':')[0]}:{port + rank if port else 0}"
+
+
+def _at_place(endpoint: str, place: int, name: str) -> str:
+    """Return the endpoint of one model of several: another port, or another name."""
+    if endpoint.startswith("tcp://"):
+        return at_rank(endpoint, place)
+    return f"{endpoint}_{name}" if place else endpoint
 
 
 def _port(endpoint: str) -> int:

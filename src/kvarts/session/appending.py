@@ -1,0 +1,68 @@
+"""Tokens that are appended to histories, before what is done with them. In the thread of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvarts.content import UNIT_BYTES
+from kvarts.session.errors import SessionNotReadyError
+from kvarts.session.history import Histories
+from kvarts.session.session import Session
+from kvarts.session.table import SessionTable
+
+__all__ = ["Appending"]
+
+
+class Appending:
+    """Appends to the sessions of `table`, and takes back what came to nothing. `histories`: where they are on disk."""
+
+    def __init__(self, table: SessionTable, histories: Histories | None) -> None:
+        self._table = table
+        self._histories = histories
+
+    def max_positions(self, session: Session) -> int | None:
+        """Return how long a history may become; None: as long as it gets."""
+        settings = session.settings
+        if settings.positions == "cache" or settings.past_max_positions:
+            return None
+        return self._table.host.max_positions
+
+    def check(self, session: Session, num_tokens: int, expected_length: int | None) -> int:
+        """Return the length of the history, to which so many tokens can be appended.
+
+        Raise UnknownSessionError for a session that has gone while this waited for its turn, and SessionNotReadyError
+        for a history of another length, or one that would be too long.
+        """
+        self._table.get(session.owner, session.session_id)
+        length = session.history_length
+        if expected_length is not None and expected_length != length:
+            raise SessionNotReadyError(
+                f"the history has {length} tokens, and {expected_length} were expected",
+                field="expected_length",
+                hint="The tokens may be there already: compare with what was sent.",
+            )
+        most, longer = self.max_positions(session), length + num_tokens
+        if num_tokens and most is not None and longer > most:
+            raise SessionNotReadyError(
+                f"the history would have {longer} tokens, and the model was trained for {most} positions",
+                field="token_ids",
+                hint="Create the session with positions='cache', or with past_max_positions.",
+            )
+        return length
+
+    @contextmanager
+    def done(self, session: Session, packed: bytes, expected_length: int | None) -> Iterator[None]:
+        """Append tokens, 8 bytes each, for what is done in the block; if that raises, they are not there."""
+        before = self.check(session, len(packed) // UNIT_BYTES, expected_length)
+        if packed:
+            session.content.append(packed)
+        try:
+            yield
+        except BaseException:
+            if packed:
+                self._table.shorten(session, before)
+                if self._histories is not None:  # before any later append is written
+                    self._histories.truncate(session.session_id, before)
+                    session.is_written = False  # as far as is known here
+            raise

@@ -1,0 +1,57 @@
+"""Sessions of a real model over HTTP: without a window its answers are those without a session."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvarts.config import EngineConfig
+from kvarts.executor.torch.tiny import write_tiny
+from kvarts.openai_api.opening import Door, open_model
+from kvarts.openai_api.server import Address, OpenAIServer
+from kvarts.openai_api.sessions.opening import open_own
+from kvarts.session.config import SessionsConfig
+from kvarts.session.values import SessionSettings
+
+from builders.http_client import call, events_of
+
+CONFIG = EngineConfig(num_pages=256, page_size=4, max_num_batched_tokens=64, max_num_seqs=8)
+
+
+def test_a_real_model_goes_on_with_its_sessions(tmp_path: Path) -> None:
+    write_tiny("qwen3", tmp_path / "tiny")
+
+    async def run(window: int | None) -> list[Any]:
+        opened = open_model(str(tmp_path / "tiny"), Door(names=("tiny",)), config=CONFIG, audit=window is None)
+        config = SessionsConfig(defaults=SessionSettings(sink=2, window=window), at_capacity="evict")
+        opened.served.sessions = open_own(opened.served, config)
+        server = OpenAIServer(opened.app, opened.models, Address(port=0))
+        await server.start()
+
+        async def complete(**body: Any) -> Any:
+            asked = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, **body}
+            return await asyncio.to_thread(call, server.url, "/v1/completions", asked)
+
+        try:
+            prompt = list(range(40, 70))
+            told = [(await complete(prompt=prompt[:length], session_id="a")).json for length in (20, 25, 30)]
+            (plain,) = [(await complete(prompt=prompt)).json]
+            assert told[2]["choices"] == plain["choices"] or window is not None
+            streamed = events_of((await complete(prompt=prompt, session_id="b", stream=True)).payload)
+            assert "".join(event["choices"][0]["text"] for event in streamed) == told[2]["choices"][0]["text"]
+            counts = opened.served.sessions.counts()
+            assert counts is not None and counts.num_sessions == 2
+            assert (counts.num_reserved_pages > 0) == (window is not None)
+        finally:
+            await server.stop(1.0)
+        opened.served.host.loop.call(lambda _: opened.served.host.core.scheduler.check())
+        return [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in told]
+
+    # What was said is cut off again: of a page that is not full, an unbounded session has nothing.
+    assert asyncio.run(run(None)) == [0, 20, 24]
+    assert asyncio.run(run(32)) == [0, 20, 25]
