@@ -334,8 +334,9 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     """A scheduled step. Pages are counted at the step's mark: the first moment with the most pages in use.
 
     `num_released`: pages that have gone out of use since the engine began. `blocked`: why the head of the queue waits.
-    `tiers`: pages used and pages cached in each tier below the device, one pair a tier. `num_withheld`: pages that are
-    not used here and could not be taken before the step, because other models on the device use or claim them.
+    `tiers`: pages used and pages cached in each tier below the device, one pair a tier; of a cache with KV groups,
+    parts used and parts cached in each group, and pages are counted in blocks. `num_withheld`: pages that are not used
+    here and could not be taken before the step, because other models on the device use or claim them.
     `num_reserved`: pages in use that stay in use when no request runs. `num_loading`: waiting requests that wait for a
     load.
     """

@@ -55,7 +55,9 @@ def written(setting: Setting, number: int) -> tuple[str, Any]:
         return VALUES[setting.key]
     if "Literal" in str(setting.kind):
         choice = next(
-            value for value in ("mocker", "prefix", "lazy", "pin", "evict", "time") if f"'{value}'" in str(setting.kind)
+            value
+            for value in ("mocker", "prefix", "tails", "lazy", "pin", "evict", "time")
+            if f"'{value}'" in str(setting.kind)
         )
         return choice, choice
     if setting.default is False:

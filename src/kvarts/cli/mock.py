@@ -109,6 +109,8 @@ def mock_command(**params: Any) -> None:
         opened = mock_sharing.open_if_several(given, sections, params, door, speedup=speedup, readers_of=readers_of)
         if opened is None:
             config = resolve_replay(given, sections)
+            if config.kv_groups != "off":
+                raise given.error("kv_groups", "is for `kvarts replay`: a mock counts whole pages")
             name = str(given["model"]) if "model" in given else "mock"
             token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
             readers = readers_of((*params["names"], name)[0])

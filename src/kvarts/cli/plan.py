@@ -216,6 +216,8 @@ def plan_command(
     config = None
     if not curves_only and any(key in given for key in ("model", "device", "cost")):
         config = resolve_replay(given, sections)
+        if config.kv_groups != "off":
+            raise given.error("kv_groups", "is for `kvarts replay`: these curves count whole pages")
     traffic = load_traffic(given, trace)
     if config is not None:
         config = with_policy(config, given, traffic)

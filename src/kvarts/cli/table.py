@@ -68,8 +68,9 @@ def render_table(summary: dict[str, Any]) -> str:
         _row(
             "KV pages",
             f"peak {as_percent(summary['peak_used_pct'])} used, mean {as_percent(summary['mean_used_pct'])}, "
-            f"{summary['num_evicted_pages']:,} evicted",
+            f"{summary['num_evicted_pages']:,} {'blocks ' if 'kv_groups' in summary else ''}evicted",
         ),
+        *_groups(summary),
         _row("working set", _working_set(summary, pages * replicas)),
         _row(
             "preempted",
@@ -96,6 +97,18 @@ def _tiers(summary: dict[str, Any]) -> list[str]:
     failed, left_out = transfers["num_failed"], transfers["num_pages_without_room"]
     if failed or left_out:
         lines.append(_row("", f"{failed:,} failed, {left_out:,} pages found no room to be stored"))
+    return lines
+
+
+def _groups(summary: dict[str, Any]) -> list[str]:
+    """Return a row for each KV group; none where every layer is counted alike."""
+    memory = summary.get("kv_groups", ())
+    lines = []
+    for index, group in enumerate(memory):
+        span = f", {group['kind']} {group['tokens']:,}" if "tokens" in group else f", {group['kind']}"
+        layers = f"{group['layers']} layers{span}"
+        text = f"{layers}: peak {group['peak_used_parts']:,} parts, {group['num_evicted_parts']:,} evicted"
+        lines.append(_row("" if index else "KV groups", text))
     return lines
 
 

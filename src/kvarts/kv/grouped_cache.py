@@ -13,77 +13,24 @@ anything is evicted.
 * The state of a running sequence is a part of its own. A snapshot is a copy of it at the end of a page, made where the
   caller says that a prefix ends, if the memory has room for it, and cached at once.
 
-What a window gives back is kept as a `Retention` says. Work is by the page, not by the run of pages as in `PageCache`;
-no scheduler uses it yet.
+What a window gives back is kept as a `Retention` says. Work is by the page; replays have the same by runs of pages in
+`RunCache`, which is held against this.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
-
-import msgspec
+from typing import get_args
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
-from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.parts import PageName, PageNames, Part
+from kvarts.kv.group_memory import PartGroup, Retention
+from kvarts.kv.parts import GroupedHolding, GroupMatch, PageName, PageNames, Part
 from kvarts.kv.pool import PageError
 from kvarts.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
 
 __all__ = ["GroupMatch", "GroupedCache", "GroupedHolding", "PartGroup", "Retention"]
-
-Retention = Literal["all", "tails"]
-"""What is kept of windows and chunks: `all` parts, as in vLLM, or the `tails` that the token after the last full page
-of a marked end, or of the whole sequence, attends to."""
-
-
-class PartGroup(msgspec.Struct, frozen=True):
-    """A KV group as a cache accounts for it. `layer`: what its layers keep; `part_bytes`: of a page, or of a state.
-
-    Raises ConfigError for layers that keep nothing of their own, and for parts without bytes.
-    """
-
-    layer: KvLayer
-    part_bytes: int
-
-    def __post_init__(self) -> None:
-        check_whole(self.part_bytes, "part_bytes", most=MOST_BYTES)
-        if not (self.layer.keeps_tokens or self.is_state):
-            raise ConfigError(f"{self.layer.kind} keeps nothing", field="layer")
-
-    @property
-    def is_state(self) -> bool:
-        """Whether its parts are states."""
-        return self.layer.kind == "state"
-
-
-class GroupMatch(msgspec.Struct, eq=False):
-    """The longest prefix that every group can go on from, in full pages. Valid until the cache changes."""
-
-    names: list[PageName]
-
-    @property
-    def num_pages(self) -> int:
-        """Its length."""
-        return len(self.names)
-
-
-class GroupedHolding(msgspec.Struct, eq=False):
-    """What one running sequence holds. Written by GroupedCache.
-
-    `num_tokens`: tokens that are computed, or are about to be in this step. `parts`: for each group, the parts by page;
-    a snapshot that the sequence began from is at the last page of its prefix. `states`: for each group of states, its
-    own. `names`: of its full pages.
-    """
-
-    content: Content
-    num_tokens: int
-    names: list[PageName]
-    parts: list[dict[int, Part]]
-    states: list[Part | None]
-    is_open: bool = True
 
 
 class GroupedCache:
@@ -103,6 +50,7 @@ class GroupedCache:
         if keeps not in get_args(Retention):
             raise ConfigError(f"{keeps!r} is not known", field="keeps", hint=f"Use {' or '.join(get_args(Retention))}.")
         self.groups = tuple(groups)
+        self._part_bytes = [group.part_bytes for group in groups]
         self.page_size = page_size
         self.total_bytes = total_bytes
         self.keeps: Retention = keeps
@@ -111,6 +59,12 @@ class GroupedCache:
         self.num_used = [0] * len(groups)
         """Parts in use, by group."""
         self.num_evicted = [0] * len(groups)
+        self.num_cached = [0] * len(groups)
+        """Parts that can be found and are not in use, by group."""
+        self.num_released = [0] * len(groups)
+        """Parts that have gone out of use since the beginning, by group."""
+        self.num_published = 0
+        """How often something of known tokens, which others may find, became findable since the beginning."""
         self._names = PageNames(len(groups))
         self._released: OrderedDict[Part, None] = OrderedDict()
 
@@ -161,51 +115,68 @@ class GroupedCache:
 
     # Taking and giving back -------------------------------------------------------------------------------
 
+    # What runs for every page and group is spelled out in few loops.
+
     def _evict(self, num_bytes: int) -> None:
-        while self.empty_bytes < num_bytes:
-            part, _ = self._released.popitem(last=False)
-            part_bytes = self.groups[part.group].part_bytes
-            self.cached_bytes -= part_bytes
-            self.empty_bytes += part_bytes
-            self.num_evicted[part.group] += 1
-            self._forget(part)
+        if self.empty_bytes >= num_bytes:
+            return
+        sizes, released, drop = self._part_bytes, self._released, self._names.drop
+        empty_bytes, num_evicted, num_cached = self.empty_bytes, self.num_evicted, self.num_cached
+        while empty_bytes < num_bytes:
+            part, _ = released.popitem(last=False)
+            group, name = part.group, part.name
+            assert name is not None, "a part that cannot be found was cached"
+            empty_bytes += sizes[group]
+            num_evicted[group] += 1
+            num_cached[group] -= 1
+            name.copies[group].remove(part)
+            drop(name)
+        self.cached_bytes -= empty_bytes - self.empty_bytes
+        self.empty_bytes = empty_bytes
 
     def _forget(self, part: Part) -> None:
         name = part.name
-        assert name is not None, "a part that cannot be found was cached"
+        assert name is not None
         name.copies[part.group].remove(part)
         self._names.drop(name)
 
-    def _take(self, group: int) -> Part:
-        part_bytes = self.groups[group].part_bytes
-        self._evict(part_bytes)
-        self.empty_bytes -= part_bytes
-        self.num_used[group] += 1
-        return Part(group, is_kept=self.keeps == "all" or not self._is_bounded(self.groups[group]))
-
-    def _is_bounded(self, group: PartGroup) -> bool:
-        return group.layer.kind in ("window", "chunk")
+    def _take(self, group: int, count: int) -> list[Part]:
+        num_bytes = count * self._part_bytes[group]
+        self._evict(num_bytes)
+        self.empty_bytes -= num_bytes
+        self.num_used[group] += count
+        is_kept = self.keeps == "all" or not self.groups[group].is_bounded
+        return [Part(group, is_kept=is_kept) for _ in range(count)]
 
     def _pin(self, part: Part) -> None:
         if not part.refs:
             del self._released[part]
             self.cached_bytes -= self.groups[part.group].part_bytes
             self.num_used[part.group] += 1
+            self.num_cached[part.group] -= 1
         part.refs += 1
 
-    def _release(self, part: Part) -> None:
-        part.refs -= 1
-        if part.refs:
-            return
-        part_bytes = self.groups[part.group].part_bytes
-        self.num_used[part.group] -= 1
-        if part.name is None or not part.is_kept:
-            if part.name is not None:
+    def _release(self, group: int, parts: Iterable[Part]) -> None:
+        """End a hold of `parts` of a group, one after the other."""
+        released = self._released
+        num_empty = num_cached = 0
+        for part in parts:
+            part.refs -= 1
+            if part.refs:
+                continue
+            if part.name is None:
+                num_empty += 1
+            elif part.is_kept:
+                released[part] = None
+                num_cached += 1
+            else:
                 self._forget(part)
-            self.empty_bytes += part_bytes
-        else:
-            self._released[part] = None
-            self.cached_bytes += part_bytes
+                num_empty += 1
+        self.num_used[group] -= num_empty + num_cached
+        self.num_released[group] += num_empty + num_cached
+        self.num_cached[group] += num_cached
+        self.empty_bytes += num_empty * self._part_bytes[group]
+        self.cached_bytes += num_cached * self._part_bytes[group]
 
     def _publish(self, part: Part, name: PageName) -> None:
         part.name = name
@@ -219,23 +190,47 @@ class GroupedCache:
 
         Return None, and change nothing, if that does not fit.
         """
+        holding = self._found(content, match)
+        missing_bytes = self.missing_bytes(holding, num_new)
+        if missing_bytes + self.idle_bytes(holding) > self.free_bytes:
+            return None
+        self._hold(holding)
+        self._grow(holding, num_new, is_end)
+        return holding
+
+    def begin(self, content: Content, match: GroupMatch) -> GroupedHolding:
+        """Begin a sequence with what was found; the cache must not have changed since. `extend` may follow."""
+        holding = self._found(content, match)
+        self._hold(holding)
+        return holding
+
+    def _found(self, content: Content, match: GroupMatch) -> GroupedHolding:
+        """Return a holding of what was found, which holds nothing yet."""
         num_tokens = match.num_pages * self.page_size
+        found = self.found_parts(match)
+        return GroupedHolding(content, num_tokens, list(match.names), found, [None] * len(self.groups))
+
+    def found_parts(self, match: GroupMatch) -> list[dict[int, Part]]:
+        """Return the parts that a sequence begins with after `match`, for each group by page."""
         found: list[dict[int, Part]] = []
         for index, group in enumerate(self.groups):
-            sink, first = self._needed(group, num_tokens)
+            sink, first = self._needed(group, match.num_pages * self.page_size)
             pages = (*range(sink), *range(first, match.num_pages))
             found.append({page: match.names[page].copies[index][0] for page in pages})
-        to_pin = sum(self.groups[part.group].part_bytes for parts in found for part in parts.values() if not part.refs)
-        holding = GroupedHolding(content, num_tokens, list(match.names), found, [None] * len(self.groups))
-        if self._missing_bytes(holding, num_new) + to_pin > self.free_bytes:
-            return None
-        for parts in found:
+        return found
+
+    def idle_bytes(self, holding: GroupedHolding) -> int:
+        """Return the bytes of parts of a sequence that nothing holds."""
+        return sum(
+            self.groups[part.group].part_bytes for parts in holding.parts for part in parts.values() if not part.refs
+        )
+
+    def _hold(self, holding: GroupedHolding) -> None:
+        for parts in holding.parts:
             for part in parts.values():
                 self._pin(part)
         for name in holding.names:
             self._names.use(name)
-        self._grow(holding, num_new, is_end)
-        return holding
 
     def advance(self, holding: GroupedHolding, num_new: int, *, is_end: bool = False) -> bool:
         """Give back what no token from here on attends to, then take what the next `num_new` tokens need.
@@ -245,10 +240,42 @@ class GroupedCache:
         """
         self._check_open(holding)
         self._settle(holding)
-        if self._missing_bytes(holding, num_new) > self.free_bytes:
+        if self.missing_bytes(holding, num_new) > self.free_bytes:
             return False
         self._grow(holding, num_new, is_end)
         return True
+
+    # What `advance` does, in parts, for a scheduler: the caller sees to it that everything fits.
+
+    def extend(self, holding: GroupedHolding, num_tokens: int, *, is_end: bool = False) -> None:
+        """Take what tokens up to `num_tokens` need, and make the pages that they fill findable.
+
+        `is_end`: see `advance`; a snapshot is made at the last page end up to there, on the way.
+        """
+        page_end = num_tokens - num_tokens % self.page_size
+        if is_end and page_end != num_tokens and page_end > holding.num_tokens:
+            self._grow(holding, page_end - holding.num_tokens, is_end)
+        self._grow(holding, num_tokens - holding.num_tokens, is_end)
+
+    def take_page(self, holding: GroupedHolding, page: int) -> None:
+        """Take the parts of `page`, the next of `holding`, of which no token is computed yet."""
+        for index, group in enumerate(self.groups):
+            if not group.is_state:
+                (holding.parts[index][page],) = self._take(index, 1)
+
+    def fill_page(self, holding: GroupedHolding, num_tokens: int) -> None:
+        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
+        holding.num_tokens = num_tokens
+        self._name(holding)
+
+    def settle(self, holding: GroupedHolding, num_tokens: int) -> None:
+        """Give back what no token from `num_tokens` on attends to; all before are computed."""
+        holding.num_tokens = num_tokens
+        self._settle(holding)
+
+    def clear(self) -> None:
+        """Evict everything that is cached."""
+        self._evict(self.free_bytes)
 
     def close(self, holding: GroupedHolding) -> None:
         """Release everything, group by group, the deepest part first: what can be found is cached, the rest empty."""
@@ -257,9 +284,8 @@ class GroupedCache:
         for index, parts in enumerate(holding.parts):
             state = holding.states[index]
             if state is not None:
-                self._release(state)
-            for page in sorted(parts, reverse=True):
-                self._release(parts[page])
+                self._release(index, (state,))
+            self._release(index, [parts[page] for page in sorted(parts, reverse=True)])
         for name in reversed(holding.names):
             self._names.drop(name)
         holding.parts, holding.states, holding.names = [], [], []
@@ -271,7 +297,7 @@ class GroupedCache:
 
     def _settle(self, holding: GroupedHolding) -> None:
         """Give back the parts that no token from here on attends to, the deepest first."""
-        for group, parts in zip(self.groups, holding.parts, strict=True):
+        for index, (group, parts) in enumerate(zip(self.groups, holding.parts, strict=True)):
             if group.layer.kind in ("full", "latent"):
                 continue
             sink, first = self._needed(group, holding.num_tokens)
@@ -282,10 +308,10 @@ class GroupedCache:
                     break
                 if page >= sink:
                     given.append(page)
-            for page in reversed(given):
-                self._release(parts.pop(page))
+            if given:
+                self._release(index, [parts.pop(page) for page in reversed(given)])
 
-    def _missing_bytes(self, holding: GroupedHolding, num_new: int) -> int:
+    def missing_bytes(self, holding: GroupedHolding, num_new: int) -> int:
         """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
         check_whole(num_new, "num_new")
         end_page = -(-(holding.num_tokens + num_new) // self.page_size)
@@ -301,10 +327,10 @@ class GroupedCache:
         end_page = -(-holding.num_tokens // self.page_size)
         for index, group in enumerate(self.groups):
             if not group.is_state:
-                for page in range(first_page, end_page):
-                    holding.parts[index][page] = self._take(index)
+                pages = range(first_page, end_page)
+                holding.parts[index].update(zip(pages, self._take(index, len(pages)), strict=True))
             elif holding.states[index] is None:
-                holding.states[index] = self._take(index)
+                (holding.states[index],) = self._take(index, 1)
         self._name(holding)
         if is_end:
             self._keep_tails(holding)
@@ -315,7 +341,7 @@ class GroupedCache:
         """Mark what the token after the last full page attends to."""
         num_pages = holding.num_tokens // self.page_size
         for group, parts in zip(self.groups, holding.parts, strict=True):
-            if self._is_bounded(group):
+            if group.is_bounded:
                 sink, first = self._needed(group, num_pages * self.page_size)
                 for page in (*range(sink), *range(first, num_pages)):
                     if page in parts:
@@ -323,14 +349,27 @@ class GroupedCache:
 
     def _name(self, holding: GroupedHolding) -> None:
         """Make parts of full pages findable."""
-        names = holding.names
-        for page in range(len(names), holding.num_tokens // self.page_size):
-            name = self._names.after(names[-1] if names else self._names.root(holding.content.salt), holding.content)
-            self._names.use(name)
+        names, content = holding.names, holding.content
+        end_page = holding.num_tokens // self.page_size
+        if len(names) == end_page:
+            return
+        self.num_published += len(names) < content.num_known_pages
+        name = names[-1] if names else self._names.root(content.salt)
+        by_group = [
+            (index, parts)
+            for index, (group, parts) in enumerate(zip(self.groups, holding.parts, strict=True))
+            if not group.is_state
+        ]
+        for page in range(len(names), end_page):
+            name = self._names.after(name, content)
+            name.num_users += 1
             names.append(name)
-            for group, parts in zip(self.groups, holding.parts, strict=True):
-                if not group.is_state and page in parts:
-                    self._publish(parts[page], name)
+            for index, parts in by_group:
+                part = parts.get(page)
+                if part is not None:
+                    part.name = name
+                    name.copies[index].append(part)
+                    name.num_users += 1
 
     def _keep_snapshots(self, holding: GroupedHolding) -> None:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
@@ -338,10 +377,11 @@ class GroupedCache:
         missing = [index for index, group in enumerate(self.groups) if group.is_state and not name.copies[index]]
         if sum(self.groups[index].part_bytes for index in missing) > self.free_bytes:
             return
+        self.num_published += 1
         for index in missing:
-            part = self._take(index)
+            (part,) = self._take(index, 1)
             self._publish(part, name)
-            self._release(part)  # a copy that nothing holds
+            self._release(index, (part,))  # a copy that nothing holds
 
     # Laws -------------------------------------------------------------------------------------------------
 
@@ -358,10 +398,13 @@ class GroupedCache:
             used[part.group] += 1
         assert used == self.num_used, f"L1: {used} parts used, counted {self.num_used}"
         cached = 0
+        num_cached = [0] * len(self.groups)
         for part in self._released:
+            num_cached[part.group] += 1
             assert not part.refs and part not in held, "L2: a cached part is held"
             assert part.name is not None and part in part.name.copies[part.group], "L1: a cached part cannot be found"
             cached += self.groups[part.group].part_bytes
+        assert num_cached == self.num_cached, f"L1: {num_cached} parts cached, counted {self.num_cached}"
         assert cached == self.cached_bytes, f"L1: {cached} bytes cached, counted {self.cached_bytes}"
         in_use = sum(count * group.part_bytes for count, group in zip(used, self.groups, strict=True))
         assert in_use + self.cached_bytes + self.empty_bytes == self.total_bytes, "L1: bytes are lost"

@@ -5,9 +5,11 @@ A name is there as long as some copy of a part of its page is resident, a holder
 
 from __future__ import annotations
 
+import msgspec
+
 from kvarts.content import Content, PageKey
 
-__all__ = ["PageName", "PageNames", "Part"]
+__all__ = ["GroupMatch", "GroupedHolding", "PageName", "PageNames", "Part"]
 
 
 class Part:
@@ -38,8 +40,35 @@ class PageName:
         self.key = key
         self.page = page
         self.children: dict[PageKey, PageName] = {}
-        self.copies: tuple[list[Part], ...] = tuple([] for _ in range(num_groups))
+        self.copies: tuple[list[Part], ...] = tuple([[] for _ in range(num_groups)])
         self.num_users = 0
+
+
+class GroupMatch(msgspec.Struct, eq=False):
+    """The longest prefix that every group can go on from, in full pages. Valid until the cache changes."""
+
+    names: list[PageName]
+
+    @property
+    def num_pages(self) -> int:
+        """Its length."""
+        return len(self.names)
+
+
+class GroupedHolding(msgspec.Struct, eq=False):
+    """What one running sequence holds. Written by GroupedCache.
+
+    `num_tokens`: tokens that are computed, or are about to be in this step. `parts`: for each group, the parts by page;
+    a snapshot that the sequence began from is at the last page of its prefix. `states`: for each group of states, its
+    own. `names`: of its full pages.
+    """
+
+    content: Content
+    num_tokens: int
+    names: list[PageName]
+    parts: list[dict[int, Part]]
+    states: list[Part | None]
+    is_open: bool = True
 
 
 class PageNames:

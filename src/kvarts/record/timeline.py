@@ -42,6 +42,8 @@ MOST_ROWS = 1 << 25
 """Of a timeline made as a whole: some 8 GiB while it is written. What an engine writes as it runs has no such limit."""
 
 FORMS = ("json", "jsonl", "parquet")
+GROUP_COLUMNS = ("group_used_parts", "group_cached_parts")
+"""Columns with a number for each KV group."""
 
 
 class RecordedSteps(Protocol):
@@ -53,6 +55,13 @@ class RecordedSteps(Protocol):
     """
 
     num_pages: int
+
+    num_groups: int
+    """KV groups that are counted: `columns` and `rests` have group0_used, group0_cached and so on, in parts."""
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """What is said of a memory with KV groups; nothing of another."""
 
     @property
     def tiers(self) -> Mapping[str, int]:
@@ -147,6 +156,8 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     disk_cached_blocks: int | None = None
     withheld_blocks: int | None = None
     reserved_blocks: int | None = None
+    group_used_parts: list[int] | None = None
+    group_cached_parts: list[int] | None = None
     asked: list[Ask] | None = None
 
 
@@ -163,11 +174,16 @@ def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> Ask:
 
 
 def head_of(
-    *, block_size_tokens: int, total_blocks: int, every: int = 1, tiers: Mapping[str, int] | None = None
+    *,
+    block_size_tokens: int,
+    total_blocks: int,
+    every: int = 1,
+    tiers: Mapping[str, int] | None = None,
+    memory: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what is said of the whole, but for the totals.
 
-    `tiers`: blocks of each tier below the device, by its name.
+    `tiers`: blocks of each tier below the device, by its name. `memory`: what is said of one with KV groups.
     """
     head = {
         "version": TIMELINE_VERSION,
@@ -176,7 +192,7 @@ def head_of(
         "every": every,
         "initial_used_blocks": 0,
     }
-    return {**head, **{f"{name}_total_blocks": total for name, total in (tiers or {}).items()}}
+    return {**head, **{f"{name}_total_blocks": total for name, total in (tiers or {}).items()}, **(memory or {})}
 
 
 def columns_of(present: Collection[str]) -> tuple[str, ...]:
@@ -184,14 +200,15 @@ def columns_of(present: Collection[str]) -> tuple[str, ...]:
     return tuple(
         name
         for name in Row.__struct_fields__[:-1]
-        if name in present or not name.startswith(("host", "disk", "withheld", "reserved"))
+        if name in present or not name.startswith(("host", "disk", "withheld", "reserved", "group"))
     )
 
 
 class Timeline:
     """Rows in columns by the names of Row, and what they are about. `asked` is by row, for rows that preempted.
 
-    `every`: the rows are thinned, see `thinned`. `tiers`: blocks of each tier below the device, by its name.
+    `every`: the rows are thinned, see `thinned`. `tiers`: blocks of each tier below the device, by its name. `memory`:
+    what is said of one with KV groups.
     """
 
     def __init__(
@@ -203,8 +220,10 @@ class Timeline:
         total_blocks: int,
         every: int = 1,
         tiers: Mapping[str, int] | None = None,
+        memory: Mapping[str, Any] | None = None,
     ) -> None:
         self.tiers = dict(tiers or {})
+        self.memory = dict(memory or {})
         self.columns = columns
         self.asked = asked
         self.block_size_tokens = block_size_tokens
@@ -250,13 +269,16 @@ class Timeline:
         reserved = log.reserved()
         if reserved is not None:
             columns["reserved_blocks"] = merged(reserved, rests["reserved"])
+        for what in ("used", "cached") if log.num_groups else ():
+            of_group = [f"group{group}_{what}" for group in range(log.num_groups)]
+            columns[f"group_{what}_parts"] = np.stack([merged(steps[name], rests[name]) for name in of_group], axis=1)
         row_of_step = np.flatnonzero(order < len(log))
         name_of = str if request_ids is None else request_ids.__getitem__
         asked: dict[int, list[Ask]] = {}
         for step, preemption in log.preemptions:
             ask = ask_of(preemption, name_of=name_of)
             asked.setdefault(int(row_of_step[step]), []).append(ask)
-        return cls(columns, asked, block_size_tokens=page_size, total_blocks=total, tiers=log.tiers)
+        return cls(columns, asked, block_size_tokens=page_size, total_blocks=total, tiers=log.tiers, memory=log.memory)
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -302,6 +324,7 @@ class Timeline:
             total_blocks=self.total_blocks,
             every=self.every * every,
             tiers=self.tiers,
+            memory=self.memory,
         )
 
     def rows(self, start: int = 0, end: int | None = None) -> list[Row]:
@@ -328,6 +351,7 @@ class Timeline:
             total_blocks=self.total_blocks,
             every=self.every,
             tiers=self.tiers,
+            memory=self.memory,
         )
 
     @property
@@ -398,7 +422,8 @@ class Timeline:
         )
         floats = ("t_ms", "used_pct")
         names = columns_of(self.columns)
-        fields = [(name, pa.float64() if name in floats else pa.int64()) for name in names]
+        kinds = {**dict.fromkeys(floats, pa.float64()), **dict.fromkeys(GROUP_COLUMNS, pa.list_(pa.int64()))}
+        fields = [(name, kinds.get(name, pa.int64())) for name in names]
         metadata = {name: str(value) for name, value in {**self.head, **self.totals}.items()}
         schema = pa.schema([*fields, ("asked", pa.list_(ask))], metadata=metadata)
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
@@ -408,7 +433,8 @@ class Timeline:
                 for row, asks in self.asked.items():
                     if start <= row < end:
                         asked[row - start] = [msgspec.structs.asdict(ask) for ask in asks]
-                arrays = [pa.array(self.columns[name][start:end]) for name in names]
+                parts = [self.columns[name][start:end] for name in names]
+                arrays = [pa.array(part if part.ndim == 1 else part.tolist()) for part in parts]
                 writer.write_table(pa.table([*arrays, pa.array(asked, pa.list_(ask))], schema=schema))
 
 

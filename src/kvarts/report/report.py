@@ -38,7 +38,7 @@ class Report:
     """The outcome of a replay.
 
     `requests` and `steps` are columns that `pandas.DataFrame` and `polars.DataFrame` take as they are; `summary` is
-    what `--json` prints.
+    what `--json` prints. `num_evicted_parts`: of each KV group, where they are counted; pages are blocks then.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class Report:
         num_evicted_pages: int,
         transfers: Sequence[TransferTotals] = (),
         sessions: Mapping[str, int] | None = None,
+        num_evicted_parts: Sequence[int] = (),
     ) -> None:
         self.config = config
+        self._num_evicted_parts = num_evicted_parts
         self.trace_name = trace.name
         self._trace = trace
         self._request_log = requests
@@ -94,7 +96,8 @@ class Report:
     def steps(self) -> dict[str, Column]:
         """One row a step, by replica, then time.
 
-        `used_pages` and `cached_pages` are at the step's high-water mark. `blocked` says why the
+        `used_pages` and `cached_pages` are at the step's high-water mark; with KV groups these are blocks, beside parts
+        of each group. `blocked` says why the
         head of the queue was not admitted: 0 nothing waits, 1 token budget, 2 pages, 3 sequence cap.
         """
         logs = [log.columns for log in self.step_logs]
@@ -113,6 +116,7 @@ class Report:
             "used_pages": raw["used"],
             "cached_pages": raw["cached"],
             **{f"{field}_pages": raw[field] for field in self.step_logs[0].tier_fields},
+            **{f"{field}_parts": raw[field] for field in self.step_logs[0].group_fields},
         }
 
     @property
@@ -162,7 +166,7 @@ class Report:
         cached_tokens = int(completed["cached_tokens"].sum())
         cached_by_tier = {name: int(completed[f"{name}_tokens"].sum()) for name in self._tiers}
         cached_by_tier = {"device": cached_tokens - sum(cached_by_tier.values()), **cached_by_tier}
-        pool_pages = config.num_pages
+        pool_pages = logs[0].num_pages
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
         used_page_ns, peaks = 0, []
         for log in logs:
@@ -214,7 +218,8 @@ class Report:
             "peak_running": max(int(span["running"].max(initial=0)) for span in spans),
             "peak_waiting": max(int(span["waiting"].max(initial=0)) for span in spans),
             "working_set_pages": working_set,
-            "working_set_to_pool": None if working_set is None else working_set / (pool_pages * config.replicas),
+            "working_set_to_pool": None if working_set is None else working_set / (config.num_pages * config.replicas),
+            **self._memory(),
             "limited_by": self._limits(queue_ns, e2e_ns),
             "replicas": self._replicas(peaks),
         }
@@ -323,6 +328,28 @@ class Report:
             "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
         }
 
+    def _memory(self) -> dict[str, Any]:
+        """Return what was used of each KV group, where there are any: `pages` of the summary are then blocks."""
+        logs = self.step_logs
+        memory = logs[0].memory
+        if not memory:
+            return {}
+        spans = [log.spans for log in logs]
+        busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
+        groups = []
+        for index, (group, num_evicted) in enumerate(zip(memory["kv_groups"], self._num_evicted_parts, strict=True)):
+            used = [span[f"group{index}_used"] for span in spans]
+            part_ns = sum(dot(of_log, span["duration_ns"]) for of_log, span in zip(used, spans, strict=True))
+            groups.append(
+                {
+                    **group,
+                    "peak_used_parts": max(int(of_log.max(initial=0)) for of_log in used),
+                    "mean_used_parts": _ratio(part_ns, busy_ns),
+                    "num_evicted_parts": num_evicted,
+                }
+            )
+        return {"block_bytes": memory["block_bytes"], "total_blocks": logs[0].num_pages, "kv_groups": groups}
+
     def _replicas(self, peaks_used: list[int]) -> list[dict[str, Any]]:
         raw = self._request_log.columns
         done = raw["status"] == COMPLETED
@@ -337,7 +364,7 @@ class Report:
                     "num_steps": len(log),
                     "num_preemptions": int(spans["preempted"].sum()),
                     "prefix_hit_ratio": _ratio(int(raw["cached_tokens"][mine].sum()), input_tokens),
-                    "peak_used_pct": peaks_used[replica] / self.config.num_pages,
+                    "peak_used_pct": peaks_used[replica] / log.num_pages,
                     "busy_ms": int(spans["duration_ns"].sum()) / NS_PER_MS,
                 }
             )

@@ -6,6 +6,7 @@ Every step has only its duration and the pages taken for it; the rest is worked 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
@@ -41,19 +42,31 @@ class StepSpans:
     Pages are as at each step's mark.
 
     `tiers`: the pages of each tier below the device, by its name; their counts are columns `NAME_used` and
-    `NAME_cached`.
+    `NAME_cached`. `memory`: what is said of a memory with KV groups, where pages are counted in blocks; parts of each
+    group are columns `group0_used`, `group0_cached` and so on.
     """
 
     wants_details = False
 
-    def __init__(self, num_pages: int, tiers: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        tiers: Mapping[str, int] | None = None,
+        memory: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.memory = dict(memory or {})
+        self.num_groups = len(self.memory.get("kv_groups", ()))
         self.num_pages = num_pages
         self.tiers = dict(tiers or {})
         self.tier_fields = tuple(f"{name}_{what}" for name in self.tiers for what in ("used", "cached"))
+        self.group_fields = tuple(
+            f"group{group}_{what}" for group in range(self.num_groups) for what in ("used", "cached")
+        )
+        side_fields = self.tier_fields + self.group_fields
         self.preemptions: list[tuple[int, Preemption]] = []
         """With the step in which they happened, in order."""
-        self._span_fields = _SPAN_FIELDS + self.tier_fields
-        self._rest_fields = _REST_FIELDS + self.tier_fields
+        self._span_fields = _SPAN_FIELDS + side_fields
+        self._rest_fields = _REST_FIELDS + side_fields
         self._spans = Rows(len(self._span_fields))
         self._rests = Rows(len(self._rest_fields))
         self._durations_ns = PackedColumn("q")

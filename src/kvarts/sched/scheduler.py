@@ -108,19 +108,10 @@ class Scheduler:
         config = self.config
         if request.num_prompt_tokens < 1 or request.max_tokens < (0 if request.computes_only else 1):
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
-        num_tokens = request.num_prompt_tokens + request.max_tokens - 1
-        num_pages = -(-num_tokens // config.page_size) if num_tokens > 0 else 1
-        num_most = self.pages.num_most - (num_reserved := self.own_pages.reserve.num_pages)
-        if num_pages > num_most and request.own is None:
+        reason = self._never_fits(request)
+        if reason is not None:
             request.become(RequestState.REJECTED)
-            is_alone = self.pages.num_most == config.num_pages
-            room = "the pool has" if is_alone else "beside what is guaranteed to other models there are"
-            if num_reserved:
-                room = "beside the pages that are reserved there are"
-            return (
-                f"needs {num_pages} pages of {config.page_size} tokens for {request.num_prompt_tokens} prompt and "
-                f"{request.max_tokens} output tokens; {room} {num_most}"
-            )
+            return reason
         if config.profile == "mocker":
             request.priority = 0
         request.become(RequestState.WAITING)
@@ -132,6 +123,22 @@ class Scheduler:
         if waiting.num_waiting == 1 or waiting.head(request.arrival_ns) is request:
             self.blocked = Blocked.NOT
         return None
+
+    def _never_fits(self, request: Request) -> str | None:
+        """Return the reason why the pages of `request` can never be there; None if they can."""
+        num_tokens = request.num_prompt_tokens + request.max_tokens - 1
+        num_pages = -(-num_tokens // self._page_size) if num_tokens > 0 else 1
+        num_most = self.pages.num_most - (num_reserved := self.own_pages.reserve.num_pages)
+        if num_pages <= num_most or request.own is not None:
+            return None
+        is_alone = self.pages.num_most == self.config.num_pages
+        room = "the pool has" if is_alone else "beside what is guaranteed to other models there are"
+        if num_reserved:
+            room = "beside the pages that are reserved there are"
+        return (
+            f"needs {num_pages} pages of {self._page_size} tokens for {request.num_prompt_tokens} prompt and "
+            f"{request.max_tokens} output tokens; {room} {num_most}"
+        )
 
     def cancel(self, request: Request) -> None:
         """Remove a waiting or running request, between steps; its pages are free at once.
@@ -164,7 +171,7 @@ class Scheduler:
         return max((self._most_pages(request) for request in requests if request.own is None), default=0)
 
     def _most_pages(self, request: Request) -> int:
-        """Return how many pages a request holds when it has generated all but its last token; `add` spells it out."""
+        """Return how many pages a request holds when it has generated all but its last token."""
         return self.config.pages_for(max(1, request.num_prompt_tokens + request.max_tokens - 1))
 
     @property
@@ -179,6 +186,14 @@ class Scheduler:
         """The number of requests that wait for admission or for a load."""
         num_loading = 0 if self.loads is None else self.loads.num_waiting
         return self.waiting.num_waiting + len(self.waiting_with_pages) + num_loading
+
+    def side_counts(self) -> tuple[int, ...]:
+        """Return the pages used and cached in each tier below the device, one pair a tier."""
+        return () if self.tiers is None else self.tiers.num_pages()
+
+    def side_counts_at_mark(self) -> tuple[int, ...]:
+        """Return the same for the last scheduled step."""
+        return () if self.tiers is None else self.tiers.num_pages()
 
     def num_pages_of_chunked(self) -> int:
         """Return how many pages the rest of the chunked request needs."""

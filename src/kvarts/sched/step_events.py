@@ -17,7 +17,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
     `num_withheld`: pages that other models kept from this one when the step was planned. Of drafts it says nothing, see
     `with_drafts`: most engines have none, and this is called in every step.
     """
-    mark, tiers, loads = scheduler.mark, scheduler.tiers, scheduler.loads
+    mark, loads = scheduler.mark, scheduler.loads
     num_loading = 0 if loads is None else loads.num_waiting
     num_tokens = num_decodes = plan.batch.num_decodes
     for chunk in plan.batch.chunks:
@@ -36,7 +36,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
         num_tokens,
         len(plan.admitted),
         plan.preemptions,
-        () if tiers is None else tiers.num_pages(),
+        scheduler.side_counts_at_mark(),
         num_withheld,
         scheduler.cache.num_reserved,
         num_loading,
@@ -52,13 +52,13 @@ def with_drafts(done: StepDone, plan: StepPlan, result: StepResult) -> StepDone:
 
 def at_rest(scheduler: Scheduler, now_ns: int) -> AtRest:
     """Return the event of a scheduler that has run out of work at `now_ns`, between steps."""
-    cache, tiers = scheduler.cache, scheduler.tiers
+    cache = scheduler.cache
     return AtRest(
         scheduler.wheel.step - 1,
         now_ns,
         cache.num_used,
         cache.num_cached,
         cache.num_released,
-        () if tiers is None else tiers.num_pages(),
+        scheduler.side_counts(),
         cache.num_reserved,
     )

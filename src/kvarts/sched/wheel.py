@@ -152,6 +152,10 @@ class DecodeWheel:
         members = self._members[(self.step - place) % self.page_size]
         return [members[admission] for admission in sorted(members)]
 
+    def num_computing_at(self, place: int) -> int:
+        """Return how many requests compute a token at `place` in its page in the next step."""
+        return len(self._members[(self.step - place) % self.page_size])
+
     def completing_page(self, num_steps: int) -> list[Request]:
         """Return the requests that fill a page in the next `num_steps` steps, first that which fills it first."""
         size = self.page_size

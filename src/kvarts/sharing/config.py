@@ -324,6 +324,7 @@ def check_combination(each: ReplayConfig) -> None:
     refused = {
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",
         "cost": "is for a replay of one model: each of several has its own",
+        "kv_groups": "is for a replay of one model: what several models share is counted in whole pages",
     }
     for field, why in refused.items():
         if getattr(each, field) != getattr(default, field):

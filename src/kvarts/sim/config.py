@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
 
 from kvarts.config import EngineConfig
-from kvarts.limits import MOST_MS, MOST_REPLICAS, check_number, check_whole
+from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
 from kvarts.settings import Given, Section, SettingError, given_in, setting
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, resolve_hardware
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
+    from kvarts.kv.group_memory import GroupMemory
     from kvarts.report.report import Report
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.arrivals import SessionsKept
@@ -31,6 +32,7 @@ __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
 RouterName = Literal["round-robin", "least-loaded", "prefix"]
+KvGroupsName = Literal["off", "all", "tails"]
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,7 +103,8 @@ class ReplayConfig(
     page accounting after every step. `offload`: tiers below the device of each replica. `sessions`: what engines keep
     of sessions between their turns; left out, a turn is a request as any other.
 
-    Only Python can give `eviction`, which makes the EvictionOrder of a replica (LruOrder unless given), and
+    Only Python can give `groups`, PartGroups that are counted where `kv_groups` is not off and no model says them,
+    `eviction`, which makes the EvictionOrder of a replica (LruOrder unless given), and
     `admission`, which makes its AdmissionPolicy (PriorityPolicy): a class, or a function without arguments.
     """
 
@@ -146,9 +149,18 @@ class ReplayConfig(
         bool, setting("Never do many steps at once. The outcome is the same, only slower: for checking.")
     ] = False
     audit: Annotated[bool, setting("After every step, check that each page is accounted for.")] = False
+    kv_groups: Annotated[
+        KvGroupsName,
+        setting(
+            "Count for each layer what it keeps. off: every layer all tokens; all: what leaves a window stays cached, "
+            "as in vLLM; tails: of that, only what prompts and turns end with."
+        ),
+    ] = "off"
     offload: TiersBelow | None = None
     sessions: SessionSettings | None = None
-    # Any, because msgspec checks types of fields and knows no callables.
+    # Any, because msgspec checks types of fields: the rooms of these are imported where they are used, and it knows no
+    # callables.
+    groups: tuple[Any, ...] = ()
     eviction: Any = msgspec.field(default_factory=_default_eviction)
     admission: Any = msgspec.field(default_factory=_default_admission)
 
@@ -170,6 +182,7 @@ class ReplayConfig(
         if not callable(self.cost) and not hasattr(self.cost, "decode_ns"):
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
         self._check_ranks()
+        self._check_groups()
         for field in ("eviction", "admission"):
             if not callable(getattr(self, field)):
                 raise SettingError(
@@ -184,6 +197,49 @@ class ReplayConfig(
         if getattr(self.cost, "uncertainty", None) is None:
             return self
         return msgspec.structs.replace(self, cost=msgspec.structs.replace(self.cost, uncertainty=None))
+
+    def _check_groups(self) -> None:
+        """Refuse what is not counted by KV group, rather than count it wrongly."""
+        if self.kv_groups not in get_args(KvGroupsName):
+            raise SettingError(f"must be 'off', 'all' or 'tails', got {self.kv_groups!r}", "kv_groups")
+        if self.kv_groups == "off":
+            if self.groups:
+                raise SettingError("are given, and {kv_groups} is off", "groups")
+            return
+        if not self.groups:
+            raise SettingError(
+                "says nothing without one model", "kv_groups", hint="Give a model and a device, or leave it out."
+            )
+        refused = {
+            "offload": self.offload is not None and "tiers below the device keep whole pages",
+            "sessions": self.sessions is not None and "sessions keep whole pages between turns",
+            "profile": self.profile != "default" and "the mocker knows pages of one kind",
+            "eviction": self.eviction is not _default_eviction() and "parts are evicted in one list",
+            "cost": int(getattr(self.cost, "num_ranks", 1)) > 1 and "ranks in lock step count whole pages",
+        }
+        for field, reason in refused.items():
+            if reason:
+                raise SettingError(
+                    f"is not counted by KV group yet: {reason}", field, hint="Leave it out, or set {kv_groups} to off."
+                )
+        if self.num_blocks > MOST_PAGES:
+            raise SettingError(
+                f"make {self.num_blocks:,} blocks of {self.memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
+                "num_pages",
+            )
+
+    @property
+    def memory(self) -> GroupMemory:
+        """The KV groups that are counted, where `kv_groups` is not off."""
+        from kvarts.kv.group_memory import GroupMemory
+
+        assert self.kv_groups != "off"
+        return GroupMemory(self.groups, self.kv_groups)
+
+    @property
+    def num_blocks(self) -> int:
+        """What the memory of a replica is counted in: pages, or with KV groups the blocks of as many."""
+        return self.num_pages if self.kv_groups == "off" else self.memory.num_blocks(self.num_pages)
 
     def _check_ranks(self) -> None:
         ranks = int(getattr(self.cost, "num_ranks", 1))
@@ -244,6 +300,11 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
+        groups = values.pop("groups")
+        if groups:
+            values["page_bytes"] = self.memory.page_bytes
+        else:
+            del values["kv_groups"]
         if self.sessions is None:
             del values["sessions"]
         else:
@@ -306,6 +367,10 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
     }
     if "cost" in facts:
         values["cost"] = facts["cost"]
+    if "groups" in facts:
+        values["groups"] = facts["groups"]
+        if not facts["groups"]:
+            values["kv_groups"] = "off"  # every layer of this model keeps every token
     if "data_parallel" in facts:
         replicas = 1
         if "replicas" in given:

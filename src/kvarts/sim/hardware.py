@@ -20,6 +20,7 @@ from kvarts.units import parse_bytes
 if TYPE_CHECKING:
     from kvarts.executor.cost import CostSpec
     from kvarts.hardware import Geometry, MemoryFit
+    from kvarts.kv.group_memory import PartGroup
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that say over how many of them a model is divided, and how."""
@@ -231,8 +232,11 @@ def resolve_hardware(given: Given) -> dict[str, Any]:
         facts: dict[str, Any] = {"cost": placed.cost, "kv_bytes_per_token": placed.kv_bytes_per_token}
         if on.data_parallel > 1:
             facts["data_parallel"] = on.data_parallel
+        groups: tuple[PartGroup, ...] = ()
+        if "kv_groups" in given and given["kv_groups"] != "off":
+            groups = facts["groups"] = _counted_groups(placed, engine, on, model.kv_dtype)
         if "pages" not in given:
-            facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype)
+            facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups)
     except ConfigError as error:
         raise merged.named(error, settings) from error
     return facts
@@ -252,8 +256,47 @@ def _calibrated(given: Given, cost: Any) -> Given:
     return given.implied("cost", (*settings_of(ModelSettings), *settings_of(DeviceSettings)), facts)
 
 
-def _num_pages(placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> int:
+def _counted_groups(
+    placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None
+) -> tuple[PartGroup, ...]:
+    """Return the KV groups of a model; none where every layer keeps every token.
+
+    Those that keep all tokens come first, so that of what a request leaves they are evicted first.
+    """
+    geometry = placed.geometry
+    if geometry is None or not geometry.keeps_less:
+        return ()
+    from kvarts.hardware.sequences import local_kv_groups
+    from kvarts.kv.group_memory import PartGroup
+
+    local = local_kv_groups(
+        geometry,
+        page_size=engine.page_size,
+        tensor_parallel=on.tensor_parallel,
+        pipeline_parallel=on.pipeline_parallel,
+        kv_dtype=kv_dtype,
+    )
+    groups = [
+        PartGroup(group.layer, group.page_bytes or group.state_bytes, group.num_layers)
+        for group in local
+        if group.page_bytes or group.state_bytes
+    ]
+    return tuple(sorted(groups, key=lambda group: group.is_bounded or group.is_state))
+
+
+def _num_pages(
+    placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None, groups: tuple[PartGroup, ...]
+) -> int:
     kv_bytes = kv_bytes_of(on)
+    if groups:
+        page_bytes = sum(group.part_bytes for group in groups if not group.is_state)
+        if kv_bytes is None:
+            fit = placed.fit(engine, on, kv_dtype)
+            assert fit is not None
+            kv_bytes = fit.kv_bytes
+        if kv_bytes < page_bytes:
+            raise SettingError(f"{on.kv_memory} hold no page of {page_bytes:,} bytes", "kv_memory")
+        return kv_bytes // page_bytes
     if kv_bytes is None:
         fit = placed.fit(engine, on, kv_dtype)
         assert fit is not None

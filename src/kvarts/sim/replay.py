@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, overload
 
+import numpy as np
+
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
@@ -111,7 +113,8 @@ def replay_one(
     source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup)
     tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
-    steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
+    memory = None if config.kv_groups == "off" else config.memory.to_builtins()
+    steps = [StepLog(config.num_blocks, tiers, memory) for _ in range(config.replicas)]
     readers = [[log, *(() if observers_of is None else observers_of(index))] for index, log in enumerate(steps)]
     ranks = num_ranks_of(config.cost_model)
     replicas: list[Replica] = []
@@ -136,6 +139,7 @@ def replay_one(
         num_evicted_pages=sum(scheduler.cache.num_evicted for scheduler in schedulers),
         transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
         sessions=None if sessions is None else sessions.totals,
+        num_evicted_parts=np.sum([replica.num_evicted_parts() for replica in replicas], axis=0).tolist(),
     )
 
 
@@ -158,6 +162,8 @@ def open_ranks(config: ReplayConfig, readers: Sequence[Sequence[EventReader]]) -
 
 
 def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: VirtualExecutor) -> Replica:
+    if config.kv_groups != "off":
+        return _open_grouped(config, readers, executor)
     engine = build_engine(
         config,
         executor,
@@ -170,3 +176,18 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         audit=config.audit,
     )
     return Replica(engine, executor, step_by_step=config.step_by_step)
+
+
+def _open_grouped(config: ReplayConfig, readers: Sequence[EventReader], executor: VirtualExecutor) -> Replica:
+    from kvarts.sim.grouped_replica import open_grouped  # only a replay that counts KV groups pays for it
+
+    return open_grouped(
+        config,
+        config.memory,
+        executor,
+        readers=readers,
+        num_waiting=MANY_EVENTS,
+        policy=config.admission(),
+        step_by_step=config.step_by_step,
+        audit=config.audit,
+    )

@@ -61,6 +61,10 @@ class Replica:
         """Whether there is something to do or to wait for: requests, or transfers."""
         return self.engine.has_work
 
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return how many parts of each KV group were evicted; none where pages are counted whole."""
+        return ()
+
     def wake(self, now_ns: int) -> None:
         """End a pause at `now_ns`, because a request arrives."""
         if self.is_pausing:

@@ -1,0 +1,92 @@
+"""The KV groups of a model as a cache accounts for them, and the memory that their parts draw on."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.limits import MOST_BYTES, MOST_LAYERS, check_whole
+
+__all__ = ["GroupMemory", "PartGroup", "Retention"]
+
+Retention = Literal["all", "tails"]
+"""What is kept of windows and chunks: `all` parts, as in vLLM, or the `tails` that the token after the last full page
+of a marked end, or of the whole sequence, attends to."""
+
+
+class PartGroup(msgspec.Struct, frozen=True):
+    """A KV group as a cache accounts for it.
+
+    `layer`: what its layers keep; `part_bytes`: of a page, or of a state, in all `num_layers` of them.
+
+    Raises ConfigError for layers that keep nothing of their own, and for parts without bytes.
+    """
+
+    layer: KvLayer
+    part_bytes: int
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        check_whole(self.part_bytes, "part_bytes", most=MOST_BYTES)
+        check_whole(self.num_layers, "num_layers", most=MOST_LAYERS)
+        if not (self.layer.keeps_tokens or self.is_state):
+            raise ConfigError(f"{self.layer.kind} keeps nothing", field="layer")
+
+    @property
+    def is_state(self) -> bool:
+        """Whether its parts are states."""
+        return self.layer.kind == "state"
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its parts go back while their sequence runs."""
+        return self.layer.kind in ("window", "chunk")
+
+
+class GroupMemory(msgspec.Struct, frozen=True):
+    """The KV groups of one model, and what is kept of their windows.
+
+    All parts are whole *blocks*: the largest size that divides the parts of every group. A page with all its parts has
+    `page_bytes`; states are no part of a page. Raises ConfigError without a group that keeps tokens.
+    """
+
+    groups: tuple[PartGroup, ...]
+    keeps: Retention = "all"
+
+    def __post_init__(self) -> None:
+        if not any(group.layer.keeps_tokens for group in self.groups):
+            raise ConfigError("there is none that keeps tokens", field="groups")
+        if self.keeps not in get_args(Retention):
+            raise ConfigError(f"{self.keeps!r} is not known", field="keeps", hint=f"Use {_choice()}.")
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block."""
+        return gcd(*(group.part_bytes for group in self.groups))
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page with its parts in every group."""
+        return sum(group.part_bytes for group in self.groups if not group.is_state)
+
+    def num_blocks(self, num_pages: int) -> int:
+        """Return the blocks of as much memory as `num_pages` pages with all their parts take."""
+        return num_pages * self.page_bytes // self.block_bytes
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return what is said of it in reports and timelines: the bytes of a block, and the groups in their order."""
+        groups = []
+        for group in self.groups:
+            said: dict[str, Any] = {"kind": group.layer.kind, "layers": group.num_layers}
+            if group.layer.span is not None:
+                said["tokens"] = group.layer.span
+            groups.append({**said, "part_blocks": group.part_bytes // self.block_bytes})
+        return {"block_bytes": self.block_bytes, "kv_groups": groups}
+
+
+def _choice() -> str:
+    return " or ".join(get_args(Retention))

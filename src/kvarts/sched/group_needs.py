@@ -1,0 +1,94 @@
+"""The most memory that a request with KV groups holds while its known tokens are computed, chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvarts.kv.group_memory import GroupMemory
+
+__all__ = ["GroupNeeds", "Held"]
+
+
+class Held(Protocol):
+    """What others hold of the parts that a request was found to begin with, by the number of a group."""
+
+    def num_shared(self, group: int, first_page: int) -> int:
+        """Return how many parts others hold, of pages from `first_page` on and of the sink."""
+
+    def num_idle(self, group: int) -> int:
+        """Return how many snapshots of a group of states nothing holds."""
+
+
+class GroupNeeds:
+    """Answers in blocks of `memory`. `most_new`: tokens of a request that a step may compute."""
+
+    def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int) -> None:
+        self._page_size = page_size
+        self._most_new = most_new
+        self._groups = [(group, group.part_bytes // memory.block_bytes) for group in memory.groups]
+        self._spans = sorted({group.layer.span or 1 for group in memory.groups if group.layer.kind == "chunk"})
+        self._begins_in_pages = len(self._spans) > 1 or any(span % page_size for span in self._spans)
+        self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
+        self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
+        """What a decode takes for the first token of a page."""
+        self.most_given = 0
+        """What a decode gives back at most when its next token sees less."""
+        for group, blocks in self._groups:
+            if group.is_bounded:
+                num_pages = 1 if group.layer.kind == "window" else -(-(group.layer.span or 1) // page_size) + 1
+                self.most_given += blocks * num_pages
+
+    def while_computing(self, start: int, end: int) -> int:
+        """Return the blocks of parts that tokens [start, end) need, snapshots not counted."""
+        blocks = self._state_blocks
+        for group, part_blocks in self._groups:
+            blocks += part_blocks * group.layer.num_pages(end, self._page_size, end - start)
+        return blocks
+
+    def at_most(self, num_tokens: int) -> int:
+        """Return the blocks that a request of `num_tokens` tokens needs to itself, wherever its chunks begin and end.
+
+        A request that begins from snapshots holds them beside its own states for a step.
+        """
+        blocks = max(self.while_computing(*chunk) for chunk in self._largest_chunks(0, num_tokens))
+        if num_tokens > self._page_size:
+            blocks += self._state_blocks
+        return blocks
+
+    def to_admit(self, start: int, num_known: int, found: Held) -> int:
+        """Return the blocks that may have to be taken for tokens [start, num_known) of a request, at one time.
+
+        `found`: what it begins with. Parts that others hold are not taken, for as long as the request needs them.
+        """
+        most = 0
+        for first, end in self._largest_chunks(start, num_known):
+            blocks = self.while_computing(first, end)
+            for index, (group, part_blocks) in enumerate(self._groups if start else ()):
+                if not group.is_state:
+                    first_page = group.layer.first_seen(first) // self._page_size
+                    blocks -= part_blocks * found.num_shared(index, first_page)
+                elif first == start:
+                    blocks += part_blocks * found.num_idle(index)
+            most = max(most, blocks)
+        return most
+
+    def _largest_chunks(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return chunks of tokens from `start` to `end`, one of which needs the most of all that there can be.
+
+        What a chunk needs grows where it reaches one token into a page, and falls where a page leaves a window. A whole
+        page later it is the same or more, but for layers of chunks: these begin anew. So the last chunk that reaches
+        into a page is the largest, or the last one before tokens that begin anew, or the first. Where tokens begin anew
+        inside a page, all are looked at.
+        """
+        most_new, page_size = self._most_new, self._page_size
+        if end - start <= most_new:
+            return [(start, end)]
+        # The last first token of a chunk of `most_new` tokens that ends with the first token of a page.
+        last = end - most_new - (end - 1) % page_size
+        firsts = {start, last}
+        if self._begins_in_pages:
+            firsts.update(range(last, start, -page_size))
+        elif self._spans:
+            before = last // self._spans[0] * self._spans[0] - 1
+            firsts.add(before - (before + most_new - 1) % page_size)
+        return [(first, first + most_new) for first in firsts if first >= start]

@@ -1,0 +1,118 @@
+"""An engine with KV groups in virtual time: steps that are alike are done without being scheduled, one by one.
+
+What a step gives back may let a request in, so how many steps are alike is not known before they are done. Each tells
+what it would have told by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvarts.config import EngineConfig
+from kvarts.engine import Engine
+from kvarts.errors import ConfigError
+from kvarts.event_log import EventLog, EventReader
+from kvarts.events import StepDone
+from kvarts.executor.base import VirtualExecutor
+from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.group_pages import GroupPages
+from kvarts.limits import LATEST_NS, TooLateError
+from kvarts.sched.grouped import GroupedScheduler
+from kvarts.sched.policy import AdmissionPolicy
+from kvarts.sim.replica import MOST_STEPS, Replica
+
+__all__ = ["GroupedReplica", "open_grouped"]
+
+
+class GroupedReplica(Replica):
+    """A Replica with a GroupedScheduler."""
+
+    def __init__(
+        self, engine: Engine, scheduler: GroupedScheduler, executor: VirtualExecutor, *, step_by_step: bool = False
+    ) -> None:
+        super().__init__(engine, executor, step_by_step=step_by_step)
+        self._grouped = scheduler
+
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return how many parts of each KV group were evicted."""
+        return tuple(self._grouped.parts.parts.num_evicted)
+
+    def quiet_until(self, now_ns: int) -> int | None:
+        """Return when the first of many steps would end if many alike could start now; else None."""
+        num_steps = self._grouped.horizon(now_ns) if self._leaps else 0
+        return now_ns + self._decode_ns(1)[0] if num_steps else None
+
+    def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
+        """Do up to `num_steps` steps; the last one is under way when this returns, as if it had been scheduled."""
+        num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
+        durations_ns = self._decode_ns(min(num_steps, num_wanted, MOST_STEPS))
+        scheduler = self._grouped
+        start_ns = now_ns
+        for index, duration_ns in enumerate(durations_ns):
+            scheduler.take_alike()
+            self._tell_step(start_ns, duration_ns)
+            end_ns = start_ns + duration_ns
+            if end_ns > LATEST_NS:
+                raise TooLateError
+            if index + 1 == len(durations_ns) or end_ns >= until_ns or not scheduler.goes_on():
+                break
+            scheduler.pass_alike()
+            start_ns = end_ns
+        self._last_decode_ns = duration_ns or 1
+        self.engine.now_ns = end_ns
+        return end_ns
+
+    def _tell_step(self, start_ns: int, duration_ns: int) -> None:
+        tell = self.engine.log.tell
+        if tell is None:
+            return
+        scheduler, mark = self._grouped, self._grouped.group_mark
+        num_decodes = scheduler.wheel.num_decoding
+        tell(
+            StepDone(
+                scheduler.wheel.step,
+                start_ns,
+                duration_ns,
+                mark.used,
+                mark.cached,
+                mark.released,
+                num_decodes,
+                scheduler.num_waiting,
+                scheduler.blocked,
+                num_decodes,
+                num_decodes,
+                0,
+                (),
+                mark.parts,
+            )
+        )
+
+
+def open_grouped(
+    config: EngineConfig,
+    memory: GroupMemory,
+    executor: VirtualExecutor,
+    *,
+    readers: Sequence[EventReader],
+    num_waiting: int,
+    policy: AdmissionPolicy,
+    step_by_step: bool,
+    audit: bool,
+) -> GroupedReplica:
+    """Build an engine of a model with KV groups.
+
+    Its memory is that of `config.num_pages` pages with parts in every group of `memory`. `audit`: assert the laws of
+    page accounting after every step. Raise ConfigError for a reader of page and request events: what is found and
+    evicted of a page in part has no event.
+    """
+    log = EventLog(readers, num_waiting=num_waiting)
+    if log.tell_details is not None:
+        raise ConfigError(
+            "is not told of KV groups yet: pages are found and evicted in part",
+            field="events",
+            hint="Leave out what reads events of pages, or set kv_groups to off.",
+        )
+    cache = GroupPages(memory, num_pages=config.num_pages, page_size=config.page_size)
+    scheduler = GroupedScheduler(config, cache, policy)
+    engine = Engine(config, scheduler, executor, log, audit=audit)
+    return GroupedReplica(engine, scheduler, executor, step_by_step=step_by_step)

@@ -1,0 +1,92 @@
+"""Random KV groups, and a case with them through kvarts and through the naive engine."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvarts.hardware.kv_groups import KvKind, KvLayer
+from kvarts.kv.group_memory import PartGroup
+from kvarts.report.requests import REJECTED
+from kvarts.sim.replay import replay
+
+from builders.case import Case
+from oracles.naive import NaiveRequest, polynomial_ns, run_naive
+from oracles.naive_group_engine import NaiveGroupEngine
+
+FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
+WINDOW = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), 2)
+
+
+@st.composite
+def part_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
+    """One group that keeps all tokens, most often, and up to two that keep less."""
+    kinds: list[KvKind] = ["window", "window", "window", "chunk", "state", "latent"]
+    groups = [PartGroup(FULL, draw(st.sampled_from([1, 2, 3])))] if draw(st.integers(0, 4)) else []
+    for _ in range(draw(st.integers(0 if groups else 1, 2))):
+        kind = draw(st.sampled_from(kinds))
+        if kind == "state" and not groups:
+            kind = "window"
+        layer = KvLayer(kind="state", state_bytes=1)
+        if kind != "state":
+            spans = kind in ("window", "chunk")
+            layer = KvLayer(
+                kind=kind,
+                num_heads=1,
+                head_numbers=2,
+                span=draw(st.sampled_from([1, 2, 3, 4, 6, 8, 16])) if spans else None,
+                sink=draw(st.sampled_from([0, 0, 0, 1, 3])) if kind == "window" else 0,
+            )
+        groups.append(PartGroup(layer, draw(st.sampled_from([1, 1, 2, 4, 5]))))
+    return tuple(groups)
+
+
+def naive_run(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str
+) -> tuple[list[NaiveRequest], list[NaiveGroupEngine]]:
+    requests = case.naive_requests()
+    engines = [
+        NaiveGroupEngine(
+            [(group.layer, group.part_bytes) for group in groups],
+            keeps_all=keeps == "all",
+            num_pages=case.num_pages,
+            page_size=case.page_size,
+            max_num_batched_tokens=case.max_num_batched_tokens,
+            max_num_seqs=case.max_num_seqs,
+            cost=polynomial_ns,
+        )
+        for _ in range(case.replicas)
+    ]
+    run_naive(requests, engines)
+    return requests, engines
+
+
+def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+    """Requests, steps, parts of every group at every step, and evictions."""
+    requests, engines = naive_run(case, groups, keeps)
+    config = case.config(kv_groups=keeps, groups=groups, audit=True)
+    report = replay(case.trace(), config)
+    block_bytes = config.memory.block_bytes
+    columns = report.request_columns
+    for index, request in enumerate(requests):
+        row = {name: int(column[index]) for name, column in columns.items()}
+        assert (row["status"] == REJECTED) == request.rejected
+        if request.rejected:
+            continue
+        assert row["first_admitted_ns"] == request.first_admitted_ns
+        assert row["first_token_ns"] == request.first_token_ns
+        assert row["last_token_ns"] == request.last_token_ns
+        assert row["cached_tokens"] == request.others_hit_tokens
+        assert row["preemptions"] == request.preemptions
+        assert row["recomputed_tokens"] == request.recomputed_tokens
+    evicted = [0] * len(groups)
+    for log, naive in zip(report.step_logs, engines, strict=True):
+        steps = {**log.columns, "released": log.released()}
+        for name in ("start_ns", "duration_ns", "running", "waiting", "preempted", "tokens"):
+            assert steps[name].tolist() == [getattr(step, name) for step in naive.steps], name
+        for name in ("used", "cached", "released"):
+            assert (steps[name] * block_bytes).tolist() == [getattr(step, name) for step in naive.steps], name
+        for place, name in enumerate(log.group_fields):
+            assert steps[name].tolist() == [counts[place] for counts in naive.counts], name
+        for group, _ in naive.groups.evicted:
+            evicted[group] += 1
+    assert [group["num_evicted_parts"] for group in report.summary["kv_groups"]] == evicted

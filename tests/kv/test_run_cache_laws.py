@@ -1,0 +1,181 @@
+"""A cache with KV groups by the run of pages against the one page by page, whatever is done in whatever order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvarts.content import Content
+from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.grouped_cache import GroupedCache
+from kvarts.kv.parts import GroupedHolding
+from kvarts.kv.pool import PageError
+from kvarts.kv.run_cache import RunCache
+from kvarts.kv.spans import RunHolding
+
+from builders.grouped import FULL, WINDOW, part_groups
+
+pytestmark = pytest.mark.laws
+
+
+@dataclass
+class Both:
+    content: Content
+    by_page: GroupedHolding
+    by_run: RunHolding
+
+
+class RunMachine(RuleBasedStateMachine):
+    @initialize(
+        groups=part_groups(),
+        page_size=st.integers(1, 4),
+        total_bytes=st.sampled_from([8, 20, 40, 60]),
+        keeps=st.sampled_from(["all", "tails"]),
+    )
+    def build(self, groups: tuple[PartGroup, ...], page_size: int, total_bytes: int, keeps: Retention) -> None:
+        self.pages = GroupedCache(groups, page_size=page_size, total_bytes=total_bytes, keeps=keeps)
+        self.runs = RunCache(GroupMemory(groups, keeps), page_size=page_size, total_bytes=total_bytes)
+        self.holders: list[Both] = []
+        self.num_owners = 0
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        num_unknown=st.integers(0, 12),
+        num_new=st.integers(1, 20),
+        is_end=st.booleans(),
+    )
+    def open(self, tokens: list[int], num_unknown: int, num_new: int, is_end: bool) -> None:
+        self.num_owners += 1
+        page_size = self.pages.page_size
+        content = Content.from_tokens(tokens, page_size=page_size, owner=self.num_owners)
+        self.begin(content, len(tokens) + num_unknown, num_new, is_end)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), num_new=st.integers(1, 20), is_end=st.booleans())
+    def preempt(self, data: st.DataObject, num_new: int, is_end: bool) -> None:
+        """What it has generated it finds again itself."""
+        both = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        num_tokens = both.by_page.num_tokens
+        self.end(both)
+        self.begin(both.content, num_tokens, num_new, is_end)
+
+    def begin(self, content: Content, num_tokens: int, num_new: int, is_end: bool) -> None:
+        pages, runs = self.pages, self.runs
+        limit = (num_tokens - 1) // pages.page_size
+        by_page, by_run = pages.match(content, limit), runs.match(content, limit)
+        assert by_page.num_pages == by_run.num_pages
+        found = pages.found_parts(by_page)
+        for index, group in enumerate(pages.groups):
+            held = {page for page, part in found[index].items() if part.refs}
+            if group.is_state:
+                assert runs.num_idle(by_run, index) == len(found[index]) - len(held)
+                continue
+            num_sink = -(-group.layer.sink // pages.page_size)
+            for first in range(
+                group.layer.first_seen(by_page.num_pages * pages.page_size) // pages.page_size, limit + 1
+            ):
+                num_shared = sum(page >= first or page < num_sink for page in held)
+                assert runs.num_shared(by_run, index, first) == num_shared
+        start = by_page.num_pages * pages.page_size
+        num_new = min(num_new, num_tokens - start)
+        held_by_page = pages.open(content, by_page, num_new, is_end=is_end)
+        if held_by_page is None:
+            return
+        held_by_run = runs.begin(content, by_run)
+        self.grow(held_by_run, start + num_new, is_end)
+        self.holders.append(Both(content, held_by_page, held_by_run))
+
+    def grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
+        """As GroupedCache does it: snapshots where the tokens end, and not on the way."""
+        self.runs._grow(holding, num_tokens, is_end)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), num_new=st.integers(1, 8), is_end=st.booleans())
+    def advance(self, data: st.DataObject, num_new: int, is_end: bool) -> None:
+        both = data.draw(st.sampled_from(self.holders))
+        num_tokens = both.by_page.num_tokens
+        assert self.runs.missing_bytes(both.by_run, num_new) == self.pages.missing_bytes(both.by_page, num_new)
+        self.runs.settle(both.by_run, num_tokens)
+        if self.pages.advance(both.by_page, num_new, is_end=is_end):
+            self.grow(both.by_run, num_tokens + num_new, is_end)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        self.end(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
+
+    def end(self, both: Both) -> None:
+        num_pages = both.by_page.num_tokens // self.pages.page_size
+        self.pages.close(both.by_page)
+        self.runs.close(both.by_run, num_pages)
+        with pytest.raises(PageError, match="closed"):
+            self.runs.close(both.by_run, num_pages)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "runs"):
+            return
+        pages, runs = self.pages, self.runs
+        runs.check([both.by_run for both in self.holders])
+        assert runs.empty_bytes == pages.empty_bytes
+        for name in ("num_used", "num_cached", "num_evicted"):
+            assert getattr(runs, name) == getattr(pages, name), name
+        listed = []
+        for run in runs._released:
+            is_state = pages.groups[run.group].is_state
+            places = [run.span.end - 1] if is_state else range(run.end - 1, run.span.start - 1, -1)
+            listed += [(run.group, page) for page in places]
+        assert listed == [(part.group, part.name.page) for part in pages._released if part.name is not None]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "runs"):
+            return
+        for both in self.holders:
+            self.end(both)
+        self.runs.check([])
+        assert self.runs.used_bytes == 0
+        self.runs.clear()
+        assert not any(root.children for root in self.runs._tree.roots.values()), (
+            "a span outlives everything that needs it"
+        )
+
+
+TestRuns = RunMachine.TestCase
+TestRuns.settings = settings(stateful_step_count=30)
+
+
+def test_what_is_evicted_from_a_tail_is_split_off_when_it_is_looked_at() -> None:
+    memory = GroupMemory((PartGroup(FULL, 1), WINDOW))
+    cache = RunCache(memory, page_size=4, total_bytes=3 * 12)
+    first, second = (Content.from_tokens(range(start, start + 40), page_size=4, owner=start) for start in (0, 100))
+    holding = cache.begin(first, cache.match(first, 9))
+    cache.extend(holding, 40, is_end=True)
+    cache.close(holding, 10)
+    assert cache.num_cached == [10, 10]
+    holding = cache.begin(second, cache.match(second, 0))
+    cache.extend(holding, 12)
+    assert cache.num_evicted == [3, 0], (
+        "the memory had room for two pages in both groups, and the third took three parts"
+    )
+    assert cache.match(first, 9).num_pages == 7
+    cache.close(holding, 3)
+
+
+def test_a_tail_of_which_everything_was_evicted_is_forgotten_when_it_is_split_off() -> None:
+    cache = RunCache(GroupMemory((PartGroup(FULL, 1), WINDOW)), page_size=4, total_bytes=30)
+    first, second = (Content.from_tokens(range(start, start + 40), page_size=4, owner=start) for start in (0, 100))
+    # Ten pages, then six of another: all parts of the full group go, and the last of the window.
+    for content, num_pages in ((first, 10), (second, 6)):
+        holding = cache.begin(content, cache.match(content, 0))
+        cache.extend(holding, 4 * num_pages, is_end=True)
+        cache.close(holding, num_pages)
+    assert cache.num_evicted == [10, 4]
+    holding = cache.begin(first, cache.match(first, 9))
+    cache.extend(holding, 12)
+    (span,) = (child for root in cache._tree.roots.values() for child in root.children.values() if child.end == 3)
+    assert not span.children
+    cache.close(holding, 3)

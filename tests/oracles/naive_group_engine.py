@@ -1,0 +1,275 @@
+"""A naive engine with KV groups: of every request, every group and every token, what is held, found and given back.
+
+The order of a step is that of the naive engine; parts are those of the naive cache with groups. What is wanted of
+memory is found by trying every place at which a chunk may begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvarts.hardware.kv_groups import KvLayer
+
+from oracles.naive import Batch, NaiveEngine, NaiveRequest, NaiveStep
+from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence
+from oracles.naive_kv_groups import kept_pages
+
+__all__ = ["NaiveGroupEngine"]
+
+
+class CountingGroups(NaiveGroups):
+    """Counts the bytes that have gone out of use."""
+
+    released_bytes = 0
+
+    def release(self, part: NaivePart) -> None:
+        super().release(part)
+        if part.refs == 0:
+            self.released_bytes += self.bytes_of(part)
+
+
+class NaiveGroupEngine(NaiveEngine):
+    """Memory is counted in bytes. `groups`: what a layer keeps, and the bytes of a part."""
+
+    def __init__(self, groups: Sequence[tuple[KvLayer, int]], *, keeps_all: bool, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.layers = list(groups)
+        page_bytes = sum(part_bytes for layer, part_bytes in groups if layer.kind != "state")
+        self.total_bytes = self.num_pages * page_bytes
+        self.groups = CountingGroups(self.layers, self.page_size, self.total_bytes, keeps_all=keeps_all)
+        self.sequences: dict[int, NaiveSequence] = {}
+        self.decoding: set[int] = set()
+        """Requests that have sampled a token since they were last admitted."""
+        self.counts: list[tuple[int, ...]] = []
+        """Parts used and cached in each group, at the mark of each step."""
+
+    # Memory -----------------------------------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        return self.total_bytes - self.groups.free_bytes()
+
+    def mark_of(self) -> tuple[int, int, int, tuple[int, ...]]:
+        cached_bytes = sum(self.groups.bytes_of(part) for part in self.groups.released)
+        used: set[NaivePart] = set()
+        for sequence in self.sequences.values():
+            used |= {part for parts in sequence.parts for part in parts.values()} | set(sequence.states.values())
+        counts: list[int] = []
+        for group in range(len(self.layers)):
+            counts.append(sum(part.group == group for part in used))
+            counts.append(sum(part.group == group for part in self.groups.released))
+        return self.used_bytes, cached_bytes, self.groups.released_bytes, tuple(counts)
+
+    def while_computing(self, start: int, end: int) -> dict[int, set[int]]:
+        """The pages of each group that tokens [start, end) need."""
+        return {
+            group: kept_pages(layer, end, self.page_size, end - start)
+            for group, (layer, _) in enumerate(self.layers)
+            if layer.kind != "state"
+        }
+
+    def wanted(self, start: int, end: int, found: list[dict[int, NaivePart]]) -> int:
+        """The most bytes that are to be taken for tokens [start, end) at one time, of those that others do not hold."""
+        most = 0
+        for first in range(start, end):
+            asked = 0
+            pages = self.while_computing(first, min(end, first + self.max_num_batched_tokens))
+            for group, (layer, part_bytes) in enumerate(self.layers):
+                parts = found[group] if found else {}
+                if layer.kind == "state":
+                    asked += part_bytes
+                    if first == start:
+                        asked += part_bytes * sum(part.refs == 0 for part in parts.values())
+                    continue
+                shared = {page for page, part in parts.items() if part.refs}
+                asked += part_bytes * len(pages[group] - shared)
+            most = max(most, asked)
+        return most
+
+    # Requests ---------------------------------------------------------------------------------------------
+
+    def submit(self, request: NaiveRequest) -> None:
+        num_tokens = len(request.tokens) + request.num_output - 1
+        asked = self.wanted(0, max(1, num_tokens), [])
+        if num_tokens > self.page_size:  # it may begin from a snapshot
+            asked += sum(part_bytes for layer, part_bytes in self.layers if layer.kind == "state")
+        if asked > self.total_bytes:
+            request.rejected = True
+            self.finished.append(request)
+            return
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda r: -r.priority)
+
+    def release(self, request: NaiveRequest) -> None:
+        self.decoding.discard(request.seq)
+        sequence = self.sequences.pop(request.seq)
+        sequence.num_tokens = request.computed
+        self.groups.close(sequence)
+
+    def tokens_of(self, request: NaiveRequest, count: int) -> list[Any]:
+        return [request.token(index) for index in range(count)]
+
+    def count_computed(self, request: NaiveRequest, upto: int) -> None:
+        request.recomputed_tokens += max(0, min(upto, request.furthest) - request.computed)
+        request.computed_first += max(0, upto - max(request.furthest, request.computed))
+        request.furthest = max(request.furthest, upto)
+        request.computed = upto
+
+    def compute_chunk(self, request: NaiveRequest, want: int) -> None:
+        sequence = self.sequences[request.seq]
+        end = request.computed + want
+        sequence.tokens[:] = self.tokens_of(request, end)
+        is_end = end == request.known
+        page_end = end - end % self.page_size
+        if is_end and request.computed < page_end < end:
+            self.groups.grow(sequence, page_end - sequence.num_tokens, is_end=True)
+        self.groups.grow(sequence, end - sequence.num_tokens, is_end=is_end)
+        self.count_computed(request, end)
+
+    def begin_page(self, request: NaiveRequest) -> None:
+        """A decode takes parts for the page of its next token."""
+        page = request.computed // self.page_size
+        for group, (layer, _) in enumerate(self.layers):
+            if layer.kind != "state":
+                self.sequences[request.seq].parts[group][page] = self.groups.take(group)
+
+    def fill(self, request: NaiveRequest) -> None:
+        """A decode computes a token; its page can be found if that is the last one of the page."""
+        self.count_computed(request, request.computed + 1)
+        sequence = self.sequences[request.seq]
+        sequence.tokens[:] = self.tokens_of(request, request.computed)
+        sequence.num_tokens = request.computed
+        page = (request.computed - 1) // self.page_size
+        if request.computed % self.page_size == 0:
+            for group, (layer, _) in enumerate(self.layers):
+                if layer.kind != "state":
+                    part = sequence.parts[group][page]
+                    self.groups.publish(part, self.groups.name(sequence.tokens, sequence.salt, page))
+
+    def settle(self, request: NaiveRequest) -> None:
+        """What no later token needs goes back, the deepest first."""
+        sequence = self.sequences[request.seq]
+        for group, (layer, _) in enumerate(self.layers):
+            needed = set(self.groups.needed(layer, request.computed))
+            if request.computed % self.page_size:
+                needed.add(request.computed // self.page_size)
+            for page in sorted(sequence.parts[group], reverse=True):
+                if page not in needed:
+                    self.groups.release(sequence.parts[group].pop(page))
+
+    # A step -----------------------------------------------------------------------------------------------
+
+    def step(self, now_ns: int) -> int:
+        budget = self.max_num_batched_tokens
+        before: dict[int, int] = {}
+        num_preempted = 0
+        mark: tuple[int, int, int, tuple[int, ...]] = (-1, 0, 0, ())
+
+        def look() -> None:
+            nonlocal mark
+            seen = self.mark_of()
+            mark = seen if seen[0] > mark[0] else mark
+
+        took: dict[int, tuple[NaiveRequest, int]] = {}
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request not in self.running:
+                continue
+            want = min(request.known - request.computed, budget)
+            is_decode = request.seq in self.decoding
+            asked = self.groups.missing(self.sequences[request.seq], want)
+            while asked > self.groups.free_bytes():
+                look()
+                victim = self.victim()
+                if victim.seq in took:
+                    budget += took.pop(victim.seq)[1]
+                self.preempt(victim, request, now_ns)
+                num_preempted += 1
+                if victim is request:
+                    break
+            if request not in self.running:
+                continue
+            if is_decode and request.computed % self.page_size == 0:
+                self.begin_page(request)
+            took[request.seq] = (request, want)
+            budget -= want
+            if not is_decode:
+                before[request.seq] = request.computed
+                self.compute_chunk(request, want)
+        for request, _ in took.values():
+            if request.seq not in before:
+                before[request.seq] = request.computed
+                self.fill(request)
+        while not num_preempted and self.waiting and len(self.running) < self.max_num_seqs and budget:
+            head = self.choose_head(self.waiting, now_ns)
+            tokens = self.tokens_of(head, head.known)
+            length = self.groups.hit(tokens, head.tenant, (head.known - 1) // self.page_size)  # type: ignore[arg-type]
+            hit_tokens = length * self.page_size
+            sequence = NaiveSequence(tokens, head.tenant, hit_tokens, [])  # type: ignore[arg-type]
+            for group, (layer, _) in enumerate(self.layers):
+                pages = sorted(self.groups.needed(layer, hit_tokens))
+                names = {page: self.groups.name(tokens, sequence.salt, page) for page in pages}
+                sequence.parts.append({page: self.groups.copies[group, names[page]][0] for page in pages})
+            if self.wanted(hit_tokens, head.known, sequence.parts) > self.groups.free_bytes():
+                break
+            self.waiting.remove(head)
+            for part in [part for parts in sequence.parts for part in parts.values()]:
+                if part.refs == 0:
+                    self.groups.released.remove(part)
+                part.refs += 1
+            self.sequences[head.seq] = sequence
+            self.running.append(head)
+            head.admissions += 1
+            if head.first_admitted_ns is None:
+                head.first_admitted_ns = now_ns
+            head.others_hit_tokens += max(0, hit_tokens - head.furthest)
+            head.furthest = max(head.furthest, hit_tokens)
+            head.computed = before[head.seq] = hit_tokens
+            want = min(head.known - hit_tokens, budget)
+            self.compute_chunk(head, want)
+            budget -= want
+        look()
+        assert budget < self.max_num_batched_tokens or num_preempted, "there is work, and a step does nothing"
+        batch = Batch([], [])
+        for request in self.running:
+            if request.seq in before:
+                if before[request.seq] < len(request.tokens):
+                    batch.prefills.append((request, before[request.seq], request.computed))
+                if request.computed == request.known and request.made > 0:
+                    batch.decodes.append((request, request.known))
+        duration_ns = self.cost(batch, self)
+        end_ns = now_ns + duration_ns
+        num_running, num_waiting = len(self.running), len(self.waiting)
+        for request in list(self.running):
+            if request.seq in before and request.computed == request.known:
+                request.made += 1
+                self.decoding.add(request.seq)
+                request.token_times_ns.append(end_ns)
+                if request.first_token_ns is None:
+                    request.first_token_ns = end_ns
+                if request.made == request.num_output:
+                    request.last_token_ns = end_ns
+                    self.running.remove(request)
+                    self.release(request)
+                    self.finished.append(request)
+        for request in self.running:
+            self.settle(request)
+        used, cached, released, counts = mark
+        self.steps.append(
+            NaiveStep(
+                now_ns,
+                duration_ns,
+                used,
+                cached,
+                released,
+                num_running,
+                num_waiting,
+                num_preempted,
+                self.max_num_batched_tokens - budget,
+                not self.has_work(),
+            )
+        )
+        self.counts.append(counts)
+        return end_ns

@@ -1,0 +1,182 @@
+"""Replays that count KV groups: what a user says and sees of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvarts.errors import ConfigError
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import PartGroup
+from kvarts.report.advice import advice
+from kvarts.report.report import Report
+from kvarts.sim.config import ReplayConfig, make_config
+from kvarts.sim.replay import replay
+from kvarts.traffic.workload import FixedLength, Workload
+
+from builders.case import Case, Row
+from builders.command_line import parsed
+from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive
+from builders.kept import Kept
+from builders.rooms import HAS_OFFLOAD
+
+GROUPS = (PartGroup(FULL, 1), WINDOW)
+
+
+def traffic(**changes: Any) -> Workload:
+    settings: dict[str, Any] = {
+        "num_sessions": 6,
+        "turns_per_session": 2,
+        "new_tokens": FixedLength(1500),
+        "output_tokens": FixedLength(40),
+        "sessions_per_s": 1.0,
+        **changes,
+    }
+    return Workload(**settings)
+
+
+def replayed(model: str, **changes: Any) -> Report:
+    return replay(traffic(), make_config({"model": model, "device": "h100-80gb", **changes}))
+
+
+def test_a_model_of_full_layers_is_replayed_as_ever() -> None:
+    off, on = (replayed("llama-3.1-8b", kv_groups=way) for way in ("off", "all"))
+    assert on.to_json() == off.to_json()
+    assert on.requests_jsonl() == off.requests_jsonl()
+
+
+def test_groups_are_counted_only_where_they_are_asked_for() -> None:
+    summary = replayed("gemma-3-27b").summary
+    assert "kv_groups" not in summary
+    assert "kv_groups" not in summary["config"]
+
+
+def test_memory_is_that_of_whole_pages_and_holds_more() -> None:
+    off, on = (replayed("gemma-3-27b", kv_groups=way).summary for way in ("off", "all"))
+    assert on["config"]["pages"] == off["config"]["pages"]
+    assert on["total_blocks"] * on["block_bytes"] == on["config"]["pages"] * on["config"]["page_bytes"]
+    full, window = on["kv_groups"]
+    assert (full["kind"], full["layers"], window["kind"], window["layers"], window["tokens"]) == (
+        "full", 10, "window", 52, 1024,
+    )  # fmt: skip
+    assert window["peak_used_parts"] < full["peak_used_parts"]
+    assert on["peak_used_pct"] < off["peak_used_pct"]
+
+
+def test_every_row_of_a_timeline_adds_up_over_groups(tmp_path: Path) -> None:
+    timelines_of = pytest.importorskip("kvarts.record.timeline").timelines_of
+    verify_file = pytest.importorskip("kvarts.verify").verify_file
+    report = replayed("gemma-3-27b", kv_groups="tails")
+    (timeline,) = timelines_of(report)
+    blocks = np.array([group["part_blocks"] for group in report.summary["kv_groups"]])
+    for what in ("used", "cached"):
+        parts = timeline.columns[f"group_{what}_parts"]
+        assert (parts @ blocks).tolist() == timeline.columns[f"{what}_blocks"].tolist()
+    for form in ("t.json", "t.jsonl"):
+        timeline.write(tmp_path / form, every=3)
+        assert verify_file(tmp_path / form).verdict == "ok"
+    body = json.loads((tmp_path / "t.json").read_bytes())
+    assert [group["part_blocks"] for group in body["kv_groups"]] == blocks.tolist()
+    assert len(body["timeline"][0]["group_used_parts"]) == 2
+    parquet = pytest.importorskip("pyarrow.parquet")
+    timeline.write(tmp_path / "t.parquet")
+    column = parquet.read_table(tmp_path / "t.parquet").column("group_used_parts").to_pylist()
+    assert column == timeline.columns["group_used_parts"].tolist()
+
+
+def test_a_state_is_found_at_the_last_page_end_of_a_prompt() -> None:
+    report = replay(
+        traffic(turns_per_session=1, num_sessions=4, new_tokens=FixedLength(1), prefix_tokens=1599),
+        make_config({"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all"}),
+    )
+    # 1,600 tokens are 100 pages; the last token is computed, so a hit is of 99 pages, and no snapshot is there.
+    assert report.summary["num_cached_tokens"] == 0
+    report = replay(
+        traffic(turns_per_session=1, num_sessions=4, new_tokens=FixedLength(2), prefix_tokens=1600),
+        make_config({"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all"}),
+    )
+    assert report.summary["num_cached_tokens"] == 3 * 1600
+    assert {group["kind"] for group in report.summary["kv_groups"]} == {"full", "state"}
+
+
+def test_a_window_that_goes_one_token_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the naive engine looks at tokens, and does not ask a layer for its first one."""
+    case = Case([Row(0, [1, 2, 3, 4], 16, 30, None, 0, None)], 4, 4, 20, 64, 8, "default", 1)
+    assert_grouped_as_in_naive(case, GROUPS, "all")
+    first_seen = KvLayer.first_seen
+    monkeypatch.setattr(KvLayer, "first_seen", lambda layer, position: first_seen(layer, position + 1))
+    with pytest.raises(AssertionError, match="used"):
+        assert_grouped_as_in_naive(case, GROUPS, "all")
+
+
+def test_what_never_fits_is_refused_with_what_it_needs() -> None:
+    config = ReplayConfig(num_pages=4, page_size=4, max_num_batched_tokens=256, kv_groups="all", groups=GROUPS)
+    report = replay(traffic(new_tokens=FixedLength(30), output_tokens=FixedLength(3), turns_per_session=1), config)
+    assert report.summary["num_rejected"] == 6
+    assert report.requests["reason"][0] == (
+        "needs 24 blocks of 1 bytes for 30 prompt and 3 output tokens, with 256 tokens a step; the memory has 12"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"groups": ()}, "kv_groups: says nothing without one model. Give a model and a"),
+        ({"profile": "mocker"}, "profile: is not counted by KV group yet: the mocker knows pages of one kind"),
+        ({"kv_groups": "some"}, "kv_groups: must be 'off', 'all' or 'tails', got 'some'"),
+        ({"kv_groups": "off"}, "groups: are given, and kv_groups is off"),
+        ({"num_pages": 1 << 40}, "num_pages: make 3,298,534,883,328 blocks of 1 bytes"),
+    ],
+)
+def test_what_does_not_combine_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ReplayConfig(**{"kv_groups": "all", "groups": GROUPS, **changes})
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--kv-groups all", "--kv-groups: says nothing without one model. Give a model and a device, or"),
+        ("--model gemma-3-27b --device h100-80gb --kv-groups all --profile mocker", "--profile: is not counted by KV"),
+        ("--model gpt-oss-120b --device h100-80gb --data-parallel 2 --kv-groups all", "ranks in lock step count whole"),
+        ("--model gemma-3-27b --device h100-80gb --kv-groups all --kv-memory 1MB", "--kv-memory: 1MB hold no page of"),
+    ],
+)
+def test_what_the_command_line_refuses(arguments: str, says: str) -> None:
+    from kvarts.sim.config import resolve_replay
+
+    with pytest.raises(ConfigError) as refused:
+        resolve_replay(parsed(*arguments.split()))
+    assert says in str(refused.value)
+
+
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
+def test_tiers_below_the_device_are_refused(run_command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all", "--host-memory", "1GB"]
+    assert run_command("replay", *asked) == 2
+    assert "--host-memory: is not counted by KV group yet: tiers below the device" in capsys.readouterr().err
+
+
+def test_advice_names_no_tier_where_none_can_be() -> None:
+    config = ReplayConfig(num_pages=110, page_size=4, kv_groups="all", groups=GROUPS)
+    summary = replay(
+        traffic(
+            new_tokens=FixedLength(100), num_sessions=8, turns_per_session=3, sessions_per_s=0.1, think_time_s=30.0
+        ),
+        config,
+    ).summary
+    assert summary["num_evicted_pages"]
+    whole = {name: value for name, value in summary.items() if name != "kv_groups"}
+    assert "--host-pages" in (advice(whole, tier_flag="--host-pages") or "")
+    assert "--host-pages" not in (advice(summary, tier_flag="--host-pages") or "")
+
+
+def test_page_events_are_refused_rather_than_told_wrongly() -> None:
+    config = ReplayConfig(num_pages=40, page_size=4, kv_groups="all", groups=GROUPS)
+    with pytest.raises(ConfigError, match="not told of KV groups yet"):
+        replay(traffic(), config, observers_of=lambda _: [Kept()])

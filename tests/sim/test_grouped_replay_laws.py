@@ -1,0 +1,122 @@
+"""Whole random workloads of models with KV groups: against an engine that looks at every token, group and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.parts import Part
+from kvarts.sched.group_needs import GroupNeeds
+from kvarts.sim.replay import replay
+
+from builders.case import Case, Row, cases
+from builders.grouped import FULL, assert_grouped_as_in_naive, part_groups
+from oracles.naive import polynomial_ns
+from oracles.naive_group_engine import NaiveGroupEngine
+
+pytestmark = pytest.mark.laws
+
+
+@given(cases(max_requests=16), part_groups(), st.sampled_from(["all", "tails"]))
+def test_every_step_and_every_part_is_as_in_the_naive_engine(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str
+) -> None:
+    """L1, L4, L7, L8, of every group."""
+    case.profile = "default"
+    # Memory that is short now and then.
+    case.num_pages = max(1, case.num_pages * 2 // 3)
+    assert_grouped_as_in_naive(case, groups, keeps)
+
+
+def test_a_head_that_lacked_memory_needs_less_once_another_runs_with_its_prefix() -> None:
+    """It was taken to lack memory for as long as nothing became findable; one of a higher priority came and hit."""
+    prefix, other = [1, 2, 3, 4, 5, 6], [9, 8, 7, 6]
+    rows = [
+        Row(0, prefix, 24, 1, None, 0, None),
+        Row(100, other, 13, 4, None, 0, None),
+        Row(110, [*prefix, 7], 26, 2, None, 0, None),
+        Row(120, prefix, 21, 12, None, 1, None),
+    ]
+    case = Case(rows, 4, 4, 10, 64, 8, "default", 1)
+    assert_grouped_as_in_naive(case, (PartGroup(FULL, 1),), "all")
+
+
+@given(cases(max_requests=40), part_groups(), st.sampled_from(["all", "tails"]))
+def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+    """L5, of every group: also where requests come when others end, and replicas are looked at."""
+    case.profile = "default"
+    for changes in ({}, {"concurrency": 3}, {"router": "prefix", "replicas": 2}):
+        of_groups = {"kv_groups": keeps, "groups": groups, **changes}
+        fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **of_groups)) for slowly in (False, True))
+        assert fast.to_json() == slow.to_json()
+        assert fast.requests_jsonl() == slow.requests_jsonl()
+        for name, column in fast.steps.items():
+            assert column.tobytes() == slow.steps[name].tobytes(), name
+
+
+@given(cases(max_requests=40), st.sampled_from([1, 3]), st.sampled_from(["all", "tails"]))
+def test_one_group_that_keeps_everything_is_counted_as_pages_are(case: Case, part_bytes: int, keeps: str) -> None:
+    """Two bookkeepings that share no code: runs of pages in a tree, and parts of pages in a list."""
+    case.profile = "default"
+    whole = replay(case.trace(), case.config())
+    counted = replay(case.trace(), case.config(kv_groups=keeps, groups=(PartGroup(FULL, part_bytes),)))
+    of_groups = {"block_bytes", "total_blocks", "kv_groups"}
+    left, right = (dict(report.summary) for report in (whole, counted))
+    assert {key for key in right if key not in left} == of_groups
+    for values in (left, right):
+        config = values["config"]
+        values["config"] = {key: config[key] for key in config if key not in ("kv_groups", "page_bytes")}
+    assert left == {key: value for key, value in right.items() if key not in of_groups}
+    for name, column in whole.requests.items():
+        if name != "reason":  # a refusal says what is missing in its own words
+            assert list(map(repr, column)) == list(map(repr, counted.requests[name])), name
+    for name, of_steps in whole.steps.items():
+        assert of_steps.tobytes() == counted.steps[name].tobytes(), name
+
+
+@dataclass
+class Found:
+    groups: tuple[PartGroup, ...]
+    parts: list[dict[int, Any]]
+    page_size: int
+
+    def num_shared(self, group: int, first_page: int) -> int:
+        num_sink = -(-self.groups[group].layer.sink // self.page_size)
+        return sum(part.refs > 0 for page, part in self.parts[group].items() if page >= first_page or page < num_sink)
+
+    def num_idle(self, group: int) -> int:
+        return sum(part.refs == 0 for part in self.parts[group].values())
+
+
+@given(part_groups(), st.integers(1, 6), st.integers(1, 24), st.integers(0, 5), st.integers(1, 60), st.data())
+def test_what_a_request_may_need_is_the_most_of_all_its_chunks(
+    groups: tuple[PartGroup, ...], page_size: int, most_new: int, num_hit: int, num_new: int, data: st.DataObject
+) -> None:
+    """Wherever chunks begin: a bound that is reached, of what is held alone and of what is not held by others."""
+    memory = GroupMemory(groups)
+    needs = GroupNeeds(memory, page_size=page_size, most_new=most_new)
+    engine = NaiveGroupEngine(
+        [(group.layer, group.part_bytes) for group in groups],
+        keeps_all=True,
+        num_pages=1,
+        page_size=page_size,
+        max_num_batched_tokens=most_new,
+        cost=polynomial_ns,
+    )
+    start = num_hit * page_size
+    found: list[dict[int, Any]] = []
+    for index, group in enumerate(groups):
+        pages = sorted(engine.groups.needed(group.layer, start))
+        found.append({page: Part(index, is_kept=True) for page in pages})
+        for part in found[-1].values():
+            part.refs = data.draw(st.integers(0, 1))
+    wanted = engine.wanted(start, start + num_new, found)
+    assert needs.to_admit(start, start + num_new, Found(groups, found, page_size)) * memory.block_bytes == wanted
+    states = sum(group.part_bytes for group in groups if group.is_state)
+    alone = engine.wanted(0, start + num_new, []) + (states if start + num_new > page_size else 0)
+    assert needs.at_most(start + num_new) * memory.block_bytes == alone
