@@ -21,7 +21,7 @@ BACKENDS = ("sdpa", "numba")
 
 
 def step_ms(model: Any, backend: str, work: Work) -> float:
-    engine, _ = decoding(model, work, attention=backend)
+    engine, _ = decoding(model, work, attention=backend, layers="model")
     taken = []
     for _ in range(work.steps):
         start = perf_counter()

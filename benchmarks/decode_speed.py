@@ -41,20 +41,22 @@ QWEN3_06B: dict[str, Any] = {
 }
 
 
-def write_model(directory: Path) -> None:
-    """The same weights in every run."""
+def write_model(directory: Path, dtype: str = "bfloat16", **changes: Any) -> None:
+    """The same weights in every run. `changes` of the config: for a part of the model."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3_06B), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3_06B | changes), dtype=getattr(torch, dtype))
     model.save_pretrained(directory)
 
 
 class Worker:
     """An engine in its own process."""
 
-    def __init__(self, name: str, python: str, directory: Path, log: Any) -> None:
+    def __init__(
+        self, name: str, python: str, directory: Path, log: Any, environment: dict[str, str] | None = None
+    ) -> None:
         self.name = name
         self._process = subprocess.Popen(
             [python, Path(__file__).with_name("decode_workers.py"), name, directory],
@@ -62,7 +64,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(NUM_THREADS)},
+            env={**os.environ, "OMP_NUM_THREADS": str(NUM_THREADS), **(environment or {})},
         )
 
     def answer(self) -> str:

@@ -110,6 +110,7 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         "dtype": "auto",
         "device": "auto",
         "attention": "auto",
+        "layers": "auto",
         "at_capacity": "refuse",
     }
     assert kvarts("serve", "sessions", "--mock")[0] == 130

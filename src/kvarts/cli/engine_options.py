@@ -40,6 +40,7 @@ def engine_options(command: Command, **attributes: Any) -> Command:
             "--attention",
             {"metavar": "NAME", "default": "auto", "help": "Attention backend: auto, flash, flex, numba or sdpa."},
         ),
+        ("--layers", {"metavar": "NAME", "default": "auto", "help": "What computes layers: auto, compiled or model."}),
     ]
     for name, settings in reversed(options):
         command = click.option(name, show_default=True, **settings, **attributes)(command)

@@ -89,12 +89,14 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         dtype=values["dtype"],
         device=values["device"],
         attention=values["attention"],
+        layers=values["layers"],
         **settings,
     )
     config = llm.config
     click.echo(
-        f"kvarts: on {llm.device} in {llm.dtype}, attention by {llm.attention}, {config.num_pages:,} pages of "
-        f"{config.page_size} tokens in {llm.kv_bytes() / 2**20:,.1f} MiB",
+        f"kvarts: on {llm.device} in {llm.dtype}, attention by {llm.attention}, layers by {llm.layers} "
+        f"({llm.layers_reason}), {config.num_pages:,} pages of {config.page_size} tokens in "
+        f"{llm.kv_bytes() / 2**20:,.1f} MiB",
         err=True,
     )
     return llm

@@ -32,9 +32,19 @@ EXIT_DIFFERENT = 5
 @click.option("--device", metavar="NAME", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--attention", metavar="NAME", default="auto", show_default=True,
               help="Attention backend: auto, flash, flex, numba or sdpa.")  # fmt: skip
+@click.option("--layers", metavar="NAME", default="auto", show_default=True,
+              help="What computes layers: auto, compiled or model.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 def check_command(
-    model: str, num_prompts: int, max_tokens: int, seed: int, dtype: str, device: str, attention: str, as_json: bool
+    model: str,
+    num_prompts: int,
+    max_tokens: int,
+    seed: int,
+    dtype: str,
+    device: str,
+    attention: str,
+    layers: str,
+    as_json: bool,
 ) -> int:
     r"""Say whether the model in the directory MODEL runs in pages, and prove it.
 
@@ -51,7 +61,9 @@ def check_command(
     from kvarts.llm.check import check_model
 
     loaded = load_model(model, dtype=dtype, device=device)
-    check = check_model(loaded, attention=attention, num_prompts=num_prompts, num_tokens=max_tokens, seed=seed)
+    check = check_model(
+        loaded, attention=attention, layers=layers, num_prompts=num_prompts, num_tokens=max_tokens, seed=seed
+    )
     if as_json:
         print_json({**msgspec.to_builtins(check), "is_exact": check.is_exact})
     else:
@@ -66,6 +78,7 @@ def _print_lines(model: str, check: ModelCheck) -> None:
     )
     rows = [
         ("model", f"{model}: {check.model_type}, {check.dtype}, attention by {check.attention}"),
+        ("layers", f"by {check.layers}: {check.layers_reason}"),
         ("attention", f"{check.num_attention_calls} times a step; {windows}"),
         ("KV a token", f"{check.kv_bytes_per_token:,} bytes"),
     ]

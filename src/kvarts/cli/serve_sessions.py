@@ -112,6 +112,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "dtype",
             "device",
             "attention",
+            "layers",
         )
         if values[name] is not None
     }

@@ -45,6 +45,8 @@ class ModelCheck(msgspec.Struct, frozen=True):
     model_type: str
     dtype: str
     attention: str
+    layers: str
+    layers_reason: str
     num_attention_calls: int
     kv_bytes_per_token: int
     windows: dict[str, int]
@@ -62,7 +64,13 @@ class ModelCheck(msgspec.Struct, frozen=True):
 
 
 def check_model(
-    model: Any, *, attention: str = "auto", num_prompts: int = 8, num_tokens: int = 16, seed: int = 0
+    model: Any,
+    *,
+    attention: str = "auto",
+    layers: str = "auto",
+    num_prompts: int = 8,
+    num_tokens: int = 16,
+    seed: int = 0,
 ) -> ModelCheck:
     """Run random prompts through an engine with few pages and small chunks, and compare it with `generate`.
 
@@ -80,7 +88,7 @@ def check_model(
     )
     with _by_itself(model):
         expected = [generated(model, prompt, num_tokens) for prompt in prompts]
-    llm = LLM(model, None, config, attention=attention)
+    llm = LLM(model, None, config, attention=attention, layers=layers)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     said = [list(completion.tokens) for completion in llm.generate(prompts, params)]
     differences: list[Difference] = []
@@ -101,6 +109,8 @@ def check_model(
         model_type=model.config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
         attention=llm.attention,
+        layers=llm.layers,
+        layers_reason=llm.layers_reason,
         num_attention_calls=len(facts.layers),
         kv_bytes_per_token=page_bytes_of(facts.layers, page_size=1, dtype=model.dtype),
         windows=windows,

@@ -71,7 +71,8 @@ class LLM:
 
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the memory that is free, 4 GiB at most.
     `config`: all of pages, page size and batch, instead of the settings here. `attention`: the backend, one of
-    kvarts.executor.torch.backend. `offload`: host memory and files below the pages, on a CPU; `disk_path`: the
+    kvarts.executor.torch.backend. `layers`: `compiled` or the `model`'s own code, see
+    kvarts.executor.torch.layers. `offload`: host memory and files below the pages, on a CPU; `disk_path`: the
     directory of the files, which a later run of the same model reads again.
 
     `speculative_config`: have tokens guessed that may follow, which are computed beside the others and accepted where
@@ -101,6 +102,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         attention: str = "auto",
+        layers: str = "auto",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
@@ -146,6 +148,7 @@ class LLM:
             num_host_pages=self.tiers.get("host", 0),
             files=files,
             attention=attention,
+            layers=layers,
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)
@@ -301,6 +304,16 @@ class LLM:
     def attention(self) -> str:
         """The name of the attention backend, which `auto` has chosen or the caller has."""
         return self._executor.attention
+
+    @property
+    def layers(self) -> str:
+        """What computes the layers of the model: `compiled` calls, or the `model`'s own code."""
+        return self._executor.layers
+
+    @property
+    def layers_reason(self) -> str:
+        """Why it is that which computes them."""
+        return self._executor.layers_reason
 
     @property
     def device(self) -> str:

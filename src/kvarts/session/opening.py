@@ -102,6 +102,7 @@ def open_sessions(
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
+    layers: str = "auto",
     host_memory: str | int | None = None,
     clock: Clock | None = None,
     say: Callable[[str], object] = lambda _: None,
@@ -151,6 +152,7 @@ def open_sessions(
             dtype=dtype,
             device=device,
             attention=_attention(attention, device),
+            layers=layers,
             offload=None if host_memory is None else _eager(host_memory),
             clock=clock,
         )

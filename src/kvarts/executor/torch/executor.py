@@ -17,6 +17,7 @@ from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.backend import backend_name, choose_backend
 from kvarts.executor.torch.fingerprint import fingerprint
+from kvarts.executor.torch.layers import open_layers
 from kvarts.executor.torch.metadata import AttentionMetadata
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import examine
@@ -32,7 +33,8 @@ class TorchExecutor:
     """An Executor of a model of transformers that `load_model` has loaded. Owner of its KV pools and page tables.
 
     `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, which transfers go to and
-    come from; `files`: pages below those. `attention`: the backend, by name. `clock` measures how long a step takes.
+    come from; `files`: pages below those. `attention`: the backend, by name; `layers`: what computes layers, by name.
+    `clock` measures how long a step takes.
     """
 
     needs_page_ids = True
@@ -46,6 +48,7 @@ class TorchExecutor:
         num_host_pages: int = 0,
         files: PageStore | None = None,
         attention: str = "auto",
+        layers: str = "auto",
         clock: Clock | None = None,
     ) -> None:
         self._model = model
@@ -62,7 +65,9 @@ class TorchExecutor:
         )
         self.attention = backend_name(self.pools, attention)
         """The name of the attention backend."""
-        self._attention = PagedAttention(self.pools, choose_backend(self.pools, self.attention))
+        backend = choose_backend(self.pools, self.attention)
+        self._attention = PagedAttention(self.pools, backend)
+        self._layers, self.layers_reason = open_layers(model, self._facts, self.pools, backend, layers)
         self._copier: PageCopier | None = None
         if num_host_pages:
             self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files, clock=clock)
@@ -73,6 +78,11 @@ class TorchExecutor:
     def fingerprint(self) -> str:
         """Return what pages depend on, beside tokens."""
         return fingerprint(self._model)
+
+    @property
+    def layers(self) -> str:
+        """The name of what computes layers; `layers_reason` says why."""
+        return "model" if self._layers is None else "compiled"
 
     @property
     def switch_length(self) -> int | None:
@@ -146,7 +156,12 @@ class TorchExecutor:
         where = metadata.tensor(np.array(batch.sampled_at or [0], np.int64))
         keep = {"logits_to_keep": where} if self._facts.keeps_logits else {}
         switch = self._facts.switch
-        with attending(self._attention), nullcontext() if switch is None else switch.chosen(self._are_long(batch)):
+        chosen = nullcontext() if switch is None else switch.chosen(self._are_long(batch))
+        if self._layers is not None:
+            with chosen:
+                tokens, positions = metadata.tensor(batch.tokens), metadata.tensor(batch.rotated_positions)
+                return self._layers.logits(tokens, positions, metadata, where)
+        with attending(self._attention), chosen:
             logits: torch.Tensor = self._model(
                 input_ids=metadata.tensor(batch.tokens)[None],
                 position_ids=metadata.tensor(batch.rotated_positions)[None],

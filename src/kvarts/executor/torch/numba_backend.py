@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,12 +15,15 @@ import torch
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, Ints
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.sdpa import SdpaBackend
+from kvarts.executor.torch.team import num_threads, team
 
-__all__ = ["NumbaBackend", "numba_fits"]
+__all__ = ["DecodeWork", "NumbaBackend", "numba_fits", "telling"]
 
 logger = logging.getLogger("kvarts.attention")
 TELL_AFTER_S = 1.0
 """A compiler that takes longer than this is told of."""
+SOME_TOKENS = 64
+"""Of a sequence: for a guess at how much is read."""
 
 
 def numba_fits(pools: KVPools) -> str | None:
@@ -34,19 +37,32 @@ def numba_fits(pools: KVPools) -> str | None:
     return None
 
 
-class _Decodes(msgspec.Struct):
-    """The decodes of a step in the order of computation: places [begin, end) of the pages in `tables`, after the sink.
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Log `what` if what is done takes long."""
+    word = threading.Timer(TELL_AFTER_S, logger.info, (what,))
+    word.daemon = True
+    word.start()
+    try:
+        yield
+    finally:
+        word.cancel()
 
-    `sink_begins` and `sink_ends`: the places of the sink that are read before.
+
+class DecodeWork:
+    """The work of a step that all layers of one window have in common, see numba_kernel.
+
+    Keeps the arrays that it has addresses of.
     """
 
-    order: torch.Tensor
-    back: torch.Tensor
-    tables: Ints
-    begins: Ints
-    ends: Ints
-    sink_begins: Ints
-    sink_ends: Ints
+    def __init__(self, arrays: dict[int, Ints], counts: dict[int, int]) -> None:
+        self._arrays = arrays
+        self.block = np.array([0] * len(arrays | counts), np.int64)
+        for place, array in arrays.items():
+            self.block[place] = array.ctypes.data
+        for place, count in counts.items():
+            self.block[place] = count
+        self.address: int = self.block.ctypes.data
 
 
 class NumbaBackend(SdpaBackend):
@@ -56,105 +72,94 @@ class NumbaBackend(SdpaBackend):
     """
 
     def __init__(self, pools: KVPools) -> None:
-        import numba
-
         from kvarts.executor.torch import numba_kernel
 
         super().__init__(pools)
-        self._numba = numba
-        self._kernel = numba_kernel
-        self._flat = {id(pool): _flat(pool) for pool in pools.tensors}
-        self._decodes: dict[int | None, _Decodes] = {}
-        self._num_threads = 1
+        self._places = numba_kernel
+        self._team = team()
+        self.counter = np.zeros(8, np.int64)
+        """How much of a call's work is taken: 0 before each."""
+        self._works: dict[tuple[int | None, int], DecodeWork] = {}
         # The first engine on a machine waits for the compiler; later ones find its work on disk.
-        word = threading.Timer(TELL_AFTER_S, logger.info, ("compiling attention for this CPU, which is kept on disk",))
-        word.daemon = True
-        word.start()
-        try:
-            for layer in range(len(pools.layers)):
-                self._compile(layer)
-        finally:
-            word.cancel()
+        with telling("compiling attention for this CPU, which is kept on disk"):
+            self.kernels = [
+                numba_kernel.decode_kernel(
+                    pools.dtype == torch.bfloat16, one.head_dim, one.num_heads // one.num_kv_heads, pools.page_size
+                )
+                for one in pools.layers
+            ]
+        """Of each layer, the address of its function."""
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Prepare for a step."""
         super().begin(metadata)
-        self._decodes.clear()
-        self._num_threads = min(torch.get_num_threads(), self._numba.config.NUMBA_NUM_THREADS)
-        self._numba.set_num_threads(self._num_threads)
+        self._works.clear()
 
     def _read_decodes(self, layer: int, queries: torch.Tensor, params: AttentionParams, out: torch.Tensor) -> None:
-        decodes = self._decodes.get(params.window)
-        if decodes is None:
-            decodes = self._decodes[params.window] = self._order_decodes(params.window)
-        count = len(decodes.begins)
-        out[:count] = self._call(layer, queries[:count][decodes.order], params, decodes)[decodes.back]
+        count = len(self._metadata.decodes.positions)
+        own = queries[:count].float().contiguous()
+        read = torch.empty_like(own)
+        floats = self.floats(layer, params)
+        work = self.work(layer, floats, own, read)
+        work[self._places.STEP] = self.step_work(layer, params.window).address
+        self.counter[0] = 0
+        self._team.run(self.kernels[layer], work.ctypes.data, num_threads(read.numel() * SOME_TOKENS))
+        out[:count] = read
 
-    def _call(self, layer: int, queries: torch.Tensor, params: AttentionParams, decodes: _Decodes) -> torch.Tensor:
-        """Return what `queries` [sequences, heads, head_dim], in the order of `decodes`, read, in 32 bits."""
-        pools, shape = self._pools, self._pools.layers[layer]
-        own = queries.float().contiguous().flatten().numpy()
-        read = np.empty_like(own)
-        sinks = np.full(shape.num_heads, self._kernel.NO_SINK, np.float32)
+    def work(self, layer: int, floats: npt.NDArray[np.float32], queries: torch.Tensor, out: torch.Tensor) -> Ints:
+        """Return the work of one layer without that of the step; what it has addresses of is kept by the caller.
+
+        `queries` and `out` [tokens, heads, head_dim], in 32 bits.
+        """
+        places, pools = self._places, self._pools
+        work = np.zeros(places.SIZE, np.int64)
+        work[places.KEYS] = pools.keys[layer].data_ptr()
+        work[places.VALUES] = pools.values[layer].data_ptr()
+        work[places.KV_HEADS] = pools.layers[layer].num_kv_heads
+        work[places.FLOATS] = floats.ctypes.data
+        work[places.QUERIES] = queries.data_ptr()
+        work[places.OUT] = out.data_ptr()
+        return work
+
+    def floats(self, layer: int, params: AttentionParams) -> npt.NDArray[np.float32]:
+        """Return the numbers that a layer attends with."""
+        floats = np.full(2 + self._pools.layers[layer].num_heads, self._places.NO_SINK, np.float32)
+        floats[:2] = params.scaling, params.softcap or 0.0
         if params.sinks is not None:
-            sinks[:] = params.sinks.float().numpy()
-        self._kernel.decode_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, pools.page_size)(
-            own,
-            self._flat[id(pools.keys[layer])],
-            self._flat[id(pools.values[layer])],
-            shape.num_kv_heads,
-            self._num_parts(len(decodes.begins), shape.num_kv_heads),
-            decodes.tables,
-            decodes.begins,
-            decodes.ends,
-            decodes.sink_begins,
-            decodes.sink_ends,
-            np.float32(params.scaling),
-            np.float32(params.softcap or 0.0),
-            sinks,
-            read,
-        )
-        return torch.from_numpy(read).view(queries.shape)
+            floats[2:] = params.sinks.float().numpy()
+        return floats
 
-    def _compile(self, layer: int) -> None:
-        """Compile the kernel of a layer by a call without sequences, unless one of this shape is compiled already."""
-        shape = self._pools.layers[layer]
-        nothing = torch.empty(0, shape.num_heads, shape.head_dim)
-        none = np.empty(0, np.int64)
-        decodes = _Decodes(
-            torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), none[:, None], none, none, none, none
-        )
-        self._call(layer, nothing, AttentionParams(1.0), decodes)
+    def step_work(self, layer: int, window: int | None) -> DecodeWork:
+        """Return the work of this step for layers of the same window, and as many heads."""
+        kind = window, self._pools.layers[layer].num_kv_heads
+        if kind not in self._works:
+            self._works[kind] = self._order_decodes(*kind)
+        return self._works[kind]
 
-    def _order_decodes(self, window: int | None) -> _Decodes:
-        metadata = self._metadata
-        begins, ends = metadata.decodes.spans(window)
-        sink_begins, sink_ends = metadata.decodes.sink_spans(window)
-        # Each thread works on sequences in a row: the longest are dealt out to all of them, one after the other.
-        by_length = np.argsort(begins - ends, kind="stable")
-        order = np.concatenate([by_length[first :: self._num_threads] for first in range(self._num_threads)])
-        back = np.argsort(order)
-        return _Decodes(
-            metadata.tensor(order),
-            metadata.tensor(back),
-            np.ascontiguousarray(metadata.decodes.tables[order]),
-            begins[order],
-            ends[order],
-            sink_begins[order],
-            sink_ends[order],
+    def _order_decodes(self, window: int | None, num_kv_heads: int) -> DecodeWork:
+        places, decodes = self._places, self._metadata.decodes
+        begins, ends = decodes.spans(window)
+        sink_begins, sink_ends = decodes.sink_spans(window)
+        tables = np.ascontiguousarray(decodes.tables)
+        return DecodeWork(
+            {
+                places.COUNTER: self.counter,
+                # The longest first, so that the last to be taken are short.
+                places.ORDER: np.argsort(begins - ends, kind="stable"),
+                places.TABLES: tables,
+                places.BEGINS: begins,
+                places.ENDS: ends,
+                places.SINK_BEGINS: sink_begins,
+                places.SINK_ENDS: sink_ends,
+            },
+            {
+                places.COUNT: len(begins),
+                places.PARTS: self._num_parts(len(begins), num_kv_heads),
+                places.WIDTH: tables.shape[1],
+            },
         )
 
     def _num_parts(self, count: int, num_kv_heads: int) -> int:
         """Return into how many parts the heads of a sequence are split, so that no thread is idle."""
-        wanted = min(num_kv_heads, -(-2 * self._num_threads // max(1, count)))
+        wanted = min(num_kv_heads, -(-2 * torch.get_num_threads() // max(1, count)))
         return next(parts for parts in range(wanted, num_kv_heads + 1) if num_kv_heads % parts == 0)
-
-
-def _flat(pool: torch.Tensor) -> npt.NDArray[Any]:
-    """Return the same memory in one dimension; bfloat16, which NumPy does not know, as its bits."""
-    flat = pool.view(-1)
-    if flat.dtype == torch.bfloat16:
-        bits: npt.NDArray[Any] = flat.view(torch.int16).numpy().view(np.uint16)
-        return bits
-    numbers: npt.NDArray[Any] = flat.numpy()
-    return numbers

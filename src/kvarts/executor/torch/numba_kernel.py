@@ -1,23 +1,24 @@
 """Attention of decodes over pages that stay where they are, compiled by Numba for the CPU it runs on.
 
 One pass over the keys of a sequence and one over its values, page by page and head by head, in the order in which they
-lie in memory: every byte of KV is read once, and none is written. Arithmetic is in 32 bits.
+lie in memory: every byte of KV is read once, and none is written. Arithmetic is in 32 bits; what is read is rounded to
+the number format of the pages.
 """
 
-# Numba compiles these functions: loops over numbers are what it is for. Indices are unsigned, so that none is taken for
-# one from the end, and arrays flat, so that what is computed for an index is what is written here. Types are Numba's:
+# Numba compiles these functions: loops over numbers are what it is for. Indices are unsigned, and arrays flat, so that
+# what is computed for an index is what is written here. Types are Numba's:
 # mypy: disable-error-code="assignment, untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import cfunc, njit, types
 
-__all__ = ["NO_SINK", "decode_kernel"]
+from kvarts.executor.torch.compiled import WORDS, exponential, float32s, like, load, near, store, take, words
+
+__all__ = ["NO_SINK", "SIZE", "STEP_SIZE", "decode_kernel"]
 
 NO_SINK = np.float32(-1e30)
 """The score of the sink of a head that has none: so low that it takes no share."""
@@ -26,75 +27,90 @@ BLOCK = 4
 
 index = np.uint64
 real = np.float32
+# Reductions may be added in another order, and nothing else.
+SUMS = {"reassoc", "contract", "nsz"}
+
+# The work of a call, by its place in a block of whole numbers; all but counts are addresses.
+(
+    KEYS,  # a pool of [pages, page_size, kv_heads, head_dim]
+    VALUES,
+    KV_HEADS,  # a count
+    FLOATS,  # scaling, softcap or 0, then for each head the score of its sink or NO_SINK
+    QUERIES,  # [sequences, kv_heads, heads_each, head_dim], in 32 bits
+    OUT,  # of the same shape, in 32 bits
+    STEP,  # the work that all layers of one window have in common:
+    SIZE,
+) = range(8)
+(
+    COUNT,  # of sequences
+    PARTS,  # a count: in how many the heads of a sequence are worked on
+    COUNTER,  # what is taken next
+    ORDER,  # of sequences: the longest first
+    TABLES,  # [sequences, WIDTH]: page ids
+    WIDTH,
+    BEGINS,  # of each sequence: the places [begin, end) that it sees,
+    ENDS,
+    SINK_BEGINS,  # and the places of its sink that are read before
+    SINK_ENDS,
+    STEP_SIZE,
+) = range(11)
 
 
-@intrinsic
-def widen(typing_context: Any, number: Any) -> Any:
-    """Return a number in 32 bits: a float32 as it is, a bfloat16, which comes as its 16 bits, as the upper half."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        from llvmlite import ir
-
-        if number == types.float32:
-            return arguments[0]
-        word = builder.zext(arguments[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(word, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-
-    return types.float32(number), generate
+@njit(fastmath=True, error_model="numpy")
+def largest_of(scores: Any, first: Any, count: Any, largest: Any) -> Any:
+    """Return the largest of some scores."""
+    for place in range(first, first + count):
+        largest = max(largest, scores[place])
+    return largest
 
 
-@njit(fastmath=True, inline="always", error_model="numpy")
+@njit(fastmath=SUMS, error_model="numpy")
 def softmax(scores: Any, first: Any, count: Any, softcap: Any, sink: Any) -> None:
     """Apply softmax to `count` scores from `first` on, in place; the sink takes its share, and has no place."""
     if softcap > real(0):
         for place in range(first, first + count):
             scores[place] = softcap * np.tanh(scores[place] / softcap)
-    largest = sink
+    largest = largest_of(scores, first, count, sink)
+    total = exponential(sink - largest)
     for place in range(first, first + count):
-        largest = max(largest, scores[place])
-    total = np.exp(sink - largest)
-    for place in range(first, first + count):
-        scores[place] = np.exp(scores[place] - largest)
+        scores[place] = exponential(scores[place] - largest)
         total += scores[place]
+    share = real(1) / total
     for place in range(first, first + count):
-        scores[place] /= total
+        scores[place] *= share
 
 
 @cache
-def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..., None]:
-    """Return a kernel for heads of `head_dim` numbers, `heads_each` to a KV head.
+def decode_kernel(is_bfloat16: bool, head_dim: int, heads_each: int, page_size: int) -> int:
+    """Return the address of a function that a team of threads runs, for heads of `head_dim` numbers, `heads_each` to a
+    KV head, and pages of float32 or, as its bits, bfloat16.
 
-    Sizes that are known make loops of a known length. Arguments of the kernel: `queries` and `out`, flat float32 of
-    [sequences, kv_heads, heads_each, head_dim]; `keys` and `values`, flat pools of [pages, page_size, kv_heads,
-    head_dim], a bfloat16 as its bits in uint16; the number of `kv_heads`, and in how many `parts` they are worked on;
-    `tables` [sequences, pages]; the places [begin, end) that each sequence sees, and the places [sink_begin, sink_end)
-    before these; `scaling`; `softcap`, 0 for none; `sinks` [heads], the scores of attention sinks, NO_SINK for none.
+    Sizes that are known make loops of a known length.
     """
     # Nothing but numbers: what is compiled is kept on disk, by their values.
-    dim, each, size = index(head_dim), index(heads_each), index(page_size)
-    one, two, three, block = index(1), index(2), index(3), index(BLOCK)
+    dim, each, size, source = index(head_dim), index(heads_each), index(page_size), index(WORDS)
+    zero, one, two, three, block = index(0), index(1), index(2), index(3), index(BLOCK)
 
-    @njit(parallel=True, fastmath=True, error_model="numpy", cache=True)
-    def kernel(
-        queries: Any,
-        keys: Any,
-        values: Any,
-        kv_heads: Any,
-        parts: Any,
-        tables: Any,
-        begins: Any,
-        ends: Any,
-        sink_begins: Any,
-        sink_ends: Any,
-        scaling: Any,
-        softcap: Any,
-        sinks: Any,
-        out: Any,
-    ) -> None:
-        for item in prange(len(begins) * parts):
-            sequence, part = index(item) // index(parts), index(item) % index(parts)
-            step = index(kv_heads) * dim
-            own = index(kv_heads) // index(parts)
+    def kernel(work: Any, storage: Any) -> None:
+        """Let all tokens read, as far as no other thread does. `storage` is a pointer for its type only."""
+        if source == zero:
+            return
+        step = words(work[STEP])
+        keys, values = like(storage, work[KEYS]), like(storage, work[VALUES])
+        begins, ends, tables = words(step[BEGINS]), words(step[ENDS]), words(step[TABLES])
+        sink_begins, sink_ends = words(step[SINK_BEGINS]), words(step[SINK_ENDS])
+        floats, queries, out = float32s(work[FLOATS]), float32s(work[QUERIES]), float32s(work[OUT])
+        kv_heads, parts = index(work[KV_HEADS]), index(step[PARTS])
+        order, counter = words(step[ORDER]), words(step[COUNTER])
+        items = index(step[COUNT]) * parts
+        while True:
+            item = index(take(counter, zero))
+            if item >= items:
+                break
+            sequence, part = index(order[item // parts]), item % parts
+            table = sequence * index(step[WIDTH])
+            stride = kv_heads * dim
+            own = kv_heads // parts
             head = part * own
             begin, end = index(begins[sequence]), index(ends[sequence])
             # The places of the sink come first, then those from `begin` on.
@@ -102,10 +118,10 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
             count, rows = end - begin + first_limit - first_place, own * each
             if first_place == first_limit:
                 first_place, first_limit = begin, end
-            first = (sequence * index(kv_heads) + head) * each
+            first = (sequence * kv_heads + head) * each
             query = np.empty(rows * dim, np.float32)
             for d in range(rows * dim):
-                query[d] = queries[first * dim + d] * scaling
+                query[d] = queries[first * dim + d] * floats[0]
             scores = np.empty(rows * count, np.float32)
             total = np.zeros(rows * dim, np.float32)
 
@@ -113,7 +129,7 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
             while seen < count:
                 offset = place % size
                 num = min(size - offset, limit - place)
-                at = ((index(tables[sequence, place // size]) * size + offset) * index(kv_heads) + head) * dim
+                at = ((index(tables[table + place // size]) * size + offset) * kv_heads + head) * dim
                 for token in range(num):
                     score = seen + token
                     for kv in range(own):
@@ -123,7 +139,7 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
                         while row + one < (kv + one) * each:
                             one_score, other_score = real(0), real(0)
                             for d in range(dim):
-                                number = widen(keys[key + d])
+                                number = load(keys, key + d)
                                 one_score += query[row * dim + d] * number
                                 other_score += query[(row + one) * dim + d] * number
                             scores[row * count + score] = one_score
@@ -132,22 +148,22 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
                         if row < (kv + one) * each:
                             one_score = real(0)
                             for d in range(dim):
-                                one_score += query[row * dim + d] * widen(keys[key + d])
+                                one_score += query[row * dim + d] * load(keys, key + d)
                             scores[row * count + score] = one_score
-                    at += step
+                    at += stride
                 place += num
                 seen += num
                 if place == limit:
                     place, limit = begin, end
 
             for row in range(rows):
-                softmax(scores, row * count, count, softcap, sinks[first % (index(kv_heads) * each) + row])
+                softmax(scores, row * count, count, floats[1], floats[two + head * each + row])
 
             place, limit, seen = first_place, first_limit, index(0)
             while seen < count:
                 offset = place % size
                 num = min(size - offset, limit - place)
-                at = ((index(tables[sequence, place // size]) * size + offset) * index(kv_heads) + head) * dim
+                at = ((index(tables[table + place // size]) * size + offset) * kv_heads + head) * dim
                 token = index(0)
                 while token + block <= num:
                     for row in range(rows):
@@ -156,20 +172,20 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
                         w0, w1, w2, w3 = scores[score], scores[score + one], scores[score + two], scores[score + three]
                         for d in range(dim):
                             total[row * dim + d] += (
-                                w0 * widen(values[value + d])
-                                + w1 * widen(values[value + step + d])
-                                + w2 * widen(values[value + two * step + d])
-                                + w3 * widen(values[value + three * step + d])
+                                w0 * load(values, value + d)
+                                + w1 * load(values, value + stride + d)
+                                + w2 * load(values, value + two * stride + d)
+                                + w3 * load(values, value + three * stride + d)
                             )
-                    at += block * step
+                    at += block * stride
                     token += block
                 while token < num:
                     for row in range(rows):
                         value = at + row // each * dim
                         weight = scores[row * count + seen + token]
                         for d in range(dim):
-                            total[row * dim + d] += weight * widen(values[value + d])
-                    at += step
+                            total[row * dim + d] += weight * load(values, value + d)
+                    at += stride
                     token += one
                 place += num
                 seen += num
@@ -177,7 +193,11 @@ def decode_kernel(head_dim: int, heads_each: int, page_size: int) -> Callable[..
                     place, limit = begin, end
 
             for d in range(rows * dim):
-                out[first * dim + d] = total[d]
+                store(out, first * dim + d, near(keys, total[d]))
 
-    compiled: Callable[..., None] = kernel
-    return compiled
+    # Of names that are alike in two processes, one process could not tell which function is meant.
+    kernel.__qualname__ = f"decode_{'bfloat16' if is_bfloat16 else 'float32'}_{head_dim}_{heads_each}_{page_size}"
+    pages = types.CPointer(types.uint16 if is_bfloat16 else types.float32)
+    signature = types.void(types.CPointer(types.int64), pages)
+    address: int = cfunc(signature, fastmath=SUMS, error_model="numpy", cache=True)(kernel).address
+    return address

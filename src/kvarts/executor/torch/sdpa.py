@@ -82,15 +82,19 @@ class SdpaBackend:
 
     def forward(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         """Return what `queries` of one layer read."""
-        window = params.window
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if len(self._metadata.decodes.positions):
             self._read_decodes(layer, queries, params, out)
+        self.read_chunks(layer, queries, params, out)
+        return out
+
+    def read_chunks(self, layer: int, queries: torch.Tensor, params: AttentionParams, out: torch.Tensor) -> None:
+        """Write to `out` what the tokens of chunks read."""
+        window = params.window
         if window not in self._chunks:
             self._chunks[window] = [self._make_chunk(chunk, window) for chunk in self._metadata.chunks]
         for chunk in self._chunks[window]:
             out[chunk.first : chunk.last] = self._prefill(queries[chunk.first : chunk.last], chunk, layer, params)
-        return out
 
     def _read_decodes(self, layer: int, queries: torch.Tensor, params: AttentionParams, out: torch.Tensor) -> None:
         """Write to `out` what the decodes read, which are the first of `queries`."""

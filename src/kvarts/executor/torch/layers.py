@@ -1,0 +1,70 @@
+"""What computes the layers of a model: its own code, or, for decoders of the common shape on a CPU, compiled calls."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvarts.errors import ConfigError
+from kvarts.executor.torch.compiled_layers import CompiledLayers
+from kvarts.executor.torch.layer_check import prove
+from kvarts.executor.torch.layer_parts import UnlikeError, find_parts
+from kvarts.executor.torch.metadata import AttentionBackend, AttentionParams
+from kvarts.executor.torch.numba_backend import NumbaBackend
+from kvarts.executor.torch.pools import KVPools
+from kvarts.executor.torch.probe import Facts
+from kvarts.executor.torch.team import team
+
+__all__ = ["LAYERS", "open_layers"]
+
+LAYERS = ("auto", "compiled", "model")
+
+
+def open_layers(
+    model: Any, facts: Facts, pools: KVPools, backend: AttentionBackend, name: str = "auto"
+) -> tuple[CompiledLayers | None, str]:
+    """Return compiled layers for a model, or None for its own code, and why.
+
+    `auto` takes compiled ones if they compute what the model computes. Raise ConfigError for a name that is not known,
+    and for `compiled` where they cannot be had.
+    """
+    if name not in LAYERS:
+        raise ConfigError(f"{name!r} is not known", field="layers", hint=f"Known: {', '.join(LAYERS)}.")
+    if name == "model":
+        return None, "as asked"
+    try:
+        return _compiled(model, facts, pools, backend), "compared with the model's own code"
+    except UnlikeError as error:
+        if name == "compiled":
+            raise ConfigError(f"compiled cannot be had: {error}", field="layers", hint="Leave it to auto.") from None
+        return None, str(error)
+
+
+_proven: WeakKeyDictionary[Any, dict[int, list[AttentionParams] | str]] = WeakKeyDictionary()
+"""By model and page size: how its layers attend, or why compiled ones cannot be had."""
+
+
+def _compiled(model: Any, facts: Facts, pools: KVPools, backend: AttentionBackend) -> CompiledLayers:
+    if type(backend) is not NumbaBackend:
+        raise UnlikeError("attention is not that of numba")
+    if not team().has_barrier:
+        raise UnlikeError("PyTorch's threads cannot be had")
+    parts = find_parts(model, facts.layers)
+    parameters = [
+        one for module in (*(layer.module for layer in parts.layers), parts.head) for one in module.parameters()
+    ]
+    if any(parameter.dtype != model.dtype for parameter in (*parameters, parts.norm.weight)):
+        raise UnlikeError("weights have several number formats")
+    known = _proven.setdefault(model, {})
+    if pools.page_size not in known:
+        try:
+            with torch.inference_mode():
+                known[pools.page_size] = prove(model, facts, parts, pools.page_size)
+        except UnlikeError as error:
+            known[pools.page_size] = str(error)
+    params = known[pools.page_size]
+    if isinstance(params, str):
+        raise UnlikeError(params)
+    return CompiledLayers(parts, pools, backend, params)

@@ -1,0 +1,82 @@
+"""The threads of PyTorch, running functions that are compiled here.
+
+PyTorch's loops run on a team of OpenMP, of which the threads that wait keep their CPU busy for a while. A second team
+beside it would wait for these. So compiled functions are run by the same team, which GCC's library of OpenMP
+lets run any function by its address; where PyTorch comes with another library, threads of Python run them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+
+__all__ = ["Team", "num_threads", "team"]
+
+FEW_NUMBERS = 1 << 16
+"""What is done with so few numbers takes less time than other threads take to begin and end."""
+FUNCTIONS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+
+
+class Team:
+    """Runs a function in several threads at once.
+
+    `barrier`, `thread_number` and `team_size`: addresses of functions that one which it runs may call; 0 where there
+    are none, and then such a function must not depend on how many threads run it.
+    """
+
+    def __init__(self, library: ctypes.CDLL | None) -> None:
+        self._library = library
+        self.barrier = self.thread_number = self.team_size = 0
+        if library is not None:
+            self._parallel = library.GOMP_parallel
+            self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            self._parallel.restype = None
+            self.barrier, self.thread_number, self.team_size = (
+                ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS[1:]
+            )
+        self._others: ThreadPoolExecutor | None = None
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether threads can wait for each other, and know their numbers."""
+        return self._library is not None
+
+    def run(self, function: int, work: int, num_threads: int) -> None:
+        """Call the function at an address with an address, in so many threads."""
+        if self._library is not None:
+            self._parallel(function, work, num_threads, 0)
+            return
+        plain = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+        if self._others is None:
+            self._others = ThreadPoolExecutor(thread_name_prefix="kvarts-attention")
+        others = [self._others.submit(plain, work) for _ in range(num_threads - 1)]
+        plain(work)
+        for other in others:
+            other.result()
+
+
+def num_threads(num_numbers: int) -> int:
+    """Return the threads for work on so many numbers: those of PyTorch, or one."""
+    return 1 if num_numbers < FEW_NUMBERS else int(torch.get_num_threads())
+
+
+@cache
+def team() -> Team:
+    """Return the team of this process."""
+    return Team(_library())
+
+
+def _library() -> ctypes.CDLL | None:
+    """Return the library that PyTorch finds its OpenMP in: first what the process has for all, then its own."""
+    for name in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
+        try:
+            library = ctypes.CDLL(None if name is None else str(name))
+            if all(hasattr(library, function) for function in FUNCTIONS):
+                return library
+        except OSError:
+            continue
+    return None
