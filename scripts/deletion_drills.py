@@ -86,6 +86,7 @@ OPTIONAL = [
     "grpc_health",
     "grpc_reflection",
     "httptools",
+    "llvmlite",
     "numba",
     "openai",
     "prometheus_client",

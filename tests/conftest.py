@@ -25,10 +25,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 pytest.register_assert_rewrite("builders.laws", "builders.serving")
 
 settings.register_profile(
-    "fast", max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "fast", max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("few", parent=settings.get_profile("fast"), max_examples=6)
-settings.register_profile("drill", parent=settings.get_profile("fast"), max_examples=6)
+settings.register_profile("few", parent=settings.get_profile("fast"), max_examples=4)
+settings.register_profile("drill", parent=settings.get_profile("fast"), max_examples=4)
 settings.register_profile("many", parent=settings.get_profile("fast"), max_examples=30)
 # Examples that differ from run to run: to look for defects, not to judge a change.
 settings.register_profile("search", parent=settings.get_profile("fast"), max_examples=500, derandomize=False)
