@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -258,9 +262,6 @@ def test_what_cannot_be_is_a_line_and_a_code(
 def test_a_replay_publishes_and_a_watch_follows_it(
     run_command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import subprocess
-    import sys
-
     live, replay = free_endpoints()
     rows = [{"timestamp": 9 * n, "input_length": 512, "output_length": 3, "hash_ids": [n % 7]} for n in range(60)]
     trace = tmp_path / "trace.jsonl"
@@ -269,8 +270,15 @@ def test_a_replay_publishes_and_a_watch_follows_it(
     publish = ["--kv-events", live, "--kv-events-replay", replay, "--kv-events-wait", "20", "--kv-events-stay", "1"]
     command = [sys.executable, "-m", "kvarts", "replay", str(trace), *options, *publish]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        code = run_command("watch", live, "--replay", replay, "--duration", 6, "--total-blocks", 70, "--json")
-        process.communicate(timeout=20)
+
+        def end_the_watch() -> None:
+            process.communicate()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        ending = threading.Thread(target=end_the_watch)
+        ending.start()
+        code = run_command("watch", live, "--replay", replay, "--duration", 60, "--total-blocks", 70, "--json")
+        ending.join()
     verdict = json.loads(capsys.readouterr().out)
     assert (process.returncode, code) == (0, 0), verdict
     assert verdict["counts"]["num_stored_blocks"] > 32 * 7
