@@ -41,7 +41,14 @@ NEEDS = {
 }
 """What the examples of a page need, by its name."""
 
-SLOW = {"guide-kv-events.md-2", "guide-offload.md-1", "guide-plan.md-3", "guide-policies.md-2", "guide-sessions.md-5"}
+SLOW = {
+    "guide-kv-events.md-3",
+    "guide-offload.md-1",
+    "guide-plan.md-3",
+    "guide-plan.md-11",
+    "guide-policies.md-2",
+    "guide-sessions.md-5",
+}
 """Examples that take seconds, by their page and their place in it: they are marked `long`."""
 
 

@@ -76,6 +76,7 @@ assert same is verify
 """
 
 
+@pytest.mark.long
 def test_verify_is_a_room_and_a_function_in_whatever_order() -> None:
     orders = ["\n".join(order) + CHECK for order in permutations(USES, 3)]
     # A process for each, begun by copying one that has loaded what takes long.
