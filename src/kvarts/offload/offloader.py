@@ -402,6 +402,7 @@ class Offloader:
         """Begin to copy what came to the tier at `place` to the next."""
         upper, lower = self.tiers[place], self.tiers[place + 1]
         wanted = self._spills[place]
+        early: list[tuple[Content, int, int]] = []
         stores = []
         sources: list[TierLoad] = []
         num_pages = 0
@@ -411,6 +412,12 @@ class Offloader:
             content, start, end = wanted.popleft()
             source = upper.read(content, start, end)
             if source is None:
+                continue
+            num_above = self._num_above(place + 1, content, start)
+            if num_above + lower.find(content, num_above, start) < start:
+                # The device has evicted what is before it, and the store of that to the tier above has not ended.
+                upper.end_read(source)
+                early.append((content, start, end))
                 continue
             num_refused = lower.num_refused
             store = lower.prepare_store(content, start, source.segments[0].end, limit=room)
@@ -434,7 +441,8 @@ class Offloader:
             if not room and position < end:
                 # What was begun is not begun again, also if it fails.
                 wanted.appendleft((content, position, end))
-        self._is_behind[place] = not room
+        wanted.extendleft(reversed(early))
+        self._is_behind[place] = not room or bool(early)
         self._marks.unmark_removed()
         if not stores:
             return
