@@ -14,7 +14,8 @@ __all__ = ["Column", "Rows", "append_packed"]
 
 Column = npt.NDArray[Any]
 
-PACK_AT = 1 << 16
+PACK_AT = 1 << 13
+"""So many integers stay objects: a few hundred kilobytes, which a core's own cache has room for."""
 
 
 def append_packed(packed: array[int], numbers: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +158,29 @@ def test_a_signal_before_or_after_all_that_handles_it(
 
     ended = run_forked(["model", "list"], tmp_path / "err", prepare)
     assert (ended.code, "Traceback" in ended.err) == (code, False), ended.err
+
+
+@pytest.mark.skipif(not CALLS["calibrate"].needs, reason="needs SciPy")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_became_another_error(number: signal.Signals, code: int, here: Path, tmp_path: Path) -> None:
+    """As it does while an extension module is loaded: what was imported is not there, and no package lacks."""
+
+    import_module = builtins.__import__
+
+    def load(name: str, *rest: Any, **options: Any) -> Any:
+        if name != "scipy.optimize":
+            return import_module(name, *rest, **options)
+        try:
+            return signal.raise_signal(number)
+        except BaseException:
+            raise ImportError("not initialised") from None
+
+    def prepare() -> None:
+        pytest.MonkeyPatch().setattr(builtins, "__import__", load)
+
+    ended = run_forked(["calibrate", *WRITING["calibrate"]], tmp_path / "err", prepare)
+    said = "interrupted" if number == signal.SIGINT else "terminated"
+    assert (ended.code, ended.err.strip()) == (code, f"kvarts: {said}")
 
 
 def test_two_processes_do_not_share_a_run_directory(here: Path, tmp_path: Path) -> None:

@@ -21,12 +21,14 @@ from builders.reader_contract import NUM_PAGES, PAGE_SIZE, batches_of_a_run
 pytestmark = pytest.mark.laws
 
 BLOCK = 8
+RECENT = 5
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _blocks_are_small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "BLOCK_STEPS", BLOCK)
+        patch.setattr(packed, "RECENT_STEPS", RECENT)
         patch.setattr(packed, "PACK_AT", 3 * BLOCK)
         yield
 
@@ -44,7 +46,7 @@ class TestPackedColumn:
         for batch in batches:
             column.recent.extend(batch)
             column.settle()
-            assert len(column.recent) < BLOCK
+            assert len(column.recent) < RECENT
             assert len(column._later) < packed.PACK_AT
         assert len(column) == len(expected)
         assert column.whole().tolist() == expected

@@ -8,7 +8,14 @@ from importlib import import_module
 
 import click
 
-from kvarts.cli.process import ReaderGoneError, Terminated, end, guard_streams, handle_signals
+from kvarts.cli.process import (
+    ReaderGoneError,
+    Terminated,
+    end,
+    guard_streams,
+    handle_signals,
+    signal_that_came,
+)
 from kvarts.cli.version import version_option
 from kvarts.errors import KvartsError, OutputError
 
@@ -71,28 +78,36 @@ def main() -> int:
     """Run the command line in `sys.argv`; return the exit code."""
     try:
         code = cli(standalone_mode=False)
-    except ReaderGoneError as error:
-        return error.exit_code  # nothing is left to say
-    except KvartsError as error:
-        return _failed(str(error), error.exit_code)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return _failed("interrupted", 128 + signal.SIGINT)
     except Terminated as error:
         return _failed("terminated", 128 + error.number)
-    except BrokenPipeError:
-        return 7  # where `main` is called with other streams than those of `guard_streams`
-    except OSError as error:
-        return _failed(str(OutputError(f"{error.strerror or error}", path=error.filename)), 7)
-    except MemoryError:
-        return _failed("what was asked for does not fit into memory. Ask for less, or give more memory", 2)
-    except AssertionError as error:
-        if not getattr(error, "findings", None):
-            raise
-        return _failed(f"the audit found that pages do not add up:\n{error}", 5)
+    except Exception as error:
+        if number := signal_that_came():
+            return _failed("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
+        return _code_of(error)
     return code if isinstance(code, int) else 0
+
+
+def _code_of(error: Exception) -> int:
+    """Say what is wrong with a command that ended with `error`; return its exit code. Raise what no user can mend."""
+    match error:
+        case ReaderGoneError():
+            return error.exit_code  # nothing is left to say
+        case KvartsError():
+            return _failed(str(error), error.exit_code)
+        case click.ClickException():
+            error.show()
+            return error.exit_code
+        case BrokenPipeError():
+            return 7  # where `main` is called with other streams than those of `guard_streams`
+        case OSError():
+            return _failed(str(OutputError(f"{error.strerror or error}", path=error.filename)), 7)
+        case MemoryError():
+            return _failed("what was asked for does not fit into memory. Ask for less, or give more memory", 2)
+        case AssertionError() if getattr(error, "findings", None):
+            return _failed(f"the audit found that pages do not add up:\n{error}", 5)
+    raise error
 
 
 def _failed(what: str, code: int) -> int:

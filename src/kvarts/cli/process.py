@@ -18,9 +18,12 @@ from typing import Any
 
 from kvarts.errors import OutputError
 
-__all__ = ["ReaderGoneError", "Terminated", "end", "guard_streams", "handle_signals"]
+__all__ = ["ReaderGoneError", "Terminated", "end", "guard_streams", "handle_signals", "signal_that_came"]
 
 STANDARD_STREAMS = (0, 1, 2)
+
+
+_came: list[int] = []
 
 
 class Terminated(BaseException):  # as KeyboardInterrupt, no Exception: nothing handles it on the way
@@ -96,15 +99,31 @@ def guard_streams() -> None:
 
 def handle_signals() -> None:
     """Let SIGTERM and SIGHUP raise Terminated, once, and SIGINT KeyboardInterrupt. For the main thread."""
+    _came.clear()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _terminate)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
 
 
+def signal_that_came() -> int:
+    """Return the first signal that should have ended the command, 0 if none came.
+
+    What it raised may have become another error on the way: an extension module that is interrupted while it is loaded
+    raises ImportError.
+    """
+    return _came[0] if _came else 0
+
+
+def _interrupt(number: int, _: object) -> None:
+    _came.append(number)
+    raise KeyboardInterrupt
+
+
 def _terminate(number: int, _: object) -> None:
+    _came.append(number)
     signal.signal(number, signal.SIG_IGN)  # cleaning up is under way
     raise Terminated(number)
 

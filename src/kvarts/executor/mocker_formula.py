@@ -44,6 +44,12 @@ def mocker_step_ns(batch: Batch) -> int:
 
 def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
     """Return the durations of `num_steps` steps of decodes."""
+    last = known_tokens + (num_steps - 1) * num_decodes
+    if num_steps < FEW_STEPS and last <= pool_tokens:
+        return [
+            round((-25.74 * (u := known / pool_tokens) * u + 54.01 * u + 5.74) * 1e6)
+            for known in range(known_tokens, last + 1, num_decodes)
+        ]
     if num_steps < FEW_STEPS:
         durations = []
         for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes):

@@ -18,6 +18,8 @@ from kvarts.columns import Column, append_packed
 __all__ = ["BLOCK_STEPS", "PackedColumn"]
 
 BLOCK_STEPS = 1 << 16
+RECENT_STEPS = 1 << 12
+"""So many integers stay objects: a few hundred kilobytes, which a core's own cache has room for."""
 PACK_AT = 64 * BLOCK_STEPS
 """Fewer steps than this are kept as they are: what packs them would cost more than it saves."""
 
@@ -54,7 +56,7 @@ class PackedColumn:
 
     def settle(self) -> None:
         """Keep what is recent in less memory, if that got long."""
-        if len(self.recent) >= BLOCK_STEPS:
+        if len(self.recent) >= RECENT_STEPS:
             self._keep_recent()
             if len(self._later) >= PACK_AT:
                 self._pack()

@@ -101,8 +101,8 @@ class StepSpans:
                     event.num_admitted,
                     0,
                     event.num_loading,
-                    *event.tiers,
                 )
+                spans += event.tiers
                 durations_ns.append(event.duration_ns)
                 pages_taken.append(0)
             elif isinstance(event, LeapDone):
@@ -124,8 +124,8 @@ class StepSpans:
                     0,
                     1,
                     event.num_loading,
-                    *event.tiers,
                 )
+                spans += event.tiers
                 durations_ns += event.durations_ns
                 pages_taken += event.pages_taken
             elif isinstance(event, AtRest):
