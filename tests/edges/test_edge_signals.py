@@ -183,6 +183,29 @@ def test_a_signal_that_became_another_error(number: signal.Signals, code: int, h
     assert (ended.code, ended.err.strip()) == (code, f"kvarts: {said}")
 
 
+@pytest.mark.skipif(not CALLS["model tiny"].needs, reason="needs PyTorch")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_pytorch_is_loaded(number: signal.Signals, code: int, here: Path, tmp_path: Path) -> None:
+    """An exception there would end the process by SIGABRT."""
+    import_module = builtins.__import__
+
+    def load(name: str, *rest: Any, **options: Any) -> Any:
+        if name == "torch":
+            try:
+                signal.raise_signal(number)
+            except BaseException:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return import_module(name, *rest, **options)
+
+    def prepare() -> None:
+        pytest.MonkeyPatch().setattr(builtins, "__import__", load)
+
+    ended = run_forked(["model", "tiny", "new"], tmp_path / "err", prepare)
+    said = "interrupted" if number == signal.SIGINT else "terminated"
+    assert (ended.code, ended.err.strip()) == (code, f"kvarts: {said}")
+    assert not Path("new").exists()
+
+
 def test_two_processes_do_not_share_a_run_directory(here: Path, tmp_path: Path) -> None:
     errs = [tmp_path / "first", tmp_path / "second"]
     for _ in range(3):

@@ -14,6 +14,7 @@ import msgspec
 
 from kvarts.cli import offload_llm
 from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options
+from kvarts.cli.process import hold_signals_back
 from kvarts.errors import ConfigError, InputError, KvartsError
 from kvarts.files import read_text
 from kvarts.sampling import SamplingParams
@@ -39,8 +40,9 @@ def need_torch() -> None:
     """Raise ConfigError where PyTorch or transformers are not installed."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        import torch  # noqa: F401
-        import transformers
+        with hold_signals_back():
+            import torch  # noqa: F401
+            import transformers
     except ImportError as error:
         raise ConfigError(
             f"real models need PyTorch and transformers ({error})", hint="pip install 'kvarts[torch]'."

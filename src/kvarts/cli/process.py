@@ -14,11 +14,21 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvarts.errors import OutputError
 
-__all__ = ["ReaderGoneError", "Terminated", "end", "guard_streams", "handle_signals", "signal_that_came"]
+__all__ = [
+    "ReaderGoneError",
+    "Terminated",
+    "end",
+    "guard_streams",
+    "handle_signals",
+    "hold_signals_back",
+    "signal_that_came",
+]
 
 STANDARD_STREAMS = (0, 1, 2)
 
@@ -115,6 +125,26 @@ def signal_that_came() -> int:
     raises ImportError.
     """
     return _came[0] if _came else 0
+
+
+@contextmanager
+def hold_signals_back() -> Iterator[None]:
+    """Let signals that would end the command end it after the block. For the main thread.
+
+    PyTorch aborts the process if an exception comes while its extension modules are loaded.
+    """
+    came: list[int] = []
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    for number in handlers:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _interrupt(number: int, _: object) -> None:
