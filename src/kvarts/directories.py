@@ -63,8 +63,8 @@ def new_directory(path: Path, *, last: str) -> Iterator[Path]:
         yield folder
         with writing(path):
             for name in sorted((file.name for file in folder.iterdir()), key=lambda name: (name == last, name)):
+                moved.append(name)  # before: a signal may come as soon as it is there
                 os.rename(folder / name, path / name)  # noqa: PTH104
-                moved.append(name)
             folder.rmdir()
     except BaseException:
         if is_taken:

@@ -247,11 +247,10 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         return
     # Hidden, and short whatever the name of the file is.
     temporary = target.with_name(f".kvarts-{os.urandom(8).hex()}")
-    is_made = False
+    is_left = True  # from now on: a signal may come as soon as the file is there
     try:
         with writing(path):
             number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        is_made = True
         raw = _Result(number, path)
         file = io.BufferedWriter(raw, 1 << 16)
         try:
@@ -266,9 +265,9 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
                 file.close()
         with writing(path):
             os.replace(temporary, target)  # noqa: PTH105
-        is_made = False
+        is_left = False
     finally:
-        if is_made:
+        if is_left:
             with suppress(OSError):
                 os.unlink(temporary)  # noqa: PTH108
 

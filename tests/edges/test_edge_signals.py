@@ -160,6 +160,35 @@ def test_a_signal_before_or_after_all_that_handles_it(
     assert (ended.code, "Traceback" in ended.err) == (code, False), ended.err
 
 
+@pytest.mark.parametrize("call", ["open", "mkdir", "rename", "replace", "rmdir"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_signal_right_after_a_call_of_the_file_system(call: str, nth: int, here: Path, tmp_path: Path) -> None:
+    """Before its result is known: what was made is removed all the same."""
+    before = snapshot(here)
+    real = getattr(os, call)
+    calls = []
+
+    def then_strike(path: Any, *rest: Any, **options: Any) -> Any:
+        result = real(path, *rest, **options)
+        if call != "open" or rest[0] & os.O_CREAT:
+            calls.append(path)
+            if len(calls) == nth:
+                signal.raise_signal(signal.SIGTERM)
+        return result
+
+    def prepare() -> None:
+        pytest.MonkeyPatch().setattr(os, call, then_strike)
+
+    ended = run_forked(["replay", *WRITING["replay"]], tmp_path / "err", prepare)
+    assert ended.code in (143, 0)
+    left = set(snapshot(here)) - set(before)
+    assert not any(".kvarts-" in path for path in left)
+    if ended.code:
+        # A directory that was made in the moment before is empty; a file has all that it would have.
+        assert left <= {"new", "x.json", "y.jsonl", "z.json.gz", "e.jsonl"}
+        assert all((here / path).is_dir() or (here / path).stat().st_size for path in left)
+
+
 @pytest.mark.skipif(not CALLS["calibrate"].needs, reason="needs SciPy")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_that_became_another_error(number: signal.Signals, code: int, here: Path, tmp_path: Path) -> None:
