@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
@@ -46,8 +45,6 @@ def fork(arguments: Sequence[object], err: Path, prepare: Callable[[], object] =
         os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
         sys.stdin = sys.__stdin__
         sys.stdout, sys.stderr = opened(1, "utf-8"), opened(2, "utf-8")
-        # As in a user's process: a signal between the opening of a file and its first use leaves it to be collected.
-        warnings.simplefilter("ignore", ResourceWarning)
         sys.argv = ["kvarts", *map(str, arguments)]
         prepare()
         run_main()

@@ -212,6 +212,25 @@ def test_a_signal_that_became_another_error(number: signal.Signals, code: int, h
     assert (ended.code, ended.err.strip()) == (code, f"kvarts: {said}")
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_between_a_coroutine_and_its_loop(
+    number: signal.Signals, code: int, here: Path, tmp_path: Path
+) -> None:
+    """What is collected then has not been awaited, and a file not closed: it goes without a warning."""
+
+    def run(coroutine: object) -> None:
+        file = Path("trace.jsonl").open("rb")  # noqa: SIM115, F841
+        signal.raise_signal(number)
+
+    def prepare() -> None:
+        pytest.MonkeyPatch().setattr("asyncio.run", run)
+
+    ended = run_forked(["soak", *WRITING["soak"]], tmp_path / "err", prepare)
+    said = "interrupted" if number == signal.SIGINT else "terminated"
+    assert (ended.code, ended.err.strip().splitlines()[-1:]) == (code, [f"kvarts: {said}"]), ended.err
+    assert "never awaited" not in ended.err and "ResourceWarning" not in ended.err
+
+
 @pytest.mark.skipif(not CALLS["model tiny"].needs, reason="needs PyTorch")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_pytorch_is_loaded(number: signal.Signals, code: int, here: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -147,13 +148,19 @@ def hold_signals_back() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-def _interrupt(number: int, _: object) -> None:
+def _note(number: int) -> None:
     _came.append(number)
+    # What was made in the moment before is collected as it is: a file not closed, a coroutine not awaited.
+    warnings.simplefilter("ignore")
+
+
+def _interrupt(number: int, _: object) -> None:
+    _note(number)
     raise KeyboardInterrupt
 
 
 def _terminate(number: int, _: object) -> None:
-    _came.append(number)
+    _note(number)
     signal.signal(number, signal.SIG_IGN)  # cleaning up is under way
     raise Terminated(number)
 
