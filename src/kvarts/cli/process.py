@@ -166,13 +166,16 @@ def _terminate(number: int, _: object) -> None:
 
 
 def _unraisable(unraisable: Any) -> None:
-    """Raise a signal again that arrived where nothing can be raised, such as in a destructor."""
+    """Raise a signal again that arrived where nothing can be raised, such as in a destructor.
+
+    After a signal, what goes wrong in destructors is of objects that it left half made, and not told.
+    """
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _raise_soon(signal.SIGINT)
     elif issubclass(unraisable.exc_type, Terminated):
         signal.signal(unraisable.exc_value.number, _terminate)
         _raise_soon(unraisable.exc_value.number)
-    else:
+    elif not _came:
         sys.__unraisablehook__(unraisable)
 
 
