@@ -122,8 +122,9 @@ def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: st
     # The script of kvarts never collects garbage, for commands that end. This one goes on.
     gc.freeze()
     gc.enable()
-    # Most of what a request makes goes without the collector; in the midst of a burst of tokens it would be late.
-    gc.set_threshold(50_000, 10, 10)
+    # Most of what a request makes goes without the collector; in the midst of a burst of tokens it would be late. What
+    # lives a little longer goes only with a full collection: too few of these, and memory grows for half an hour.
+    gc.set_threshold(10_000, 5, 2)
     sys.setswitchinterval(0.001)  # the engine's thread has to be on time beside that of the event loop
     try:
         import uvloop
