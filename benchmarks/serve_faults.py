@@ -295,14 +295,14 @@ async def metric(clients: Clients, name: str) -> float:
 
 
 async def at_rest(clients: Clients) -> dict[str, float]:
-    """Wait until nothing is under way; return what is used then."""
+    """Wait until nothing is under way, nor a page held by a transfer; return what is used then."""
+    names = {"requests": "kvarts:requests_live", "pages used": r'kvarts:pages\{.*state="used"'}
     for _ in range(600):
-        if not await metric(clients, "kvarts:requests_live"):
+        used = {what: await metric(clients, name) for what, name in names.items()}
+        if not any(used.values()):
             break
         await asyncio.sleep(0.1)
-    return {
-        "requests": await metric(clients, "kvarts:requests_live"),
-        "pages used": await metric(clients, r'kvarts:pages\{.*state="used"'),
+    return used | {
         "preemptions": await metric(clients, "vllm:num_preemptions_total"),
         "aborted": await metric(clients, "kvarts:requests_aborted_total"),
     }
