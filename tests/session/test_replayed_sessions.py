@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvarts
@@ -152,6 +152,25 @@ def test_a_pin_is_given_up_for_a_request_that_needs_the_memory() -> None:
         talk_of(("a", 64, 4, 0), ("x", 120, 4, 1), ("a", 80, 4, 0)), num_pages=32, sessions={"retention": "pin"}
     )
     assert totals["num_pins_given_up"] == 1
+
+
+turns_in_a_row = st.lists(
+    st.tuples(st.sampled_from("abcxyz"), st.integers(4, 90), st.integers(1, 40), st.integers(0, 2)),
+    min_size=2,
+    max_size=8,
+)
+
+
+@pytest.mark.skipif(not HAS_AUDIT, reason="is what the audit says")
+@given(turns_in_a_row, st.sampled_from([1, 5, 20, 100]), st.sampled_from([33, 40, 48]), st.booleans())
+@example([("c", 12, 22, 0), ("y", 52, 3, 1), ("y", 53, 32, 2)], 5, 33, False)
+def test_pins_are_given_up_in_the_midst_of_a_step(
+    turns: list[tuple[str, int, int, int]], gap_ms: int, num_pages: int, step_by_step: bool
+) -> None:
+    """The audit follows: one decode takes the last free page, and the next one a page of the pin."""
+    totals_of(
+        talk_of(*turns, gap_ms=gap_ms), num_pages=num_pages, step_by_step=step_by_step, sessions={"retention": "pin"}
+    )
 
 
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")

@@ -153,8 +153,10 @@ class Auditor:
                 self._settle()
                 self._beside.pin(event)
             case PagesUnpinned():
-                self._settle()
+                # In a step, for a decode that found no free page, or for what is planned after the decodes.
+                self._serve()
                 self._beside.unpin(event.pin)
+                self._serve_takers()
             case Arrived() if event.has_own_pages:
                 self._with_own_pages.add(event.request)
             case Arrived():
