@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Lock
 from time import monotonic, thread_time
 from typing import Protocol
@@ -206,14 +207,16 @@ class Choice:
         self._answer = answer
         self._meter = meter
         self._has_logprobs = has_logprobs
-        self._engine: LLMEngine | None = None
+        self.likeliest: Callable[[], Likeliest] = list
+        """Returns the log-probabilities of its tokens, of those that have come or of more."""
         self._num_tokens = 0
         self._num_chars = 0
         self._last_s = 0.0
 
     def note(self, engine: LLMEngine, request: Request) -> None:
         """Note that it is submitted, in the thread of the engine."""
-        self._engine, self.request, self.index = engine, request, request.index
+        self.request, self.index = request, request.index
+        self.likeliest = partial(engine.likeliest, request.index)
 
     @property
     def cached_tokens(self) -> int:
@@ -230,8 +233,7 @@ class Choice:
         self._count(num_tokens)
         logprobs: list[TokenLogprob] = []
         if self._has_logprobs:
-            assert self._engine is not None
-            logprobs = self._new_logprobs(tokens, self._engine.likeliest(generation.request.index))
+            logprobs = self._new_logprobs(tokens, self.likeliest())
         self._answer.put((self, text[self._num_chars :], num_tokens, None, logprobs))
         self._num_tokens, self._num_chars = num_tokens, len(text)
 
@@ -255,7 +257,8 @@ class Choice:
 
     def _new_logprobs(self, tokens: Sequence[int], likeliest: Likeliest) -> list[TokenLogprob]:
         start = self._num_tokens
-        return [(token, logprob, top) for token, (logprob, top) in zip(tokens[start:], likeliest[start:], strict=True)]
+        new = likeliest[start : len(tokens)]
+        return [(token, logprob, top) for token, (logprob, top) in zip(tokens[start:], new, strict=True)]
 
     def _count(self, num_tokens: int) -> None:
         now_s = monotonic()

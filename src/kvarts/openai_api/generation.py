@@ -195,8 +195,6 @@ class UnderWay:
             if len(asks) > 1:
                 raise ApiError(400, "in a session there is one prompt, and one choice", param="n")
             (ask,) = asks
-            if ask.params.logprobs:
-                raise ApiError(400, "log-probabilities are not told in a session", param="logprobs")
             self.answer, self.choices = served.admit(asks, started_s=exchange.started_s)
             try:
                 self._in_session = served.sessions.begin(exchange.owner, session, ask, self.choices[0])
@@ -228,7 +226,7 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
     if session_id and served.why_no_sessions:
         raise ApiError(400, served.why_no_sessions, param="session_id")
     name = session_id
-    if not name and len(asks) == 1 and not asks[0].params.logprobs:
+    if not name and len(asks) == 1:
         name = next((told for header in SESSION_HEADERS if (told := exchange.request.header(header))), None)
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")

@@ -13,7 +13,7 @@ from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import Likeliest, SamplingParams
 from kvarts.session.errors import SessionNotReadyError
 from kvarts.session.session import Session
 from kvarts.session.streams import UpdateStream
@@ -64,9 +64,9 @@ class AppendTurn:
 class GenerationTurn:
     """A Listener of a generation: sends Truncated, tokens and Done to `stream`.
 
-    `max_positions`: how long the history may become; None: as long as it gets. `write`: writes tokens to disk, given
-    the length of the history before; they are sent when they are there. `begun` is told of the request. When the last
-    token is sampled, its KV is computed before the end is told.
+    `max_positions`: how long the history may become; None: as long as it gets. `priority`: of the request. `write`:
+    writes tokens to disk, given the length of the history before; they are sent when they are there. `begun` is told of
+    the request. When the last token is sampled, its KV is computed before the end is told.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class GenerationTurn:
         *,
         now_ns: Callable[[], int],
         max_positions: int | None,
+        priority: int = 0,
         write: Callable[[int, list[int]], Future[Any]] | None = None,
         begun: Callable[[Request], object] = lambda _: None,
     ) -> None:
@@ -89,10 +90,12 @@ class GenerationTurn:
         self._loop = loop
         self._now_ns = now_ns
         self._max_positions = max_positions
+        self._priority = priority
         self._write = write
         self._begun = begun
         self._written: Future[Any] | None = None
         self._write_error: BaseException | None = None
+        self._engine: LLMEngine | None = None
         self._request: Request | None = None
         self._num_sent = 0
         self._began_ns = 0
@@ -115,7 +118,8 @@ class GenerationTurn:
         if not max_tokens:
             self._stream.put(Done(StopReason.TRUNCATED, 0, 0.0, 0.0))
             return None
-        self._request = self._turns.begin_generation(engine, session, self._params, max_tokens)
+        self._engine = engine
+        self._request = self._turns.begin_generation(engine, session, self._params, max_tokens, priority=self._priority)
         self._begun(self._request)
         return self._request.index
 
@@ -125,14 +129,18 @@ class GenerationTurn:
 
     def update(self, generation: Generation) -> None:
         """Send the tokens of a step."""
-        self._send(generation.tokens)
+        likeliest: Likeliest | None = None
+        if self._params.logprobs:
+            assert self._engine is not None
+            likeliest = self._engine.likeliest(generation.request.index)
+        self._send(generation.tokens, likeliest)
 
     def end(self, completion: Completion) -> None:
         """Send the rest, and compute the KV of the last token."""
         assert self._request is not None
         session, tokens = self._session, completion.tokens
         self._turns.end(session, self._request)
-        self._send(list(tokens))
+        self._send(list(tokens), completion.likeliest if self._params.logprobs else None)
         reason = {"stop": StopReason.EOS, "length": StopReason.MAX_TOKENS, "cancelled": StopReason.CANCELLED}[
             completion.finish_reason
         ]
@@ -163,24 +171,30 @@ class GenerationTurn:
         else:
             self._written.add_done_callback(lambda _: _put(self._stream, self._write_error or last))
 
-    def _send(self, tokens: list[int]) -> None:
-        if len(tokens) > self._num_sent:
-            if not self._num_sent:
-                self._first_ns = self._now_ns()
-            new = tokens[self._num_sent :]
-            if self._write is None:
-                self._stream.put(*map(Token, new))
-            else:
-                assert self._request is not None
-                self._written = self._write(self._request.num_prompt_tokens + self._num_sent, new)
-                self._written.add_done_callback(lambda future: self._sent(future, new))
-            self._num_sent = len(tokens)
+    def _send(self, tokens: list[int], likeliest: Likeliest | None) -> None:
+        start = self._num_sent
+        if len(tokens) <= start:
+            return
+        if not start:
+            self._first_ns = self._now_ns()
+        new = tokens[start:]
+        if likeliest is None:
+            told = [Token(token) for token in new]
+        else:
+            told = [Token(token, *of_token) for token, of_token in zip(new, likeliest[start:], strict=True)]
+        if self._write is None:
+            self._stream.put(*told)
+        else:
+            assert self._request is not None
+            self._written = self._write(self._request.num_prompt_tokens + start, new)
+            self._written.add_done_callback(lambda future: self._sent(future, told))
+        self._num_sent = len(tokens)
 
-    def _sent(self, future: Future[Any], tokens: list[int]) -> None:
+    def _sent(self, future: Future[Any], tokens: list[Token]) -> None:
         """Send tokens that are on disk. If they could not be written, end the generation; that is its end then."""
         error = future.exception()
         if error is None:
-            _put(self._stream, *map(Token, tokens))
+            _put(self._stream, *tokens)
         elif self._write_error is None:
             self._write_error = error
             self._session.is_written = False

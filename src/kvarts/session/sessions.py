@@ -108,12 +108,14 @@ class Sessions:
         queue: bool = False,
         tokens: Sequence[int] = (),
         expected_length: int | None = None,
+        priority: int = 0,
         begun: Callable[[Request], object] = lambda _: None,
     ) -> AsyncGenerator[Update, None]:
         """Yield Truncated, if tokens were dropped, then every token, then Done.
 
-        `tokens` are appended before, in the same step, as with `append`. `begun` is told of the request in the thread
-        of the engine.
+        `tokens` are appended before, in the same step, as with `append`. `priority`: the larger, the earlier; what has
+        pages of its own is never preempted, and waits for no page. `begun` is told of the request in the thread of the
+        engine.
         """
         self._check_open()
         packed = self._packed(tokens)
@@ -129,6 +131,7 @@ class Sessions:
             self._host.loop,
             now_ns=self._host.clock.now_ns,
             max_positions=self._appending.max_positions(session),
+            priority=priority,
             write=None if self._keeper is None else partial(self._keeper.histories.append, session_id),
             begun=begun,
         )

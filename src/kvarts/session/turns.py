@@ -52,7 +52,9 @@ class Turns:
 
         return self._start(engine, session, make_request=make, params=COMPUTE_ONLY)
 
-    def begin_generation(self, engine: LLMEngine, session: Session, params: SamplingParams, max_tokens: int) -> Request:
+    def begin_generation(
+        self, engine: LLMEngine, session: Session, params: SamplingParams, max_tokens: int, *, priority: int = 0
+    ) -> Request:
         """Begin to generate at most `max_tokens` tokens; return the request."""
         self._take(session, "generating")
         length = session.history_length
@@ -64,6 +66,7 @@ class Turns:
                 num_prompt_tokens=length,
                 max_tokens=max_tokens,
                 arrival_ns=now_ns,
+                priority=priority,
                 own=session.pages,
                 start=0 if session.pages is None else min(session.num_computed, length - 1),
             )

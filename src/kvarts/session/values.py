@@ -134,9 +134,11 @@ class Truncated(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A generated token."""
+    """A generated token. `logprob`, and the `likeliest` tokens in its place with theirs: where they are asked for."""
 
     token_id: int
+    logprob: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True):

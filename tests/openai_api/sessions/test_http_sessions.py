@@ -40,11 +40,13 @@ class Both:
 
 
 @asynccontextmanager
-async def both(*, window: int | None = 32, door: Door | None = None, **settings: Any) -> AsyncIterator[Both]:
+async def both(
+    *, window: int | None = 32, door: Door | None = None, speedup: float = 50.0, **settings: Any
+) -> AsyncIterator[Both]:
     sessions = open_sessions(
         mock=True,
         make_mock=word_mock,
-        speedup=50.0,
+        speedup=speedup,
         kv_memory="256MiB",
         defaults=SessionSettings(sink=2, window=window),
         **settings,
@@ -187,7 +189,8 @@ def test_two_requests_of_one_session_come_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"n": 2}, {"logprobs": True}, {"session_id": "x" * 257}, {"session_id": 7}, {"messages": []}]
+    "fields",
+    [{"n": 2}, {"logprobs": True, "top_logprobs": 99}, {"session_id": "x" * 257}, {"session_id": 7}, {"messages": []}],
 )
 def test_what_a_session_cannot_do_is_refused(fields: dict[str, Any]) -> None:
     async def run() -> None:
@@ -221,5 +224,36 @@ def test_a_name_is_its_owners() -> None:
             assert found[:2] == [0, 0] and found[2] > 0
             assert (await doors.say(FIRST, session_id="a")).status == 401
             assert await doors.sessions.list("") == []
+
+    asyncio.run(run())
+
+
+def test_the_priority_of_a_turn_is_that_of_its_request() -> None:
+    """One sequence at a time: of the turns that wait, that of the lowest number goes first."""
+
+    async def run() -> None:
+        async with both(window=None, max_seqs=1, speedup=5.0) as doors:
+            ended: list[str] = []
+
+            async def say(name: str, **fields: Any) -> None:
+                reply = await doors.say(FIRST, session_id=name, **fields)
+                assert reply.status == 200, reply.payload
+                ended.append(name)
+
+            scheduler = doors.served.host.core.scheduler
+
+            async def until(holds: Callable[[], bool]) -> None:
+                async with asyncio.timeout(20):
+                    while not holds():
+                        await asyncio.sleep(0.001)
+
+            first = asyncio.create_task(say("first", max_tokens=1000))
+            await until(lambda: scheduler.running.num_running == 1)
+            late = asyncio.create_task(say("late", priority=5, max_tokens=60))
+            await until(lambda: scheduler.waiting.num_waiting == 1)
+            early = asyncio.create_task(say("early", priority=-5, max_tokens=60))
+            await until(lambda: scheduler.waiting.num_waiting == 2)
+            await asyncio.gather(first, late, early)
+            assert ended == ["first", "early", "late"]
 
     asyncio.run(run())

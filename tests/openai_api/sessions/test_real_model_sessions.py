@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,18 @@ from kvarts.session.values import SessionSettings
 from builders.http_client import call, events_of
 
 CONFIG = EngineConfig(num_pages=256, page_size=4, max_num_batched_tokens=64, max_num_seqs=8)
+
+
+def _logprobs_of(payload: bytes, *, is_stream: bool) -> list[float]:
+    """Return the log-probability of each token, and of the likeliest two in its place."""
+    bodies = events_of(payload) if is_stream else [json.loads(payload)]
+    told = [choice["logprobs"] for body in bodies for choice in body["choices"] if choice["logprobs"]]
+    return [
+        value
+        for part in told
+        for own, likeliest in zip(part["token_logprobs"], part["top_logprobs"], strict=True)
+        for value in (own, *likeliest.values())
+    ]
 
 
 def test_a_real_model_goes_on_with_its_sessions(tmp_path: Path) -> None:
@@ -44,8 +57,15 @@ def test_a_real_model_goes_on_with_its_sessions(tmp_path: Path) -> None:
             assert told[2]["choices"] == plain["choices"] or window is not None
             streamed = events_of((await complete(prompt=prompt, session_id="b", stream=True)).payload)
             assert "".join(event["choices"][0]["text"] for event in streamed) == told[2]["choices"][0]["text"]
+            for stream in (False, True):
+                names = [{"session_id": "c"}, {}] if window is None else [{"session_id": "c"}]
+                asked = [await complete(prompt=prompt, logprobs=2, stream=stream, **name) for name in names]
+                of_tokens = [_logprobs_of(reply.payload, is_stream=stream) for reply in asked]
+                assert all(of_each == pytest.approx(of_tokens[0]) for of_each in of_tokens)
+                # Tokens of one text are one entry among the likeliest.
+                assert 6 + 6 < len(of_tokens[0]) <= 6 * 3 and max(of_tokens[0]) < 0
             counts = opened.served.sessions.counts()
-            assert counts is not None and counts.num_sessions == 2
+            assert counts is not None and counts.num_sessions == 3
             assert (counts.num_reserved_pages > 0) == (window is not None)
         finally:
             await server.stop(1.0)

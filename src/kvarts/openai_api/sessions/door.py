@@ -24,7 +24,7 @@ from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.served import Ask, Served
 from kvarts.request import Request
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import Likeliest, SamplingParams
 from kvarts.session.errors import (
     SessionBusyError,
     SessionNotReadyError,
@@ -77,9 +77,13 @@ class Store(SessionRuntime, Protocol):
         queue: bool = False,
         tokens: Sequence[int] = (),
         expected_length: int | None = None,
+        priority: int = 0,
         begun: Callable[[Request], object] = lambda _: None,
     ) -> AsyncGenerator[Update, None]:
-        """As of SessionRuntime; append `tokens` before, in the same step. `begun` is told of the request."""
+        """As of SessionRuntime; append `tokens` before, in the same step. `begun` is told of the request.
+
+        Tokens come with log-probabilities where `params` ask for them. `priority`: the larger, the earlier.
+        """
 
 
 class SessionsDoor:
@@ -200,14 +204,19 @@ class SessionsDoor:
             queue=True,
             tokens=ask.tokens[num_common:],
             expected_length=num_common,
+            priority=ask.priority,
             begun=under_way.append,
         )
+        told: Likeliest = []
+        choice.likeliest = lambda: told
         held: int | None = None  # a token that may be an end, of which the text is no part of the answer
         async with aclosing(updates):
             async for update in updates:
                 if under_way:
                     _copy(under_way[0], generation.request)
                 if isinstance(update, Token):
+                    if update.logprob is not None:
+                        told.append((update.logprob, update.likeliest))
                     if held is not None and generation.take(held):
                         break
                     held = update.token_id
@@ -220,7 +229,7 @@ class SessionsDoor:
                     if held is not None:
                         generation.take(held, is_end=update.stop_reason is StopReason.EOS)
                     generation.finish(REASONS[update.stop_reason])
-        choice.end(generation.completion())
+        choice.end(generation.completion(likeliest=told[: len(generation.tokens)]))
 
     def _may_end(self, token: int, ask: Ask) -> bool:
         return token in ask.params.stop_token_ids or token in self._served.text.end_ids
