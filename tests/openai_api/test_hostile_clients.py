@@ -106,6 +106,24 @@ def test_a_template_that_fails_or_writes_too_much_is_its_clients_mistake(server:
     assert refused.status == 400 and refused.error["param"] in ("messages", "prompt")
 
 
+ENDLESS = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
+
+
+@pytest.mark.parametrize("fields", [{"chat_template": ENDLESS}, {"chat_template_kwargs": {"chat_template": ENDLESS}}])
+@pytest.mark.parametrize("path", [CHAT, f"{CHAT}/render"])
+def test_a_template_of_a_request_is_not_computed_unless_it_is_trusted(
+    start: Start, path: str, fields: dict[str, Any]
+) -> None:
+    reply = call(start().url, path, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields})
+    assert (reply.status, reply.error["param"]) == (400, "chat_template")
+    assert "--trust-request-chat-template" in reply.error["message"]
+
+
+def test_tokenize_computes_no_template_of_a_request(start: Start) -> None:
+    reply = call(start().url, "/tokenize", {"messages": [{"role": "user", "content": "x"}], "chat_template": ENDLESS})
+    assert (reply.status, reply.error["param"]) == (400, "chat_template")
+
+
 @pytest.mark.parametrize(
     "asked",
     [

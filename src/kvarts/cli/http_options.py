@@ -60,6 +60,8 @@ def http_options() -> list[click.Option]:
                help="What these are told."),
         option(taking, "--max-body-bytes", metavar="N", type=click.IntRange(min=1024), default=32 * 1024 * 1024,
                show_default=True, help="Refuse longer requests."),
+        option(taking, "--trust-request-chat-template", is_flag=True,
+               help="Render the chat templates that requests bring, which may compute for ever."),
         option(failing, "--fail", metavar="SCRIPT",
                help="What goes wrong: 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
         option(failing, "--record", metavar="FILE", type=OUTPUT,

@@ -90,6 +90,7 @@ def mock_command(**params: Any) -> None:
         retry_after_s=params["retry_after"],
         max_model_len=params["max_model_len"] or 131_072,
         max_body_bytes=params["max_body_bytes"],
+        trust_request_chat_template=params["trust_request_chat_template"],
         default_tokens=params["output_tokens"],
     )
     door = Door(

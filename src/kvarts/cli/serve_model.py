@@ -47,6 +47,7 @@ def model_command(**params: Any) -> None:
             max_queued=params["max_queued"],
             retry_after_s=params["retry_after"],
             max_body_bytes=params["max_body_bytes"],
+            trust_request_chat_template=params["trust_request_chat_template"],
         ),
         fail=params["fail"] or "",
         is_recording=params["record"] is not None,

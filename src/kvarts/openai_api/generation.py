@@ -146,7 +146,7 @@ def completion_asks(served: Served, body: CompletionBody, request_id: str) -> tu
 def chat_asks(served: Served, body: ChatBody, request_id: str) -> list[Ask]:
     """Return the requests of a chat completion."""
     messages = messages_of(body.messages)
-    prompt = served.text.conversation(messages, body.template_options())
+    prompt = served.conversation(messages, body.template_options())
     tokens = served.text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return asks_of(

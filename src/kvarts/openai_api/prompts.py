@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.words import WordTokenizer
 
-__all__ = ["HubText", "TextModel", "WordText"]
+__all__ = ["HubText", "Message", "TextModel", "WordText"]
 
 Message = Mapping[str, Any]
 MAX_POWER = 1000

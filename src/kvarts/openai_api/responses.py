@@ -63,7 +63,7 @@ class Responses:
         served = self._models.of(body.model)
         messages = self._messages(body, exchange.owner)
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        prompt = served.text.conversation(messages_of([*instructions, *messages], param="input"), {})
+        prompt = served.conversation(messages_of([*instructions, *messages], param="input"), {})
         tokens = served.text.encode(prompt, add_special_tokens=False)
         asked = GenerationBody(
             model=body.model,

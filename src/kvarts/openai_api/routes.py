@@ -158,7 +158,7 @@ class Routes:
                 "tools": body.tools,
                 "chat_template": body.chat_template,
             }
-            prompt = text.conversation(messages_of(body.messages), options)
+            prompt = served.conversation(messages_of(body.messages), options)
             tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
         elif body.prompt is not None:
             tokens = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)

@@ -95,6 +95,7 @@ class RunningServer:
         max_queued: int = 1024,
         max_model_len: int = 131_072,
         output_tokens: int | None = None,
+        trust_request_chat_template: bool = False,
         is_recording: bool = False,
         readers: Sequence[EventReader] = (),
         several: Any = None,
@@ -104,7 +105,12 @@ class RunningServer:
         door = Door(
             names=(model,),
             api_keys=() if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key),
-            limits=Limits(max_queued=max_queued, max_model_len=max_model_len, default_tokens=output_tokens),
+            limits=Limits(
+                max_queued=max_queued,
+                max_model_len=max_model_len,
+                default_tokens=output_tokens,
+                trust_request_chat_template=trust_request_chat_template,
+            ),
             fail=fail,
             seed=seed,
             is_recording=is_recording,

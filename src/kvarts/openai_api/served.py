@@ -19,7 +19,7 @@ from kvarts.openai_api.answer import Answer, Choice, Outbox
 from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.meter import Meter
-from kvarts.openai_api.prompts import TextModel
+from kvarts.openai_api.prompts import Message, TextModel
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
@@ -87,7 +87,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     `max_queued`: requests beyond those that may run at once; more are refused with 429. `retry_after_s`: what these are
     told. `max_model_len`: tokens of a prompt and its answer. `max_body_bytes`: of one HTTP request, which has to come
     within `body_timeout_s`. `default_tokens`: about as many tokens has an answer for which no number is asked, of a
-    mock; None: up to the end of the model.
+    mock; None: up to the end of the model. `trust_request_chat_template`: render templates that requests bring, which
+    are programs of clients that may compute for ever.
 
     Raises ConfigError for a value out of range.
     """
@@ -98,6 +99,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0
     default_tokens: int | None = None
+    trust_request_chat_template: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_queued <= MOST_COUNT:
@@ -188,6 +190,17 @@ class Served:
         if model in self.adapters:
             return model
         raise ApiError(404, f"the model {model!r} does not exist; there is {self.names[0]!r}", param="model")
+
+    def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        """Return the prompt of a conversation, as TextModel does. Raise ApiError for a template that is not trusted."""
+        brings_one = options.get("chat_template") or "chat_template" in (options.get("chat_template_kwargs") or {})
+        if brings_one and not self.limits.trust_request_chat_template:
+            raise ApiError(
+                400,
+                "the chat template of a request is rendered only with --trust-request-chat-template",
+                param="chat_template",
+            )
+        return self.text.conversation(messages, options)
 
     def ready(self) -> None:
         """Raise ApiError where nothing new is taken in."""
