@@ -90,7 +90,8 @@ def open_kvarts(directory: Path) -> Engine:
     from kvarts.executor.torch.numba_backend import NumbaBackend
 
     torch.set_num_threads(NUM_THREADS)
-    model = load_model(directory)
+    quantization = os.environ.get("KVARTS_QUANTIZATION")
+    model = load_model(directory, quantization=quantization) if quantization else load_model(directory)
     # A version of kvarts from before there was a choice is measured as it is.
     settings = {"layers": os.environ["KVARTS_LAYERS"]} if "KVARTS_LAYERS" in os.environ else {}
     inside = 0.0

@@ -35,6 +35,13 @@ def engine_options(command: Command, **attributes: Any) -> Command:
         ),
         ("--max-seqs", {"metavar": "N", "type": at_least_one, "default": 64, "help": "Requests that may run at once."}),
         ("--dtype", {"metavar": "DTYPE", "default": "auto", "help": "auto, float32, bfloat16 or float16."}),
+        (
+            "--quantization",
+            {
+                "metavar": "NAME",
+                "help": "Weights in 8 or 4 bits, on a CPU: int8 or int4. It changes tokens; what it costs is told.",
+            },
+        ),
         ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
         (
             "--attention",

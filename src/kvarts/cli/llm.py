@@ -92,6 +92,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         device=values["device"],
         attention=values["attention"],
         layers=values["layers"],
+        quantization=values["quantization"],
         **settings,
     )
     config = llm.config

@@ -34,6 +34,7 @@ EXIT_DIFFERENT = 5
               help="Attention backend: auto, flash, flex, numba or sdpa.")  # fmt: skip
 @click.option("--layers", metavar="NAME", default="auto", show_default=True,
               help="What computes layers: auto, compiled or model.")  # fmt: skip
+@click.option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 def check_command(
     model: str,
@@ -44,6 +45,7 @@ def check_command(
     device: str,
     attention: str,
     layers: str,
+    quantization: str | None,
     as_json: bool,
 ) -> int:
     r"""Say whether the model in the directory MODEL runs in pages, and prove it.
@@ -60,7 +62,7 @@ def check_command(
     from kvarts.executor.torch.loading import load_model
     from kvarts.llm.check import check_model
 
-    loaded = load_model(model, dtype=dtype, device=device)
+    loaded = load_model(model, dtype=dtype, device=device, quantization=quantization)
     check = check_model(
         loaded, attention=attention, layers=layers, num_prompts=num_prompts, num_tokens=max_tokens, seed=seed
     )
@@ -79,6 +81,7 @@ def _print_lines(model: str, check: ModelCheck) -> None:
     rows = [
         ("model", f"{model}: {check.model_type}, {check.dtype}, attention by {check.attention}"),
         ("layers", f"by {check.layers}: {check.layers_reason}"),
+        *([] if check.quantization is None else [("weights", str(check.quantization))]),
         ("attention", f"{check.num_attention_calls} times a step; {windows}"),
         ("KV a token", f"{check.kv_bytes_per_token:,} bytes"),
     ]

@@ -17,7 +17,7 @@ from kvarts.cli.options import GroupedCommand, GroupedOption
 
 __all__ = ["model_command"]
 
-SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "speculative_config")
+SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "quantization", "speculative_config")
 
 
 def _options() -> list[click.Parameter]:

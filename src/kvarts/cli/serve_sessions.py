@@ -113,6 +113,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "device",
             "attention",
             "layers",
+            "quantization",
         )
         if values[name] is not None
     }

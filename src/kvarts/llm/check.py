@@ -14,6 +14,7 @@ from kvarts.config import EngineConfig
 from kvarts.executor.torch.attention import ATTENTION
 from kvarts.executor.torch.pools import page_bytes_of
 from kvarts.executor.torch.probe import Facts, examine
+from kvarts.executor.torch.quantized import Quantization, quantization_of
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
 
@@ -44,6 +45,7 @@ class ModelCheck(msgspec.Struct, frozen=True):
 
     model_type: str
     dtype: str
+    quantization: Quantization | None
     attention: str
     layers: str
     layers_reason: str
@@ -108,6 +110,7 @@ def check_model(
     return ModelCheck(
         model_type=model.config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
+        quantization=quantization_of(model),
         attention=llm.attention,
         layers=llm.layers,
         layers_reason=llm.layers_reason,

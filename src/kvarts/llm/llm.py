@@ -71,8 +71,8 @@ class LLM:
 
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the memory that is free, 4 GiB at most.
     `config`: all of pages, page size and batch, instead of the settings here. `attention`: the backend, one of
-    kvarts.executor.torch.backend. `layers`: `compiled` or the `model`'s own code, see
-    kvarts.executor.torch.layers. `offload`: host memory and files below the pages, on a CPU; `disk_path`: the
+    kvarts.executor.torch.backend. `layers`: `compiled` or the `model`'s own code, see kvarts.executor.torch.layers.
+    `quantization`: see `load_model`. `offload`: host memory and files below the pages, on a CPU; `disk_path`: the
     directory of the files, which a later run of the same model reads again.
 
     `speculative_config`: have tokens guessed that may follow, which are computed beside the others and accepted where
@@ -103,6 +103,7 @@ class LLM:
         device: str = "auto",
         attention: str = "auto",
         layers: str = "auto",
+        quantization: str | None = None,
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
@@ -114,7 +115,9 @@ class LLM:
         speculation = SpeculativeConfig.of(speculative_config)
         if isinstance(model, str | Path):
             tokenizer = _load_tokenizer(model) if tokenizer is None else tokenizer
-            model = load_model(model, dtype=dtype, device=device)
+            model = load_model(model, dtype=dtype, device=device, quantization=quantization)
+        elif quantization is not None:
+            raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
         if config is None:
             config = EngineConfig(
                 num_pages=num_pages(model, kv_memory, page_size),

@@ -103,6 +103,7 @@ def open_sessions(
     device: str = "auto",
     attention: str = "auto",
     layers: str = "auto",
+    quantization: str | None = None,
     host_memory: str | int | None = None,
     clock: Clock | None = None,
     say: Callable[[str], object] = lambda _: None,
@@ -153,6 +154,7 @@ def open_sessions(
             device=device,
             attention=_attention(attention, device),
             layers=layers,
+            quantization=quantization,
             offload=None if host_memory is None else _eager(host_memory),
             clock=clock,
         )

@@ -14,17 +14,18 @@ NUM_SAMPLES = 1024
 """Numbers of each weight that are looked at."""
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: Any, changed: str = "") -> str:
     """Return the name of a model: of its config, its number format, and evenly spaced numbers of each weight.
 
-    It is taken once, which must be before weights are laid out anew for a device.
+    It is taken once, which must be before weights are laid out anew for a device. `changed`: what is done to them
+    afterwards.
     """
     if model not in _known:
         config = model.config.to_dict()
         for name in ("_name_or_path", "transformers_version", "_attn_implementation"):
             config.pop(name, None)
         digest = blake2b(digest_size=16)
-        digest.update(f"{sorted(config.items(), key=str)} {model.dtype}".encode())
+        digest.update(f"{sorted(config.items(), key=str)} {model.dtype}{changed and f' {changed}'}".encode())
         with torch.inference_mode():
             for name, weight in model.named_parameters():
                 flat = weight.detach().reshape(-1)

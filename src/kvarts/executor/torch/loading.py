@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,20 @@ from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.packing import pack_linears
 from kvarts.executor.torch.probe import examine
+from kvarts.executor.torch.quantized import check_scheme, quantize
 
 __all__ = ["load_model"]
 
+_log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -> Any:
+def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto", quantization: str | None = None) -> Any:
     """Return the model in `path`: a directory with config.json and safetensors, or a name in the hub's cache.
 
     `dtype`: `auto` for that of the weights, or float32, bfloat16, float16. `device`: `auto`, or what torch calls it.
+    `quantization`: int8 or int4, for weights of as many bits, see kvarts.executor.torch.quantized.
+
     Raise MissingFileError for what is not there, InputError for weights that cannot be read or do not fit the config,
     ConfigError for an architecture with layers that are not all attention over what came before.
     """
@@ -39,6 +44,7 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
     check_architecture(config, path)
     if dtype not in DTYPES:
         raise ConfigError(f"must be auto, float32, bfloat16 or float16, got {dtype!r}", field="dtype")
+    check_scheme(quantization)
     target = check_device(device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -59,7 +65,9 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto") -
     model.requires_grad_(False)
     model.eval()
     model = model.to(target)
-    fingerprint(model)
+    fingerprint(model, quantization or "")
+    if quantization is not None:
+        _log.info("%s", quantize(model, quantization))
     pack_linears(model)
     examine(model)
     return model

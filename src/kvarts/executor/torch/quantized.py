@@ -1,0 +1,241 @@
+"""Linear layers with weights in 8 or 4 bits: fewer bytes to read in a step, and not quite the same model.
+
+Weights are rounded, not trained for it; activations stay as they are. `quantize` tells what that costs, on the model at
+hand: how far its weights are off, and how its next tokens differ.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+import torch
+
+from kvarts.errors import ConfigError
+
+__all__ = ["SCHEMES", "Quantization", "check_scheme", "quantization_of", "quantize"]
+
+SCHEMES = ("int8", "int4")
+"""With a scale for each row; with a scale and an offset for each 32 weights of a row."""
+GROUP_SIZE = 32
+NUM_COLUMNS, NUM_ROWS = 32, 16
+"""The kernels take weights [out_features, in_features] with multiples of these."""
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Ranges of a group that are tried, as shares of the whole: a few clipped weights may cost less than coarse steps."""
+FEW_ROWS = 8
+"""Up to as many rows, 8 bits are multiplied as they are; more are worth making 16 bits of the weights first."""
+NUM_SEQUENCES, LENGTH = 4, 64
+"""Random tokens that the loss is found with."""
+
+
+class Quantization(msgspec.Struct, frozen=True):
+    """What was done to a model, and what it cost.
+
+    `num_linears` were quantized, `num_left` are as they were, since the kernels do not take their shapes. `num_bytes`:
+    of the weights of the first, with their scales; `num_bytes_before`: what they were. `weight_error`: the root mean
+    square of what the weights are off, by that of the weights. Over `num_tokens` random tokens: `same_share`, the share
+    of places at which the likeliest next token is the same; `kl_nats`, the mean divergence (Kullback and Leibler) of
+    the next tokens' distribution from that of the model before.
+    """
+
+    scheme: str
+    num_linears: int
+    num_left: int
+    num_bytes: int
+    num_bytes_before: int
+    weight_error: float
+    num_tokens: int
+    same_share: float
+    kl_nats: float
+
+    def __str__(self) -> str:
+        left = f", {self.num_left} left as they were" if self.num_left else ""
+        return (
+            f"{self.num_linears} linear layers in {self.scheme}{left}: {self.num_bytes / 2**20:,.1f} MiB instead of "
+            f"{self.num_bytes_before / 2**20:,.1f}, weights off by {self.weight_error:.2%}; after {self.num_tokens} "
+            f"random tokens, the likeliest next one is the same at {self.same_share:.1%}, and the divergence is "
+            f"{self.kl_nats:.2g} nats"
+        )
+
+
+def quantization_of(model: Any) -> Quantization | None:
+    """Return what was done to a model; None if nothing was."""
+    return _known.get(model)
+
+
+def check_scheme(scheme: str | None) -> None:
+    """Raise ConfigError for a scheme that is not known."""
+    if scheme is not None and scheme not in SCHEMES:
+        raise ConfigError(f"must be {' or '.join(SCHEMES)}, got {scheme!r}", field="quantization")
+
+
+def quantize(model: Any, scheme: str) -> Quantization:
+    """Replace the linear layers of a model on a CPU by those with weights of 8 or 4 bits; return what it cost.
+
+    The matrix that makes logits is of 8 bits in both. Experts that are no linear layers stay as they are. Raise
+    ConfigError for another scheme, for a model that is not on a CPU, and for one without a layer that can be quantized.
+    """
+    check_scheme(scheme)
+    if model.device.type != "cpu":
+        raise ConfigError(f"{scheme} is for models on a CPU", field="quantization", hint="Leave it out.")
+    linears = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if type(child) is torch.nn.Linear
+    ]
+    fitting = [place for place in linears if _fits(place[2])]
+    if not fitting:
+        raise ConfigError(
+            f"no linear layer has multiples of {NUM_COLUMNS} inputs and {NUM_ROWS} outputs",
+            field="quantization",
+            hint="Leave it out.",
+        )
+    tokens = _random_tokens(model)
+    before = _next_logprobs(model, tokens)
+    head = model.get_output_embeddings()
+    made: dict[torch.nn.Linear, _QuantizedLinear] = {}
+    for module, name, linear in fitting:
+        if linear not in made:
+            made[linear] = (Int8Linear if scheme == "int8" or linear is head else Int4Linear)(linear)
+        setattr(module, name, made[linear])
+    after = _next_logprobs(model, tokens)
+    squares = [(one.error_squares, one.weight_squares) for one in made.values()]
+    _known[model] = Quantization(
+        scheme=scheme,
+        num_linears=len(made),
+        num_left=len({linear for _, _, linear in linears}) - len(made),
+        num_bytes=sum(one.num_bytes for one in made.values()),
+        num_bytes_before=sum(linear.weight.nbytes for linear in made),
+        weight_error=math.sqrt(sum(one for one, _ in squares) / max(sum(of for _, of in squares), 1e-30)),
+        num_tokens=tokens.numel(),
+        same_share=float((before.argmax(-1) == after.argmax(-1)).float().mean()),
+        kl_nats=max(0.0, float((before.exp() * (before - after)).sum(-1).mean())),
+    )
+    return _known[model]
+
+
+class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not read, see pyproject.toml
+    """What `linear` computes, but for rounding of its weights. Keeps numbers of its own.
+
+    `num_bytes`: of its weights. `error_squares` and `weight_squares`: sums over all weights.
+    """
+
+    num_bytes: int
+    error_squares: float
+    weight_squares: float
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return outputs [..., out_features] for `inputs` [..., in_features]."""
+        outputs = self._product(inputs.reshape(-1, self.in_features).contiguous())
+        if self.bias is not None:
+            outputs = outputs + self.bias
+        return outputs.view(*inputs.shape[:-1], self.out_features)
+
+    def _note(self, weight: torch.Tensor, rounded: torch.Tensor, *kept: torch.Tensor) -> None:
+        self.num_bytes = sum(tensor.nbytes for tensor in kept)
+        self.error_squares = float((rounded - weight).square().sum())
+        self.weight_squares = float(weight.square().sum())
+
+
+class Int8Linear(_QuantizedLinear):
+    """Weights of 8 bits, each row with a scale."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        # Weights are rounded with the scale as it is kept.
+        self._scales = (weight.abs().amax(1) / 127).clamp(min=_least(linear)).to(linear.weight.dtype)
+        steps = self._scales.float()[:, None]
+        self._weight = (weight / steps).round().clamp(-127, 127).to(torch.int8)
+        self._note(weight, self._weight * steps, self._weight, self._scales)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) <= FEW_ROWS:
+            outputs: torch.Tensor = torch.ops.aten._weight_int8pack_mm(rows, self._weight, self._scales)
+            return outputs
+        return torch.nn.functional.linear(rows, self._weight.to(rows.dtype)) * self._scales
+
+
+class Int4Linear(_QuantizedLinear):
+    """Weights of 4 bits; 32 in a row have a scale and an offset."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear)
+        dtype, shape = linear.weight.dtype, linear.weight.shape
+        weight = linear.weight.detach().float()
+        groups = weight.reshape(shape[0], -1, GROUP_SIZE)
+        best: tuple[torch.Tensor, ...] | None = None
+        for shrink in SHRINKS:
+            tried = _rounded_to_4_bits(groups, shrink, _least(linear), dtype)
+            if best is None:
+                best = tried
+            else:
+                is_better = tried[0] < best[0]
+                best = tuple(torch.where(_like(is_better, a), a, b) for a, b in zip(tried, best, strict=True))
+        assert best is not None
+        _, numbers, scales, offsets = best
+        self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32).reshape(shape), 1)
+        self._scales = torch.stack([scales, offsets], -1).transpose(0, 1).contiguous().to(dtype)
+        rounded = (numbers - 8) * scales[..., None] + offsets[..., None]
+        self._note(weight, rounded.reshape(shape), self._weight, self._scales)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._weight, GROUP_SIZE, self._scales)
+        return outputs
+
+
+def _rounded_to_4_bits(
+    groups: torch.Tensor, shrink: float, least: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the squared error of each group [rows, groups], its numbers from 0 to 15, its scale and its offset.
+
+    A weight is (number - 8) x scale + offset, with both as `dtype` keeps them.
+    """
+    least_of, most_of = groups.amin(2), groups.amax(2)
+    middle, half = (least_of + most_of) / 2, (most_of - least_of) / 2 * shrink
+    scales = (half * 2 / 15).clamp(min=least).to(dtype).float()
+    offsets = (middle + scales / 2).to(dtype).float()
+    numbers = ((groups - offsets[..., None]) / scales[..., None] + 8).round().clamp(0, 15)
+    rounded = (numbers - 8) * scales[..., None] + offsets[..., None]
+    return (rounded - groups).square().sum(2), numbers, scales, offsets
+
+
+def _like(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return flags[..., None] if tensor.dim() > flags.dim() else flags
+
+
+def _fits(linear: torch.nn.Linear) -> bool:
+    return bool(linear.in_features % NUM_COLUMNS == 0 and linear.out_features % NUM_ROWS == 0)
+
+
+def _least(linear: torch.nn.Linear) -> float:
+    """Return the smallest scale: of rows that are all zero, and of those that the number format would make zero."""
+    return float(torch.finfo(linear.weight.dtype).tiny)
+
+
+def _random_tokens(model: Any) -> torch.Tensor:
+    text = model.config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    length = min(LENGTH, most) if isinstance(most, int) and most > 0 else LENGTH
+    return torch.randint(text.vocab_size, (NUM_SEQUENCES, length), generator=torch.Generator().manual_seed(11))
+
+
+def _next_logprobs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, use_cache=False).logits
+        return torch.log_softmax(logits.float(), -1)
+
+
+_known: WeakKeyDictionary[Any, Quantization] = WeakKeyDictionary()
