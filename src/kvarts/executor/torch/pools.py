@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy.typing as npt
 import torch
 
 __all__ = ["KVPools", "LayerShape", "page_bytes_of"]
+
+ALIGNMENT_BYTES = 64
+"""A line of a CPU's cache, as PyTorch aligns its own memory."""
 
 
 class LayerShape(msgspec.Struct, frozen=True):
@@ -65,7 +69,7 @@ class KVPools:
             shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
             for tensors in (self.keys, self.values):
                 own = layer.owner == place
-                tensors.append(torch.zeros(shape, dtype=dtype, device=device) if own else tensors[layer.owner])
+                tensors.append(_zeros(shape, dtype, self.device) if own else tensors[layer.owner])
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
         self.values_flat = [values.flatten(0, 1) for values in self.values]
 
@@ -103,3 +107,16 @@ class KVPools:
     def num_bytes(self) -> int:
         """Of the tensors that are allocated."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU in memory that the system gives when it is first written.
+
+    PyTorch writes each zero, which takes a second for 4 GiB, and all of the memory for a model that needs little.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    room = np.zeros(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT_BYTES
+    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)
