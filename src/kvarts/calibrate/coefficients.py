@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,7 +12,17 @@ import numpy.typing as npt
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
 
-__all__ = ["BOUNDS", "WIDTHS", "cost_of", "log_bounds", "logs_of", "names_of", "needs_scipy", "not_identified"]
+__all__ = [
+    "BOUNDS",
+    "WIDTHS",
+    "at_limit",
+    "cost_of",
+    "log_bounds",
+    "logs_of",
+    "names_of",
+    "needs_scipy",
+    "not_identified",
+]
 __all__ += ["uncertainty_of", "widths_of"]
 
 Values = npt.NDArray[np.float64]
@@ -104,6 +115,13 @@ def uncertainty_of(residuals: Values, jacobian: Values, names: Sequence[str] = C
         moves = direction / direction.max()
         errors = np.where(moves > PART, np.inf, np.maximum(errors, moves))
     return dict(zip(names, map(float, errors), strict=True))
+
+
+def at_limit(cost: RooflineCost, names: Iterable[str]) -> list[str]:
+    """Return the coefficients of a fit that a wider search might have moved on: those at the end of their bounds."""
+    return [
+        name for name in names if any(math.isclose(cost.coefficient(name), end, rel_tol=1e-3) for end in BOUNDS[name])
+    ]
 
 
 def not_identified(uncertainty: Mapping[str, float]) -> list[str]:

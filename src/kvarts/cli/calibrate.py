@@ -260,11 +260,16 @@ def _finite(shares: dict[str, float]) -> dict[str, float | None]:
 
 
 def _coefficients(cost: Any, uncertainty: dict[str, float], not_identified: list[str], why: str) -> str:
+    from kvarts.calibrate.coefficients import at_limit
+
+    limited = at_limit(cost, uncertainty)
     lines = [f"{cost.llm} on {cost.device}"]
     for name, share in uncertainty.items():
         unsure = "these data do not say" if share == float("inf") else f"+- {share:.0%}"
         if name in not_identified and share < float("inf"):
             unsure += f", {why}"
+        if name in limited:
+            unsure += ", at the limit of the search: is the device what was measured?"
         lines.append(f"  {name:<22}{cost.coefficient(name):>12.4g}   {unsure}")
     return "\n".join(lines) + "\n"
 
