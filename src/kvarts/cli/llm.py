@@ -39,6 +39,8 @@ Command = Callable[..., None]
 def need_torch() -> None:
     """Raise ConfigError where PyTorch or transformers are not installed."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import kvarts.executor.torch  # noqa: F401  # before PyTorch, which reads when it is loaded how long threads spin
+
     try:
         with hold_signals_back():
             import torch  # noqa: F401

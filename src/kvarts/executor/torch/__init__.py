@@ -2,3 +2,7 @@
 
 Needs `kvarts[torch]`. Nothing outside this package imports PyTorch.
 """
+
+from kvarts.executor.torch.spinning import limit_spinning
+
+limit_spinning()
