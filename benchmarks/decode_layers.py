@@ -2,7 +2,6 @@
 
     python benchmarks/decode_layers.py
     python benchmarks/decode_layers.py --before SRC
-    python benchmarks/decode_layers.py --without model --quantization int8 int4
 
 Random weights in the shape of Qwen3-0.6B, bfloat16, two threads. Each is a process that stays; in each round all have a
 turn, so that they meet the same machine. With `--cpu-time`, one thread of each, and its processor time instead of the
@@ -32,7 +31,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 4096], help="Tokens of a prompt.")
     parser.add_argument("--before", type=Path, help="The folder `src` of another version.")
-    parser.add_argument("--quantization", nargs="*", default=[], help="Also with weights of int8 or int4.")
     parser.add_argument("--without", nargs="*", default=[], help="Of before, model and compiled.")
     parser.add_argument("--cpu-time", action="store_true", help="One thread, and its processor time.")
     parser.add_argument("--depth", type=int, default=28, help="Layers of the model.")
@@ -41,10 +39,6 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="What the engines have to say.")
     args = parser.parse_args()
     environments = {name: {"KVARTS_LAYERS": name} for name in ("model", "compiled")}
-    environments = {
-        **{name: {"KVARTS_QUANTIZATION": name} for name in args.quantization},
-        **environments,
-    }
     if args.before:
         environments = {"before": {"PYTHONPATH": str(args.before.resolve())}, **environments}
     if args.cpu_time:

