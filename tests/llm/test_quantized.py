@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -201,3 +203,24 @@ def test_a_check_tells_the_loss(
     assert msgspec.json.decode(capsysbinary.readouterr().out)["quantization"] is None
     assert run_command("model", "check", path, "--quantization", "int5") == 2
     assert "--quantization: must be int8 or int4, got 'int5'" in capsysbinary.readouterr().err.decode()
+
+
+@pytest.mark.parametrize("server", ["model", "sessions"])
+def test_servers_tell_the_loss(tiny: Tiny, server: str) -> None:
+    """On standard error, before they listen."""
+    pytest.importorskip("uvicorn" if server == "model" else "grpc")
+    address = ("--port", "0") if server == "model" else ("--bind", "127.0.0.1:0", "--window", "64")
+    command = [sys.executable, "-m", "kvarts", "serve", server, "--model", str(tiny("llama")), "--quantization", "int8"]
+    command += ["--kv-memory", "1MiB", *address]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if " on " in line and "127.0.0.1" in line:
+                    break
+        finally:
+            process.terminate()
+    told = [line for line in lines if line.startswith("kvarts: 28 linear layers in int8, 1 left as they were: ")]
+    assert len(told) == 1, lines

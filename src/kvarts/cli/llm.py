@@ -37,7 +37,7 @@ Command = Callable[..., None]
 
 
 def need_torch() -> None:
-    """Raise ConfigError where PyTorch or transformers are not installed."""
+    """Load PyTorch, and tell on standard error what models have to say. Raise ConfigError where it is not installed."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import kvarts.executor.torch  # noqa: F401  # before PyTorch, which reads when it is loaded how long threads spin
 
@@ -50,6 +50,7 @@ def need_torch() -> None:
             f"real models need PyTorch and transformers ({error})", hint="pip install 'kvarts[torch]'."
         ) from None
     transformers.utils.logging.disable_progress_bar()
+    _tell_what_takes_long()
 
 
 def llm_options(command: Command) -> Command:
@@ -83,7 +84,6 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
     from kvarts.llm.llm import LLM
 
     settings |= offload_llm.settings_of(values)
-    _tell_what_takes_long()
     llm = LLM(
         values["model"],
         kv_memory=values["kv_memory"],

@@ -76,6 +76,8 @@ def sessions_command(**values: Any) -> None:
         raise ConfigError("is of the mock", field="speedup", hint="Give --mock, or leave it out.")
     settings = _engine_settings(values)
     need_grpc()
+    if values["model"] is not None:
+        from_room("cli.llm", "need_torch", field="model")()
     from kvarts.serve.binding import Binding
     from kvarts.serve.owners import read_owners
 
