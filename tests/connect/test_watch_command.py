@@ -281,8 +281,11 @@ def test_a_replay_publishes_and_a_watch_follows_it(
         ending.join()
     verdict = json.loads(capsys.readouterr().out)
     assert (process.returncode, code) == (0, 0), verdict
-    assert verdict["counts"]["num_stored_blocks"] > 32 * 7
-    assert verdict["num_stored_again"] > 0
+    counts = verdict["counts"]
+    assert (verdict["verdict"], verdict["blocks"]) == ("ok", {"GPU": 68}), "what is there at the end"
+    assert counts["num_stored_blocks"] - counts["num_removed_blocks"] == 68
+    # A watch on a busy machine may ask when much has happened: it is told what is there, and not what was.
+    assert verdict["followed"]["num_states"] or verdict["num_stored_again"] == 1696
 
 
 def test_options_of_a_replay_that_cannot_be_are_refused(
