@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import msgspec
 
 from kvarts.cli import offload_llm
 from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options
+from kvarts.cli.narrating import narrate
 from kvarts.cli.process import hold_signals_back
 from kvarts.errors import ConfigError, InputError, KvartsError
 from kvarts.files import read_text
@@ -50,7 +50,7 @@ def need_torch() -> None:
             f"real models need PyTorch and transformers ({error})", hint="pip install 'kvarts[torch]'."
         ) from None
     transformers.utils.logging.disable_progress_bar()
-    _tell_what_takes_long()
+    narrate()
 
 
 def llm_options(command: Command) -> Command:
@@ -105,22 +105,6 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         err=True,
     )
     return llm
-
-
-class _Narrator(logging.Handler):
-    """Writes what kvarts logs to standard error, as commands narrate."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
-        click.echo(f"kvarts: {record.getMessage()}", err=True)
-
-
-def _tell_what_takes_long() -> None:
-    logger = logging.getLogger("kvarts")
-    if not any(isinstance(handler, _Narrator) for handler in logger.handlers):
-        logger.addHandler(_Narrator())
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
 
 
 class _Row(msgspec.Struct):

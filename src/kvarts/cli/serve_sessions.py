@@ -15,6 +15,7 @@ from kvarts.cli import (
     record,
 )
 from kvarts.cli.engine_options import MODEL_HELP, engine_options
+from kvarts.cli.narrating import narrate
 from kvarts.cli.options import GroupedCommand, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
 from kvarts.cli.sessions import WINDOW, need_grpc
@@ -76,8 +77,7 @@ def sessions_command(**values: Any) -> None:
         raise ConfigError("is of the mock", field="speedup", hint="Give --mock, or leave it out.")
     settings = _engine_settings(values)
     need_grpc()
-    if values["model"] is not None:
-        from_room("cli.llm", "need_torch", field="model")()
+    narrate()
     from kvarts.serve.binding import Binding
     from kvarts.serve.owners import read_owners
 
