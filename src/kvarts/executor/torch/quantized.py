@@ -24,6 +24,8 @@ NUM_COLUMNS, NUM_ROWS = 32, 16
 """The kernels take weights [out_features, in_features] with multiples of these."""
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Ranges of a group that are tried, as shares of the whole: a few clipped weights may cost less than coarse steps."""
+ROWS_AT_ONCE = 4096
+"""Rows of a matrix that are rounded at once, in 32 bits."""
 FEW_ROWS = 8
 """Up to as many rows, 8 bits are multiplied as they are; more are worth making 16 bits of the weights first."""
 NUM_SEQUENCES, LENGTH = 4, 64
@@ -100,6 +102,7 @@ def quantize(model: Any, scheme: str) -> Quantization:
     for module, name, linear in fitting:
         if linear not in made:
             made[linear] = (Int8Linear if scheme == "int8" or linear is head else Int4Linear)(linear)
+            del linear.weight  # so that a model is never in memory twice
         setattr(module, name, made[linear])
     after = _next_logprobs(model, tokens)
     squares = [(one.error_squares, one.weight_squares) for one in made.values()]
@@ -108,7 +111,7 @@ def quantize(model: Any, scheme: str) -> Quantization:
         num_linears=len(made),
         num_left=len({linear for _, _, linear in linears}) - len(made),
         num_bytes=sum(one.num_bytes for one in made.values()),
-        num_bytes_before=sum(linear.weight.nbytes for linear in made),
+        num_bytes_before=sum(one.num_bytes_before for one in made.values()),
         weight_error=math.sqrt(sum(one for one, _ in squares) / max(sum(of for _, of in squares), 1e-30)),
         num_tokens=tokens.numel(),
         same_share=float((before.argmax(-1) == after.argmax(-1)).float().mean()),
@@ -120,18 +123,34 @@ def quantize(model: Any, scheme: str) -> Quantization:
 class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not read, see pyproject.toml
     """What `linear` computes, but for rounding of its weights. Keeps numbers of its own.
 
-    `num_bytes`: of its weights. `error_squares` and `weight_squares`: sums over all weights.
+    `num_bytes`: of its weights; `num_bytes_before`: of those of `linear`. `error_squares` and `weight_squares`: sums
+    over all weights.
     """
-
-    num_bytes: int
-    error_squares: float
-    weight_squares: float
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
+        self.error_squares = self.weight_squares = 0.0
+        weight = linear.weight.detach()
+        parts = []
+        for rows in weight.split(ROWS_AT_ONCE):
+            error_squares, *rounded = self._rounded(rows.float(), weight.dtype)
+            self.error_squares += float(error_squares)
+            self.weight_squares += float(rows.float().square().sum())
+            parts.append(rounded)
+        self._weight, self._scales = self._laid_out(*map(torch.cat, zip(*parts, strict=True)))
+        self.num_bytes = self._weight.nbytes + self._scales.nbytes
+        self.num_bytes_before = weight.nbytes
+
+    def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return by how much rows are off, squared and added up, and what is kept of them, row by row."""
+        raise NotImplementedError
+
+    def _laid_out(self, *kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and scales of all rows as the kernel takes them."""
+        raise NotImplementedError
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -143,23 +162,20 @@ class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are 
             outputs = outputs + self.bias
         return outputs.view(*inputs.shape[:-1], self.out_features)
 
-    def _note(self, weight: torch.Tensor, rounded: torch.Tensor, *kept: torch.Tensor) -> None:
-        self.num_bytes = sum(tensor.nbytes for tensor in kept)
-        self.error_squares = float((rounded - weight).square().sum())
-        self.weight_squares = float(weight.square().sum())
-
 
 class Int8Linear(_QuantizedLinear):
     """Weights of 8 bits, each row with a scale."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__(linear)
-        weight = linear.weight.detach().float()
-        # Weights are rounded with the scale as it is kept.
-        self._scales = (weight.abs().amax(1) / 127).clamp(min=_least(linear)).to(linear.weight.dtype)
-        steps = self._scales.float()[:, None]
-        self._weight = (weight / steps).round().clamp(-127, 127).to(torch.int8)
-        self._note(weight, self._weight * steps, self._weight, self._scales)
+    def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        # Weights are rounded with the scale as it is kept, which is not 0 for a row of zeros.
+        scales = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(dtype).tiny).to(dtype)
+        steps = scales.float()[:, None]
+        numbers = (weight / steps).round().clamp(-127, 127)
+        return (numbers * steps - weight).square().sum(), numbers.to(torch.int8), scales
+
+    def _laid_out(self, *kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = kept
+        return numbers, scales
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         if len(rows) <= FEW_ROWS:
@@ -171,41 +187,33 @@ class Int8Linear(_QuantizedLinear):
 class Int4Linear(_QuantizedLinear):
     """Weights of 4 bits; 32 in a row have a scale and an offset."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__(linear)
-        dtype, shape = linear.weight.dtype, linear.weight.shape
-        weight = linear.weight.detach().float()
-        groups = weight.reshape(shape[0], -1, GROUP_SIZE)
-        best: tuple[torch.Tensor, ...] | None = None
-        for shrink in SHRINKS:
-            tried = _rounded_to_4_bits(groups, shrink, _least(linear), dtype)
-            if best is None:
-                best = tried
-            else:
-                is_better = tried[0] < best[0]
-                best = tuple(torch.where(_like(is_better, a), a, b) for a, b in zip(tried, best, strict=True))
-        assert best is not None
-        _, numbers, scales, offsets = best
-        self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32).reshape(shape), 1)
-        self._scales = torch.stack([scales, offsets], -1).transpose(0, 1).contiguous().to(dtype)
-        rounded = (numbers - 8) * scales[..., None] + offsets[..., None]
-        self._note(weight, rounded.reshape(shape), self._weight, self._scales)
+    def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        groups = weight.reshape(len(weight), -1, GROUP_SIZE)
+        best, *others = (_rounded_to_4_bits(groups, shrink, dtype) for shrink in SHRINKS)
+        for tried in others:
+            is_better = tried[0] < best[0]
+            best = tuple(torch.where(_like(is_better, a), a, b) for a, b in zip(tried, best, strict=True))
+        error_squares, numbers, scales, offsets = best
+        return error_squares.sum(), numbers.to(torch.uint8), torch.stack([scales, offsets], -1).to(dtype)
+
+    def _laid_out(self, *kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = kept
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.flatten(1).to(torch.int32), 1)
+        return packed, scales.transpose(0, 1).contiguous()
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._weight, GROUP_SIZE, self._scales)
         return outputs
 
 
-def _rounded_to_4_bits(
-    groups: torch.Tensor, shrink: float, least: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rounded_to_4_bits(groups: torch.Tensor, shrink: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Return the squared error of each group [rows, groups], its numbers from 0 to 15, its scale and its offset.
 
     A weight is (number - 8) x scale + offset, with both as `dtype` keeps them.
     """
     least_of, most_of = groups.amin(2), groups.amax(2)
     middle, half = (least_of + most_of) / 2, (most_of - least_of) / 2 * shrink
-    scales = (half * 2 / 15).clamp(min=least).to(dtype).float()
+    scales = (half * 2 / 15).clamp(min=torch.finfo(dtype).tiny).to(dtype).float()
     offsets = (middle + scales / 2).to(dtype).float()
     numbers = ((groups - offsets[..., None]) / scales[..., None] + 8).round().clamp(0, 15)
     rounded = (numbers - 8) * scales[..., None] + offsets[..., None]
@@ -218,11 +226,6 @@ def _like(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _fits(linear: torch.nn.Linear) -> bool:
     return bool(linear.in_features % NUM_COLUMNS == 0 and linear.out_features % NUM_ROWS == 0)
-
-
-def _least(linear: torch.nn.Linear) -> float:
-    """Return the smallest scale: of rows that are all zero, and of those that the number format would make zero."""
-    return float(torch.finfo(linear.weight.dtype).tiny)
 
 
 def _random_tokens(model: Any) -> torch.Tensor:
