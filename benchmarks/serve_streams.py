@@ -57,14 +57,23 @@ class Reader:
 
     def _read(self) -> None:
         data, told, _, _ = self._socket.recvmsg(1 << 16, 64)
+        if not data:
+            self._end(ConnectionError("the server closed a stream before its end"))
+            return
         self.read_s.append(time.time())
         seconds, nanoseconds = struct.unpack_from("qq", told[0][2])
         self.came_s.append(seconds + nanoseconds * 1e-9)
         self.counts.append(data.count(b'"text"'))
-        if b"[DONE]" in data or not data:
-            self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
+        if b"[DONE]" in data:
+            self._end()
+
+    def _end(self, error: Exception | None = None) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        if error is None:
             self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
 
 
 async def run(url: str, streams: int, tokens: int) -> tuple[float, list[Reader]]:
