@@ -16,13 +16,7 @@ NUM_SPINS = 10_000
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
-def limit_spinning() -> bool:
-    """Let threads spin NUM_SPINS times, unless the environment says otherwise; return whether that is in time.
-
-    It is not once PyTorch is loaded: then threads spin as they are set to.
-    """
-    if "torch" in sys.modules:
-        return False
-    if not any(name in os.environ for name in SETTINGS):
+def limit_spinning() -> None:
+    """Let threads spin NUM_SPINS times, unless the environment says otherwise, or PyTorch is loaded already."""
+    if "torch" not in sys.modules and not any(name in os.environ for name in SETTINGS):
         os.environ[SETTINGS[0]] = str(NUM_SPINS)
-    return True
