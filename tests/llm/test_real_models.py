@@ -31,7 +31,7 @@ from kvarts.executor.torch.backend import BACKENDS
 from kvarts.executor.torch.flash import FlashBackend
 from kvarts.executor.torch.flex import FlexBackend
 from kvarts.executor.torch.loading import check_architecture, load_model
-from kvarts.executor.torch.packing import PackedLinear
+from kvarts.executor.torch.packing import PackedLinear, pack_together, products
 from kvarts.executor.torch.tiny import FAMILIES, SIZES
 from kvarts.hardware import load_geometry
 from kvarts.llm.llm import LLM
@@ -140,11 +140,43 @@ def test_packed_layers_compute_the_same() -> None:
     torch.manual_seed(0)
     for bias in (True, False):
         linear = torch.nn.Linear(48, 70, bias=bias, dtype=torch.bfloat16)
-        packed = PackedLinear(linear)
+        packed = PackedLinear(linear.weight, linear.bias)
         for shape in ((48,), (1, 48), (2, 5, 48), (40, 48)):
             inputs = torch.randn(shape, dtype=torch.bfloat16)
             with torch.inference_mode():
                 torch.testing.assert_close(packed(inputs), linear(inputs))
+
+
+@pytest.mark.parametrize("with_bias", [(), (0, 1, 2), (1,)])
+def test_layers_packed_together_compute_what_each_did(with_bias: tuple[int, ...]) -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 for oneDNN")
+    torch.manual_seed(0)
+    outputs = (64, 32, 48)
+    linears = [torch.nn.Linear(48, size, bias=place in with_bias).bfloat16() for place, size in enumerate(outputs)]
+    names = ["first", "second", "third"]
+    module = torch.nn.Module()
+    for name, linear in zip(names, linears, strict=True):
+        setattr(module, name, PackedLinear(linear.weight, linear.bias))
+    pack_together(module, names)
+    parts = [getattr(module, name) for name in names]
+    assert [(part.in_features, part.out_features) for part in parts] == [(48, size) for size in outputs]
+    assert [part.bias is linear.bias for part, linear in zip(parts, linears, strict=True)] == [True] * 3
+    for num_rows in (1, 5, 40):
+        rows = torch.randn(num_rows, 48, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            at_once = products(parts, rows)
+            for linear, part, product in zip(linears, parts, at_once, strict=True):
+                torch.testing.assert_close(product, linear(rows))
+                torch.testing.assert_close(part(rows[None]), linear(rows[None]))
+
+
+def test_layers_that_are_not_packed_stay_by_themselves() -> None:
+    module = torch.nn.Module()
+    module.one, module.other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+    before = [module.one, module.other]
+    pack_together(module, ["one", "other"])
+    assert [module.one, module.other] == before
 
 
 def test_a_page_that_is_not_what_it_should_be_changes_what_is_said(models: Callable[[str], tuple[Any, Any]]) -> None:

@@ -15,6 +15,7 @@ import torch
 from kvarts.executor.torch.layer_parts import DecoderParts, LayerParts, Norm
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, Ints
 from kvarts.executor.torch.numba_backend import NumbaBackend, telling
+from kvarts.executor.torch.packing import products
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.team import num_threads, team
 
@@ -135,18 +136,21 @@ class CompiledLayers:
     def _run_around_matrices(self, number: int, metadata: AttentionMetadata) -> None:
         places, room, step = self._places, self.room, self._step
         count = int(step[places.TOKENS])
-        query, key, value, output, gate, up, down = self._parts.layers[number].matrices
+        matrices = self._parts.layers[number].matrices
+        output, down = matrices[3], matrices[6]
         self._run(number, places.ADD_AND_NORM, places.ADD_AND_NORM)
         normed = room["normed"][:count]
-        made = [matrix(normed).contiguous() for matrix in (query, key, value)]
+        made = products(matrices[:3], normed)
         step[[places.QUERY, places.KEY, places.VALUE]] = [one.data_ptr() for one in made]
+        step[[places.QUERY_STRIDE, places.KEY_STRIDE, places.VALUE_STRIDE]] = [one.stride(0) for one in made]
         self._run(number, places.ROTATE_AND_WRITE, places.ATTEND)
         self._read_chunks(number, metadata)
         made = [output(room["attended"][:count].to(self._pools.dtype)).contiguous()]
         step[places.DELTA] = made[0].data_ptr()
         self._run(number, places.ADD_AND_NORM_AGAIN, places.ADD_AND_NORM_AGAIN)
-        made = [gate(normed).contiguous(), up(normed).contiguous()]
-        step[[places.GATE, places.UP, places.ACTIVE]] = [one.data_ptr() for one in (*made, made[1])]
+        made = products(matrices[4:6], normed)
+        step[[places.GATE, places.UP]] = [one.data_ptr() for one in made]
+        step[[places.GATE_STRIDE, places.UP_STRIDE]] = [one.stride(0) for one in made]
         self._run(number, places.ACTIVATE, places.ACTIVATE)
         self._delta = down(made[1]).contiguous()
         step[places.DELTA] = self._delta.data_ptr()
@@ -269,7 +273,8 @@ class CompiledLayers:
         for name, tensor in self.room.items():
             self._step[getattr(places, name.upper())] = tensor.data_ptr()
         if self.has_own_matrices:
-            self._step[places.ACTIVE] = self.room["up"].data_ptr()
+            for name in ("query", "key", "value", "gate", "up"):
+                self._step[getattr(places, f"{name.upper()}_STRIDE")] = self.room[name].stride(0)
             for number, (source, target) in enumerate(ROOM_OF_MATRICES):
                 self._step[places.SOURCES + number] = self.room[source].data_ptr()
                 self._step[places.TARGETS + number] = self.room[target].data_ptr()

@@ -81,13 +81,15 @@ SUMS = {"reassoc", "contract", "nsz"}
     IS_ADDED,  # a number: whether there is something to be added before the first norm
     NORMED,  # room
     QUERY, KEY, VALUE,  # room, as the matrices make them
+    QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE,  # numbers from one token to the next
     COS, SIN,  # room [tokens, head_dim]
     SLOTS,  # whole numbers
     QUERIES,  # rotated, in 32 bits
     ATTENDED,  # room
-    GATE, UP, ACTIVE,  # room, of which the last two may be the same
+    GATE, UP,  # room: what is activated, and what it is multiplied with, where the products go
+    GATE_STRIDE, UP_STRIDE,  # numbers from one token to the next
     SOURCES,  # room, for each of the seven matrices: what is multiplied
-) = range(22)  # fmt: skip
+) = range(26)  # fmt: skip
 TARGETS = SOURCES + 7
 """Room, for each matrix: where the products go."""
 STEP_SIZE = TARGETS + 7
@@ -177,6 +179,7 @@ def rotate_and_write(work: Any, step: Any, storage: Any, room: Any, thread: Any,
     heads, kv_heads, dim = index(work[HEADS]), index(work[KV_HEADS]), index(work[HEAD_DIM])
     query, key, value = like(room, step[QUERY]), like(room, step[KEY]), like(room, step[VALUE])
     cos, sin, slots = like(room, step[COS]), like(room, step[SIN]), words(step[SLOTS])
+    strides = index(step[QUERY_STRIDE]), index(step[KEY_STRIDE]), index(step[VALUE_STRIDE])
     queries, keys, values = float32s(step[QUERIES]), like(storage, work[KEYS]), like(storage, work[VALUES])
     norm_query, norm_key = like(storage, work[NORM_QUERY]), like(storage, work[NORM_KEY])
     normed = np.empty(dim, np.float32)
@@ -188,18 +191,18 @@ def rotate_and_write(work: Any, step: Any, storage: Any, room: Any, thread: Any,
         token, head = item // each, item % each
         at = token * dim
         if head < heads:
-            place = (token * heads + head) * dim
+            place, target = token * strides[0] + head * dim, (token * heads + head) * dim
             if work[NORM_QUERY] != 0:
                 normalize(query, place, dim, norm_query, real(work[EPSILON_QUERY]), normed_at, nothing)
-                rotate(normed_at, nothing, dim, cos, sin, at, storage, queries, place)
+                rotate(normed_at, nothing, dim, cos, sin, at, storage, queries, target)
             else:
-                rotate(query, place, dim, cos, sin, at, storage, queries, place)
+                rotate(query, place, dim, cos, sin, at, storage, queries, target)
             continue
         head -= heads
         is_key = head < kv_heads
         if not is_key:
             head -= kv_heads
-        place = (token * kv_heads + head) * dim
+        place = token * (strides[1] if is_key else strides[2]) + head * dim
         target = (index(slots[token]) * kv_heads + head) * dim
         if not is_key:
             for d in range(dim):
@@ -216,12 +219,20 @@ def rotate_and_write(work: Any, step: Any, storage: Any, room: Any, thread: Any,
 
 @njit(error_model="numpy")
 def activate(work: Any, step: Any, storage: Any, room: Any, thread: Any, num: Any) -> None:
-    gate, up, active = like(room, step[GATE]), like(room, step[UP]), like(room, step[ACTIVE])
-    first, last = share_of(index(step[TOKENS]) * index(work[INNER_SIZE]), thread, num)
-    for place in range(first, last):
-        number = load(gate, place)
-        opened = near(storage, number / (single(1) + exponential(-number)))
-        store(active, place, near(storage, opened * load(up, place)))
+    gate, up = like(room, step[GATE]), like(room, step[UP])
+    gate_stride, up_stride = index(step[GATE_STRIDE]), index(step[UP_STRIDE])
+    inner = index(work[INNER_SIZE])
+    first, last = share_of(index(step[TOKENS]) * inner, thread, num)
+    while first < last:
+        token, at = first // inner, first % inner
+        count = min(inner - at, last - first)
+        gate_at, up_at = token * gate_stride + at, token * up_stride + at
+        # One loop without branches, in which what is written overlaps nothing else: such loops are vectorized.
+        for d in range(count):
+            number = load(gate, gate_at + d)
+            opened = near(storage, number / (single(1) + exponential(-number)))
+            store(up, up_at + d, near(storage, opened * load(up, up_at + d)))
+        first += count
 
 
 # Matrices --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from kvarts.executor.torch.pools import LayerShape
 
-__all__ = ["DecoderParts", "LayerParts", "Norm", "UnlikeError", "find_parts"]
+__all__ = ["ATTENTION", "MLP", "DecoderParts", "LayerParts", "Norm", "UnlikeError", "find_parts"]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")

@@ -10,9 +10,10 @@ import torch
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.compiled_layers import CompiledLayers
 from kvarts.executor.torch.layer_check import prove
-from kvarts.executor.torch.layer_parts import UnlikeError, find_parts
+from kvarts.executor.torch.layer_parts import ATTENTION, MLP, UnlikeError, find_parts
 from kvarts.executor.torch.metadata import AttentionBackend, AttentionParams
 from kvarts.executor.torch.numba_backend import NumbaBackend
+from kvarts.executor.torch.packing import pack_together
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import Facts
 from kvarts.executor.torch.team import team
@@ -67,4 +68,9 @@ def _compiled(model: Any, facts: Facts, pools: KVPools, backend: AttentionBacken
     params = known[pools.page_size]
     if isinstance(params, str):
         raise UnlikeError(params)
-    return CompiledLayers(parts, pools, backend, params)
+    modules = [(layer.attention, layer.mlp) for layer in parts.layers]
+    del parts  # so that no weight is in memory twice for longer than its layer is packed
+    for attention, mlp in modules:
+        pack_together(attention, ATTENTION[:3])
+        pack_together(mlp, MLP[:2])
+    return CompiledLayers(find_parts(model, facts.layers), pools, backend, params)

@@ -1,29 +1,91 @@
-"""Linear layers with weights laid out once for oneDNN, instead of in every call."""
+"""Linear layers with weights laid out once for oneDNN, instead of in every call, those of one input perhaps as one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-__all__ = ["PackedLinear", "pack_linears"]
+__all__ = ["PackedLinear", "PackedPart", "pack_linears", "pack_together", "products"]
 
 
 class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not read, see pyproject.toml
-    """What `linear` computes, on a CPU in bfloat16. Keeps a weight of its own."""
+    """A linear layer with `weight` [out_features, in_features], on a CPU in bfloat16. Keeps a weight of its own."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.bias = linear.bias
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return outputs [..., out_features] for `inputs` [..., in_features]."""
         flat = inputs.reshape(-1, self.in_features)
         outputs = torch.ops.mkldnn._linear_pointwise(flat, self._weight, self.bias, "none", [], "")
         return outputs.view(*inputs.shape[:-1], self.out_features)
+
+    def weight(self) -> torch.Tensor:
+        """Return the weight, [out_features, in_features], as it was given."""
+        dense: torch.Tensor = self._weight.to_dense()
+        return dense
+
+
+class PackedPart(torch.nn.Module):  # type: ignore[misc]
+    """Some outputs of a PackedLinear that several linear layers of one input were made.
+
+    By itself it computes what it did before, but computes the others as well, see `products`.
+    """
+
+    def __init__(self, whole: PackedLinear, first: int, last: int, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = whole.in_features, last - first
+        self.bias = bias
+        self._whole = [whole]  # no child: a model names each of its modules once
+        self._outputs = slice(first, last)
+
+    @property
+    def whole(self) -> PackedLinear:
+        """That of all the layers it was made one with."""
+        return self._whole[0]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return outputs [..., out_features] for `inputs` [..., in_features]."""
+        return self.of_whole(self.whole(inputs)).contiguous()
+
+    def of_whole(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return its own of the outputs of the whole."""
+        return outputs[..., self._outputs]
+
+
+def products(matrices: Sequence[Any], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return the products of `rows` [rows, in_features] and each matrix, [rows, out_features].
+
+    Numbers of a row lie side by side, rows perhaps not: matrices that were packed together are multiplied at once.
+    """
+    if isinstance(matrices[0], PackedPart):
+        outputs = matrices[0].whole(rows)
+        return [matrix.of_whole(outputs) for matrix in matrices]
+    return [matrix(rows).contiguous() for matrix in matrices]
+
+
+def pack_together(module: Any, names: Sequence[str]) -> None:
+    """Make one PackedLinear of those of `module` that `names` say, if they all are; `module` keeps its parts."""
+    linears = [getattr(module, name) for name in names]
+    if not all(type(linear) is PackedLinear for linear in linears):
+        return
+    biases = [linear.bias for linear in linears]
+    bias = None
+    if any(one is not None for one in biases):
+        like = next(one for one in biases if one is not None)
+        bias = torch.cat(
+            [like.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        )
+    whole = PackedLinear(torch.cat([linear.weight() for linear in linears]), bias)
+    ends = list(accumulate(linear.out_features for linear in linears))
+    for name, linear, end in zip(names, linears, ends, strict=True):
+        setattr(module, name, PackedPart(whole, end - linear.out_features, end, linear.bias))
 
 
 def pack_linears(model: Any) -> int:
@@ -36,6 +98,6 @@ def pack_linears(model: Any) -> int:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is torch.nn.Linear and child.weight.dtype == torch.bfloat16:
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, PackedLinear(child.weight, child.bias))
                 count += 1
     return count
