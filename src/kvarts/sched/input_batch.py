@@ -6,12 +6,13 @@ request is touched only when it enters, fills a page or leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.content import UNIT_BYTES
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk, DecodeRows, StepResult
@@ -101,11 +102,23 @@ class InputBatch:
 
     def append_sampled(self, request: Request, num_known: int, step: int) -> None:
         """Append the tokens sampled before `step` to the content, so that `num_known` tokens are known."""
-        count = num_known - request.content.num_known_tokens
-        if count:
-            assert count <= self._sampled_steps
-            steps = np.arange(step - count, step) % self._sampled_steps
-            request.content.append(self._sampled[steps, request.row].tobytes())
+        self.append_all_sampled([request], [num_known], step)
+
+    def append_all_sampled(self, requests: Sequence[Request], nums_known: Sequence[int], step: int) -> None:
+        """Do what `append_sampled` does for several requests, at the cost of about one."""
+        counts = [known - request.content.num_known_tokens for request, known in zip(requests, nums_known, strict=True)]
+        most = max(counts, default=0)
+        if most == 0:
+            return
+        assert most <= self._sampled_steps
+        steps = np.arange(step - most, step) % self._sampled_steps
+        rows = [request.row for request in requests]
+        sampled = self._sampled[steps, np.array(rows)[:, None]].tobytes()
+        end = 0
+        for request, count in zip(requests, counts, strict=True):
+            end += most * UNIT_BYTES
+            if count:
+                request.content.append(sampled[end - count * UNIT_BYTES : end])
 
     def decodes(
         self, step: int, with_new_page: Iterable[Request], with_new_table: Iterable[Request] = ()

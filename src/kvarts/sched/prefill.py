@@ -114,11 +114,12 @@ class Prefill:
         """Make pages findable that decodes fill in the next `num_steps` steps, if their tokens are known."""
         wheel, cache, batch = self._running.wheel, self._cache, self._batch
         page_size = self._page_size
-        for request in wheel.completing_page(num_steps):
+        filling = wheel.completing_page(num_steps)
+        if batch is not None and filling:
+            # The token computed in this step is the one sampled in the step before.
+            batch.append_all_sampled(filling, [wheel.num_computed(request) + 1 for request in filling], wheel.step)
+        for request in filling:
             num_computed = wheel.num_computed(request) + num_steps
-            if batch is not None:
-                # The token computed in this step is the one sampled in the step before.
-                batch.append_sampled(request, num_computed, wheel.step)
             if request.own is not None:
                 continue
             num_full = min(num_computed // page_size, request.content.num_known_pages)
