@@ -8,6 +8,7 @@ the scheduler makes computed catch up with known.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
@@ -40,7 +41,8 @@ class RequestState(IntEnum):
 
 _S = RequestState
 
-NEXT_STATES: tuple[frozenset[RequestState], ...] = tuple(
+NEW: Final = RequestState.NEW
+NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
     {
         _S.NEW: frozenset({_S.WAITING, _S.REJECTED}),
         _S.WAITING: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
@@ -126,7 +128,7 @@ class Request:
         self.start = start
         self.computes_only = computes_only
 
-        self.state = RequestState.NEW
+        self.state: RequestState = NEW
         """Written through `become` only."""
 
         # Progress. While the request decodes, `num_computed` and `num_output_tokens` are as of when it joined the

@@ -7,6 +7,7 @@ two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from math import fsum
 
 import numpy as np
@@ -17,7 +18,7 @@ __all__ = ["NS_PER_MS", "Distribution", "distribution_ms", "dot", "weighted_dist
 
 NS_PER_MS = 1e6
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
-MOST_SORTED = 1 << 24
+MOST_SORTED = 1 << 20
 """More values than this are not held at once, but looked for in several passes."""
 NUM_BINS = 1 << 16
 
@@ -109,39 +110,55 @@ def _searched(parts: Callable[[], Parts]) -> Distribution:
 def _searched_at(parts: Callable[[], Parts], ranks: list[int], low: int, high: int) -> list[int]:
     """Return the values at `ranks`, of values in [low, high).
 
-    Each pass counts the values where each rank is looked for, in bins, and goes on in one of these.
+    Each pass counts the values where ranks are looked for, in bins, and goes on in one of these for each rank.
     """
     searches = [_Search(rank, low, high) for rank in ranks]
-    while any(search.high - search.low > 1 for search in searches):
-        for search in searches:
-            search.begin()
+    while wanted := {search.range for search in searches if not search.is_done}:
+        bins = {each: _Bins(*each) for each in sorted(wanted)}
         for values_ns, weights in parts():
-            for search in searches:
-                search.count(values_ns, weights)
+            for each in bins.values():
+                each.count(values_ns, weights)
         for search in searches:
-            search.end()
-    return [search.low for search in searches]
+            if not search.is_done:
+                search.narrow(bins[search.range])
+    return [low for low, _ in (search.range for search in searches)]
 
 
-class _Search:
-    """The value at `rank` is looked for in [low, high), where `rank` counts from `low`."""
+class _Bins:
+    """How many values there are in each part of [low, high)."""
 
-    def __init__(self, rank: int, low: int, high: int) -> None:
-        self.rank, self.low, self.high = rank, low, high
-
-    def begin(self) -> None:
-        self._width = -(-(self.high - self.low) // NUM_BINS)
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+        self.width = -(-(high - low) // NUM_BINS)
         self._counts = np.zeros(NUM_BINS, np.int64)
 
     def count(self, values_ns: Column, weights: Column) -> None:
         is_in = (values_ns >= self.low) & (values_ns < self.high)
         if is_in.any():
-            places = (values_ns[is_in] - self.low) // self._width
+            places = (values_ns[is_in] - self.low) // self.width
             self._counts += np.bincount(places, weights=weights[is_in], minlength=NUM_BINS).astype(np.int64)
 
-    def end(self) -> None:
-        ends = np.cumsum(self._counts)
-        at = int(np.searchsorted(ends, self.rank, side="right"))
-        self.rank -= int(ends[at - 1]) if at else 0
-        self.low += at * self._width
-        self.high = min(self.high, self.low + self._width)
+    @cached_property
+    def ends(self) -> Column:
+        """Return how many values there are up to the end of each part. All are counted."""
+        return np.cumsum(self._counts)
+
+
+class _Search:
+    """The value at `rank` is looked for in `range`, [low, high), where `rank` counts from `low`."""
+
+    def __init__(self, rank: int, low: int, high: int) -> None:
+        self.rank, self.range = rank, (low, high)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether one value is left."""
+        low, high = self.range
+        return high - low == 1
+
+    def narrow(self, bins: _Bins) -> None:
+        """Go on in one part of the range, which `bins` are of."""
+        at = int(np.searchsorted(bins.ends, self.rank, side="right"))
+        self.rank -= int(bins.ends[at - 1]) if at else 0
+        low = bins.low + at * bins.width
+        self.range = low, min(bins.high, low + bins.width)

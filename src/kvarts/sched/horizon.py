@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvarts.events import Blocked
 from kvarts.kv.cache import PageCache
 from kvarts.request import Request
@@ -11,6 +13,10 @@ from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
 __all__ = ["Horizon"]
+
+NOT_BLOCKED: Final = Blocked.NOT
+FOR_BUDGET: Final = Blocked.BUDGET
+FOR_PAGES: Final = Blocked.PAGES
 
 
 class Horizon:
@@ -50,15 +56,15 @@ class Horizon:
             return 0
         if self._waiting.num_waiting and not self._pages.is_draining:
             # Decodes only take more pages and end no request, so a head that lacked pages or a place still lacks them.
-            if blocked is Blocked.NOT or self._waiting.head(now_ns) is not blocked_head:
+            if blocked is NOT_BLOCKED or self._waiting.head(now_ns) is not blocked_head:
                 return 0
-            if blocked is Blocked.BUDGET and wheel.num_decoding < self._pages.token_budget:
+            if blocked is FOR_BUDGET and wheel.num_decoding < self._pages.token_budget:
                 return 0
         num_steps = min(wheel.steps_to_finish(), wheel.steps_with_all_growing())
         page_size = self._page_size
         most_pages = (num_steps // page_size + 1) * wheel.num_decoding
         if running.num_sharing:
-            if blocked is Blocked.PAGES:
+            if blocked is FOR_PAGES:
                 # A decode may fill a page that the head needs; then the head needs one page less.
                 num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
             elif self._orders_matter or not self._cache.has_empty(most_pages):

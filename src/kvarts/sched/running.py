@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from kvarts.kv.cache import Holding, PageCache
 from kvarts.request import NEXT_STATES, Request, RequestState
@@ -11,7 +12,8 @@ from kvarts.sched.wheel import DecodeWheel
 
 __all__ = ["Running", "RunningOrder"]
 
-PREFILLING, DECODING = RequestState.PREFILLING, RequestState.DECODING
+PREFILLING: Final = RequestState.PREFILLING
+DECODING: Final = RequestState.DECODING
 
 
 class RunningOrder:
@@ -162,7 +164,7 @@ class Running(RunningOrder):
 
     def num_computed(self, request: Request) -> int:
         """Return how many tokens of running `request` are computed before the next step."""
-        if request.state is RequestState.DECODING:
+        if request.state is DECODING:
             return self.wheel.num_computed(request)
         return request.num_computed
 
@@ -170,7 +172,7 @@ class Running(RunningOrder):
         """Return how many pages running `request` holds."""
         holding = request.holding
         assert holding is not None
-        if holding.page_ids is not None or request.state is not RequestState.DECODING:
+        if holding.page_ids is not None or request.state is not DECODING:
             return holding.num_pages
         return -(-self.wheel.num_computed(request) // self._page_size)
 
@@ -178,7 +180,7 @@ class Running(RunningOrder):
         """Return the holding and number of pages of each running request, between steps. Assert that states fit."""
         held = []
         for request in self:
-            expected = RequestState.PREFILLING if request is self.chunked else RequestState.DECODING
+            expected = PREFILLING if request is self.chunked else DECODING
             assert request.state is expected, f"{request!r} runs, and should be {expected.name}"
             if request.own is not None:
                 continue

@@ -11,6 +11,7 @@ The scheduler reads no clock and no random number: time comes in with `schedule`
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -37,6 +38,13 @@ from kvarts.sched.wheel import DecodeWheel
 __all__ = ["Scheduler"]
 
 S = RequestState
+# What every step or request reads stands here by a name of its own: the member of an enum is looked up each time.
+NOT_BLOCKED: Final = Blocked.NOT
+FOR_SEQS: Final = Blocked.SEQS
+FOR_BUDGET: Final = Blocked.BUDGET
+FOR_PAGES: Final = Blocked.PAGES
+QUEUED: Final = S.WAITING
+FINISHED: Final = S.FINISHED
 NONE: frozenset[Request] = frozenset()
 RUNNING, LOADING, WAITING = (S.PREFILLING, S.DECODING), (S.LOADING, S.LOADED), (S.WAITING, S.PREEMPTED)
 
@@ -77,7 +85,7 @@ class Scheduler:
         self.own_pages = OwnPagesInUse(cache, tell)
         self.mark = PageMark(cache)
         self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell)
-        self.blocked = Blocked.NOT
+        self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not looked at since a change."""
         self.blocked_head: Request | None = None
         """The head that waits because of `blocked`."""
@@ -94,6 +102,7 @@ class Scheduler:
             assert batch is not None, "only an executor of tokens can tell which drafts are right"
             self.drafts = Drafts(drafter, self.wheel, cache, batch, loads=self.loads, tell=tell)
         self._page_size = config.page_size
+        self._max_num_seqs = config.max_num_seqs
         self._pool_tokens = config.pool_tokens
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
@@ -114,14 +123,14 @@ class Scheduler:
             return reason
         if config.profile == "mocker":
             request.priority = 0
-        request.become(RequestState.WAITING)
+        request.become(QUEUED)
         if request.own is not None:
             self.waiting_with_pages.append(request)
             return None
         waiting = self.waiting
         waiting.push(request)
         if waiting.num_waiting == 1 or waiting.head(request.arrival_ns) is request:
-            self.blocked = Blocked.NOT
+            self.blocked = NOT_BLOCKED
         return None
 
     def _never_fits(self, request: Request) -> str | None:
@@ -161,7 +170,7 @@ class Scheduler:
             else:
                 self.waiting_with_pages.remove(request)
             request.become(RequestState.CANCELLED)
-        self.blocked = Blocked.NOT
+        self.blocked = NOT_BLOCKED
 
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here may need, of those that take pages."""
@@ -211,7 +220,7 @@ class Scheduler:
         if self.pages.is_draining:
             return 0
         num_loading = 0 if self.loads is None else self.loads.num_requests
-        if self.running.num_running + num_loading >= self.config.max_num_seqs:
+        if self.running.num_running + num_loading >= self._max_num_seqs:
             return 0
         return self.waiting.num_waiting_pages
 
@@ -243,7 +252,7 @@ class Scheduler:
         if self.waiting_with_pages:
             admitted, budget = self._admit_with_pages(now_ns, budget, chunks)
         if preemptions:
-            self.blocked = Blocked.NOT
+            self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
             admitted += self._admit(now_ns, budget, chunks)
         self.mark.look()
@@ -280,7 +289,7 @@ class Scheduler:
         finished = self.commit_many(1, end_ns, stopped)
         if self.tiers is not None and result is not None and result.transfer_reports:
             self.tiers.report(result.transfer_reports, end_ns)
-            self.blocked = Blocked.NOT
+            self.blocked = NOT_BLOCKED
         if self.own_pages.computed:
             self.own_pages.settle()
         if self._prefill.completing:
@@ -288,7 +297,7 @@ class Scheduler:
                 finished.append(request)
                 self._finish(request, end_ns)
         if finished:
-            self.blocked = Blocked.NOT
+            self.blocked = NOT_BLOCKED
         return finished
 
     # Many steps -------------------------------------------------------------------------------------------
@@ -334,7 +343,7 @@ class Scheduler:
                 if running.num_sharing and running.shares(request):
                     running.num_sharing -= 1
                 self._finish(request, end_ns)
-            self.blocked = Blocked.NOT
+            self.blocked = NOT_BLOCKED
         return finished
 
     # Inside: admissions --------------------------------------------------------------------------------------
@@ -347,7 +356,7 @@ class Scheduler:
         admitted: list[int] = []
         waiting, running, loads = self.waiting_with_pages, self.running, self.loads
         num_loading = 0 if loads is None else loads.num_requests
-        while waiting and budget > 0 and running.num_running + num_loading < self.config.max_num_seqs:
+        while waiting and budget > 0 and running.num_running + num_loading < self._max_num_seqs:
             request = waiting.popleft()
             if self._tell is not None:
                 self._tell(Admitted(request.index, request.content, 0))
@@ -358,9 +367,9 @@ class Scheduler:
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
         waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
-        page_size, max_num_seqs, tell = self._page_size, self.config.max_num_seqs, self._tell
+        page_size, max_num_seqs, tell = self._page_size, self._max_num_seqs, self._tell
         admitted: list[int] = []
-        self.blocked = Blocked.NOT
+        self.blocked = NOT_BLOCKED
         while loads is not None and loads.loaded and budget > 0:
             request, loaded = loads.loaded.pop(0)
             hit_tokens = loads.resume(request, loaded)
@@ -373,10 +382,10 @@ class Scheduler:
         while waiting.num_waiting:
             request = waiting.head(now_ns)
             if running.num_running + (0 if loads is None else loads.num_requests) >= max_num_seqs:
-                self.blocked = Blocked.SEQS
+                self.blocked = FOR_SEQS
                 break
             if budget <= 0:
-                self.blocked = Blocked.BUDGET
+                self.blocked = FOR_BUDGET
                 break
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
@@ -385,7 +394,7 @@ class Scheduler:
             if num_wanted > pages.num_free_to_admit(num_wanted) and not pages.make_way(
                 request, num_wanted, to_admit=True
             ):
-                self.blocked = Blocked.PAGES
+                self.blocked = FOR_PAGES
                 self.num_pages_wanted = num_wanted
                 break
             waiting.remove(request)
@@ -399,7 +408,7 @@ class Scheduler:
             request.holding = cache.open(match)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
-        if self.blocked is not Blocked.NOT:
+        if self.blocked is not NOT_BLOCKED:
             self.blocked_head = request
             if tell is not None and self._told_blocked != (request.index, self.blocked):
                 self._told_blocked = request.index, self.blocked
@@ -426,8 +435,8 @@ class Scheduler:
         if self._tell is not None:
             self._tell(Finished(request.index, request.content))
         self.running.release(request)
-        assert S.FINISHED in NEXT_STATES[request.state]  # `become`, spelled out: this runs for every request
-        request.state = S.FINISHED
+        assert FINISHED in NEXT_STATES[request.state]  # `become`, spelled out: this runs for every request
+        request.state = FINISHED
 
     # Laws -------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
 def _by_tenant(requests: list[TraceRequest]) -> list[list[int]]:
     """Return the places of each tenant's requests."""
     members: dict[str | None, list[int]] = {}
+    if len({request.tenant for request in requests}) == 1:
+        return [list(range(len(requests)))]
     for index, request in enumerate(requests):
         members.setdefault(request.tenant, []).append(index)
     return list(members.values())
