@@ -7,10 +7,13 @@ from typing import Protocol
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
+from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
+from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.pins import Pins
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.transfer import PrefillTimes
@@ -19,12 +22,13 @@ from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.live_groups import LiveGroupedScheduler
 from kvarts.sched.loads import LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy
 from kvarts.sched.scheduler import Scheduler
 
-__all__ = ["PreparedTiers", "TierSettings", "build_engine"]
+__all__ = ["PreparedTiers", "TierSettings", "build_engine", "build_grouped_engine"]
 
 
 class PreparedTiers(Protocol):
@@ -134,3 +138,31 @@ def build_engine(
         drafter=drafter,
     )
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)
+
+
+def build_grouped_engine(
+    config: EngineConfig,
+    memory: GroupMemory,
+    executor: Executor,
+    *,
+    num_blocks: int,
+    readers: Sequence[EventReader] = (),
+    policy: AdmissionPolicy | None = None,
+    audit: bool = False,
+) -> Engine:
+    """Return an engine around an executor of a model with KV groups, in `num_blocks` blocks of `memory`.
+
+    `policy` and `readers`: see `build_engine`. `audit`: assert the laws of page accounting after every step. Raise
+    ConfigError for a reader of page and request events: what is found and evicted of a page in part has no event.
+    """
+    assert executor.needs_page_ids, "in virtual time parts are counted, see kvarts.sim.grouped_replica"
+    log = EventLog(readers)
+    if log.tell_details is not None:
+        raise ConfigError(
+            "is not told of KV groups yet: pages are found and evicted in part",
+            field="readers",
+            hint="Leave out what reads events of pages, or set kv_groups to off.",
+        )
+    cache = BlockPages(memory, num_blocks=num_blocks, page_size=config.page_size)
+    scheduler = LiveGroupedScheduler(config, cache, PriorityPolicy() if policy is None else policy)
+    return Engine(config, scheduler, executor, log, audit=audit, moves_pages=executor.needs_page_ids)

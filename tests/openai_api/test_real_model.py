@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ import pytest
 pytest.importorskip("torch")
 
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.llm.llm import LLM
 from kvarts.openai_api.opening import Door, open_model
 from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.sampling import SamplingParams
+from kvarts.session.config import SessionsConfig
+from kvarts.session.opening import sessions_on
 
 from builders.guessing import untimed
 from builders.http_client import call, events_of
@@ -162,3 +166,39 @@ def test_guesses_change_nothing_but_how_much_comes_at_once(
     assert guessed >= values["vllm:spec_decode_num_drafts_total"] > 0
     assert guessed >= right
     assert "spec_decode" not in call(url, "/metrics").payload.decode()
+
+
+def test_layers_that_keep_less_say_the_same(tmp_path: Path) -> None:
+    """With KV groups: the same answers, whole and streamed, hits, and metrics that count blocks."""
+    write_tiny("gemma3", tmp_path / "gemma")
+    directory = str(tmp_path / "gemma")
+    bodies = [
+        {"prompt": ("once upon a time " * 4)[:length], "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        for length in (9, 30, 60)
+    ]
+    with served(directory) as plain:
+        expected = [complete(plain, **body)["choices"] for body in bodies]
+        most = json.loads(call(plain, "/v1/models").payload)["data"][0]["max_model_len"]
+    with served(directory, kv_groups="all") as grouped:
+        assert [complete(grouped, **body)["choices"] for body in bodies] == expected
+        again = complete(grouped, **bodies[2])
+        assert again["choices"] == expected[2]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 56
+        events = events_of(call(grouped, COMPLETIONS, {**bodies[1], "stream": True}).payload)
+        assert "".join(event["choices"][0]["text"] for event in events) == expected[1][0]["text"]
+        assert json.loads(call(grouped, "/v1/models").payload)["data"][0]["max_model_len"] >= most
+        text = call(grouped, "/metrics").payload.decode()
+        assert 'num_gpu_blocks="512"' in text
+        pages = {
+            line.split('state="')[1].split('"')[0]: float(line.split()[-1])
+            for line in text.splitlines()
+            if line.startswith("kvarts:pages{")
+        }
+        assert pages["used"] == 0 < pages["cached"] and sum(pages.values()) == 512
+
+
+def test_sessions_are_refused_where_layers_keep_less(tmp_path: Path) -> None:
+    write_tiny("gemma3", tmp_path / "gemma")
+    llm = LLM(tmp_path / "gemma", config=CONFIG, kv_groups="all")
+    with pytest.raises(ConfigError, match="kv_groups: does not go with sessions yet"):
+        sessions_on(llm.host(), SessionsConfig())

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-__all__ = ["MODEL_HELP", "SAMPLING", "engine_options", "speculation_option"]
+__all__ = ["MODEL_HELP", "SAMPLING", "engine_options", "kv_groups_option", "speculation_option"]
 
 Command = Callable[..., None]
 
@@ -52,6 +52,17 @@ def engine_options(command: Command, **attributes: Any) -> Command:
     for name, settings in reversed(options):
         command = click.option(name, show_default=True, **settings, **attributes)(command)
     return command
+
+
+def kv_groups_option(command: Command, **attributes: Any) -> Command:
+    """Add the option of an engine without sessions for what layers keep, with `attributes`."""
+    text = (
+        "What layers with a window keep: off, every token; all or tails, what later tokens see, and for later requests "
+        "everything while there is room, or what a hit at the end of a prompt or an answer needs. Changes no token."
+    )
+    return click.option("--kv-groups", metavar="NAME", default="off", show_default=True, help=text, **attributes)(
+        command
+    )
 
 
 def speculation_option(command: Command, **attributes: Any) -> Command:

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from kvarts.cli import offload_llm
-from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options
+from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options, kv_groups_option
 from kvarts.cli.narrating import narrate
 from kvarts.cli.process import hold_signals_back
 from kvarts.errors import ConfigError, InputError, KvartsError
@@ -55,7 +55,7 @@ def need_torch() -> None:
 
 def llm_options(command: Command) -> Command:
     """Add the options that `open_llm` reads."""
-    command = engine_options(offload_llm.add_options(command))
+    command = engine_options(kv_groups_option(offload_llm.add_options(command)))
     return click.option("--model", metavar="DIR", required=True, help=MODEL_HELP)(command)
 
 
@@ -95,13 +95,15 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         attention=values["attention"],
         layers=values["layers"],
         quantization=values["quantization"],
+        kv_groups=values["kv_groups"],
         **settings,
     )
     config = llm.config
+    blocks = "" if llm.kv_groups == "off" else f" as {llm.num_pages:,} blocks of {llm.kv_blocks['block_bytes']:,} bytes"
     click.echo(
         f"kvarts: on {llm.device} in {llm.dtype}, attention by {llm.attention}, layers by {llm.layers} "
         f"({llm.layers_reason}), {config.num_pages:,} pages of {config.page_size} tokens in "
-        f"{llm.kv_bytes() / 2**20:,.1f} MiB",
+        f"{llm.kv_bytes() / 2**20:,.1f} MiB{blocks}",
         err=True,
     )
     return llm

@@ -69,7 +69,9 @@ def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Pat
                 return RecordingExecutor(executor, steps)
 
         llm = open_llm(values, readers=[profile], wrap=wrap)
-        profile.live = record.open_live(stack, values, llm.config, llm.tiers)
+        profile.live = record.open_live(
+            stack, values, llm.config, llm.tiers, num_blocks=llm.num_pages, memory=llm.kv_blocks
+        )
         profile.run(llm, _encoded(llm, lines, params, prompts_file), params)
     if trace_file is not None:
         write_whole(trace_file, profile.trace)

@@ -158,15 +158,30 @@ class Recordings:
 
 
 def open_live(
-    stack: ExitStack, values: dict[str, Any], config: EngineConfig, tiers: Mapping[str, int]
+    stack: ExitStack,
+    values: dict[str, Any],
+    config: EngineConfig,
+    tiers: Mapping[str, int],
+    *,
+    num_blocks: int = 0,
+    memory: Mapping[str, Any] | None = None,
 ) -> LiveTimeline | None:
-    """Return the timeline that `--kv-timeline` asks for, to be written while an engine runs; None where it is not."""
+    """Return the timeline that `--kv-timeline` asks for, to be written while an engine runs; None where it is not.
+
+    `num_blocks` and `memory`: what is said of a memory with KV groups.
+    """
     from kvarts.record.live import LiveTimeline
 
     path = values["kv_timeline"]
     if path is None:
         return None
-    live = LiveTimeline(path, total_blocks=config.num_pages, block_size_tokens=config.page_size, tiers=tiers)
+    live = LiveTimeline(
+        path,
+        total_blocks=num_blocks if memory else config.num_pages,
+        block_size_tokens=config.page_size,
+        tiers=tiers,
+        memory=memory,
+    )
     return stack.enter_context(live)
 
 

@@ -10,14 +10,15 @@ import click
 from kvarts.cli import (
     http_sessions,
 )
-from kvarts.cli.engine_options import MODEL_HELP, engine_options, speculation_option
+from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option, speculation_option
 from kvarts.cli.http_options import address_of, http_options, keys_of, need_http, serve_http
 from kvarts.cli.llm import need_torch
 from kvarts.cli.options import GroupedCommand, GroupedOption
 
 __all__ = ["model_command"]
 
-SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "quantization", "speculative_config")
+SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "quantization", "kv_groups",
+            "speculative_config")  # fmt: skip
 
 
 def _options() -> list[click.Parameter]:
@@ -30,6 +31,7 @@ def _options() -> list[click.Parameter]:
 @click.command("model", cls=GroupedCommand, params=_options())
 @click.option("--model", metavar="DIR", required=True, cls=GroupedOption, group="Model", help=MODEL_HELP)
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
+@lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
 @lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
 def model_command(**params: Any) -> None:
     """Serve OpenAI's API from a model that runs here."""

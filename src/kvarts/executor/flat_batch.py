@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, StepPlan
 
-__all__ = ["ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "RowTables"]
+__all__ = ["ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "RowTables", "TableBatch"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -93,13 +93,22 @@ class DecodeMetadata(msgspec.Struct):
         return np.minimum(begins, ends), ends
 
 
+class TableBatch(msgspec.Struct):
+    """A step as the layers of one page table see it. `slots` [tokens]: where each token's keys and values go."""
+
+    slots: Ints
+    decodes: DecodeMetadata
+    chunks: list[ChunkMetadata]
+
+
 class FlatBatch(msgspec.Struct):
     """The tokens of a step: decodes, drafted ones, then chunks. `tokens`, `positions` and `slots` have shape [tokens].
 
     `slots`: where each token's keys and values go: its page's id times the page size, and its place in the page.
     `sampled_rows`: rows that sample a token; `requests`: the index of each. `sampled_at`: the tokens after which one is
     sampled: of each of these rows the last, and before the drafted ones of a row the one that its decode computes.
-    `drafts`: the drafted tokens of each of these rows; empty if there are none in the step.
+    `drafts`: the drafted tokens of each of these rows; empty if there are none in the step. `tables`: of a model with
+    KV groups, the step for each page table, the first of which is the one said here.
     """
 
     tokens: Ints
@@ -111,6 +120,7 @@ class FlatBatch(msgspec.Struct):
     sampled_at: list[int]
     requests: list[int]
     drafts: list[list[int]] = []
+    tables: list[TableBatch] = []
 
     @property
     def rotated_positions(self) -> Ints:

@@ -13,8 +13,8 @@ anything is evicted.
 * The state of a running sequence is a part of its own. A snapshot is a copy of it at the end of a page, made where the
   caller says that a prefix ends, if the memory has room for it, and cached at once.
 
-What a window gives back is kept as a `Retention` says. Work is by the page; replays have the same by runs of pages in
-`RunCache`, which is held against this.
+What a window gives back is kept as a `Retention` says. Where a real model computes, a part is made of blocks that have
+ids. Work is by the page; replays have the same by runs of pages in `RunCache`, which is held against this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.kv.group_memory import PartGroup, Retention
 from kvarts.kv.parts import GroupedHolding, GroupMatch, PageName, PageNames, Part
-from kvarts.kv.pool import PageError
+from kvarts.kv.pool import IdPool, PageError, PageId
 from kvarts.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
 
 __all__ = ["GroupMatch", "GroupedCache", "GroupedHolding", "PartGroup", "Retention"]
@@ -37,11 +37,17 @@ class GroupedCache:
     """Owner of all parts in `total_bytes`. Raises ConfigError for what cannot be, PageError for a holding closed twice.
 
     `groups` are given back and taken from in their order, which decides what is evicted first of what one sequence
-    releases.
+    releases. `blocks`: the memory as blocks with ids, of a size that divides every part; left out, bytes are counted.
     """
 
     def __init__(
-        self, groups: Sequence[PartGroup], *, page_size: int, total_bytes: int, keeps: Retention = "all"
+        self,
+        groups: Sequence[PartGroup],
+        *,
+        page_size: int,
+        total_bytes: int,
+        keeps: Retention = "all",
+        blocks: IdPool | None = None,
     ) -> None:
         check_whole(page_size, "page_size", most=MOST_PAGE_TOKENS)
         check_whole(total_bytes, "total_bytes", least=0, most=MOST_BYTES)
@@ -51,6 +57,11 @@ class GroupedCache:
             raise ConfigError(f"{keeps!r} is not known", field="keeps", hint=f"Use {' or '.join(get_args(Retention))}.")
         self.groups = tuple(groups)
         self._part_bytes = [group.part_bytes for group in groups]
+        self._blocks = blocks
+        block_bytes = total_bytes // blocks.total if blocks is not None and blocks.total else 1
+        self._part_blocks = [part_bytes // block_bytes for part_bytes in self._part_bytes]
+        if blocks is not None and any(part_bytes % block_bytes for part_bytes in (total_bytes, *self._part_bytes)):
+            raise ConfigError(f"{blocks.total} blocks of {total_bytes:,} bytes divide no part", field="blocks")
         self.page_size = page_size
         self.total_bytes = total_bytes
         self.keeps: Retention = keeps
@@ -122,6 +133,7 @@ class GroupedCache:
             return
         sizes, released, drop = self._part_bytes, self._released, self._names.drop
         empty_bytes, num_evicted, num_cached = self.empty_bytes, self.num_evicted, self.num_cached
+        emptied: list[PageId] = []
         while empty_bytes < num_bytes:
             part, _ = released.popitem(last=False)
             group, name = part.group, part.name
@@ -131,8 +143,11 @@ class GroupedCache:
             num_cached[group] -= 1
             name.copies[group].remove(part)
             drop(name)
+            emptied += part.blocks
         self.cached_bytes -= empty_bytes - self.empty_bytes
         self.empty_bytes = empty_bytes
+        if self._blocks is not None:
+            self._blocks.give(len(emptied), emptied)
 
     def _forget(self, part: Part) -> None:
         name = part.name
@@ -146,7 +161,11 @@ class GroupedCache:
         self.empty_bytes -= num_bytes
         self.num_used[group] += count
         is_kept = self.keeps == "all" or not self.groups[group].is_bounded
-        return [Part(group, is_kept=is_kept) for _ in range(count)]
+        if self._blocks is None:
+            return [Part(group, is_kept=is_kept) for _ in range(count)]
+        each = self._part_blocks[group]
+        ids = self._blocks.take(count * each)
+        return [Part(group, is_kept=is_kept, blocks=tuple(ids[at : at + each])) for at in range(0, len(ids), each)]
 
     def _pin(self, part: Part) -> None:
         if not part.refs:
@@ -160,18 +179,21 @@ class GroupedCache:
         """End a hold of `parts` of a group, one after the other."""
         released = self._released
         num_empty = num_cached = 0
+        emptied: list[PageId] = []
         for part in parts:
             part.refs -= 1
             if part.refs:
                 continue
-            if part.name is None:
-                num_empty += 1
-            elif part.is_kept:
+            if part.name is not None and part.is_kept:
                 released[part] = None
                 num_cached += 1
-            else:
+                continue
+            if part.name is not None:
                 self._forget(part)
-                num_empty += 1
+            num_empty += 1
+            emptied += part.blocks
+        if emptied and self._blocks is not None:
+            self._blocks.give(len(emptied), emptied)
         self.num_used[group] -= num_empty + num_cached
         self.num_released[group] += num_empty + num_cached
         self.num_cached[group] += num_cached
@@ -408,3 +430,7 @@ class GroupedCache:
         assert cached == self.cached_bytes, f"L1: {cached} bytes cached, counted {self.cached_bytes}"
         in_use = sum(count * group.part_bytes for count, group in zip(used, self.groups, strict=True))
         assert in_use + self.cached_bytes + self.empty_bytes == self.total_bytes, "L1: bytes are lost"
+        if self._blocks is not None:
+            ids = [block for part in (*held, *self._released) for block in part.blocks]
+            ids += self._blocks.empty_ids
+            assert sorted(ids) == list(range(self._blocks.total)), "L1: a block is lost or has two owners"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvarts.content import Content, PageKey
+from kvarts.kv.pool import PageId
 
 __all__ = ["GroupMatch", "GroupedHolding", "PageName", "PageNames", "Part"]
 
@@ -15,14 +16,16 @@ __all__ = ["GroupMatch", "GroupedHolding", "PageName", "PageNames", "Part"]
 class Part:
     """The part of one page in one group, or a state. `name`: once it can be found.
 
-    `is_kept`: it is cached when nothing uses it any more; else it is empty then.
+    `is_kept`: it is cached when nothing uses it any more; else it is empty then. `blocks`: the ids of its blocks, where
+    blocks have ids.
     """
 
-    __slots__ = ("group", "is_kept", "name", "refs")
+    __slots__ = ("blocks", "group", "is_kept", "name", "refs")
 
-    def __init__(self, group: int, *, is_kept: bool) -> None:
+    def __init__(self, group: int, *, is_kept: bool, blocks: tuple[PageId, ...] = ()) -> None:
         self.group = group
         self.is_kept = is_kept
+        self.blocks = blocks
         self.name: PageName | None = None
         self.refs = 1
 

@@ -23,7 +23,7 @@ class ModelHost:
 
     `token_bytes`: bytes of KV of a token, over all layers. `max_positions`: the positions it was trained for, or None.
     `fingerprint` returns what its KV depends on, beside tokens. `tokenizer`: that of transformers, of a model that
-    came with one. `eos_ids`: tokens with which it ends.
+    came with one. `eos_ids`: tokens with which it ends. `kv_groups`: see LLM.
     """
 
     loop: EngineLoop
@@ -39,3 +39,4 @@ class ModelHost:
     fingerprint: Callable[[], str]
     tokenizer: Any = None
     eos_ids: frozenset[int] = frozenset()
+    kv_groups: str = "off"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvarts.build import TierSettings, build_engine
+from kvarts.build import TierSettings, build_engine, build_grouped_engine
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -24,7 +24,7 @@ from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
-from kvarts.llm.room import check_room, num_pages, token_bytes
+from kvarts.llm.room import KVRoom, token_bytes
 from kvarts.llm.speculation import NgramDrafter, SpeculativeConfig, StepTimes
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
@@ -75,6 +75,10 @@ class LLM:
     `quantization`: see `load_model`. `offload`: host memory and files below the pages, on a CPU; `disk_path`: the
     directory of the files, which a later run of the same model reads again.
 
+    `kv_groups`: `off`, every layer keeps every token; `all` or `tails`, a layer with a window keeps what later tokens
+    see, see kvarts.llm.room. More sequences fit the same memory then; tiers, speculation and sessions do not go with it
+    yet.
+
     `speculative_config`: have tokens guessed that may follow, which are computed beside the others and accepted where
     they are right: a SpeculativeConfig, a mapping of its fields, or `ngram`. It changes no token.
 
@@ -104,6 +108,7 @@ class LLM:
         attention: str = "auto",
         layers: str = "auto",
         quantization: str | None = None,
+        kv_groups: str = "off",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
@@ -118,14 +123,24 @@ class LLM:
             model = load_model(model, dtype=dtype, device=device, quantization=quantization)
         elif quantization is not None:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
+        page_size = page_size if config is None else config.page_size
+        room = KVRoom(model, page_size, kv_groups)
+        if kv_groups != "off":
+            for field, given in (
+                ("host_memory", offload),
+                ("disk_path", disk_path),
+                ("speculative_config", speculation),
+            ):
+                if given is not None:
+                    raise ConfigError("does not go with KV groups yet", field=field, hint="Set kv_groups to off.")
         if config is None:
             config = EngineConfig(
-                num_pages=num_pages(model, kv_memory, page_size),
+                num_pages=room.num_pages(kv_memory),
                 page_size=page_size,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
             )
-        check_room(model, config)
+        room.check(config.num_pages)
         self.config = config
         self.tokenizer = tokenizer
         self.offload = None if offload is None else offload.for_model(token_bytes(model))
@@ -152,6 +167,8 @@ class LLM:
             files=files,
             attention=attention,
             layers=layers,
+            cut=room.cut,
+            num_blocks=room.num_blocks(config.num_pages),
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)
@@ -163,7 +180,22 @@ class LLM:
         if speculation is not None:
             times = StepTimes(self._executor.time_steps(TIMED_STEPS))
             drafter = NgramDrafter(speculation, config.max_num_seqs, times)
-        self._core = build_engine(config, executor, readers=readers, audit=audit, offload=below, drafter=drafter)
+        self._core = (
+            build_engine(config, executor, readers=readers, audit=audit, offload=below, drafter=drafter)
+            if room.cut is None
+            else build_grouped_engine(
+                config,
+                room.cut.memory,
+                executor,
+                num_blocks=room.num_blocks(config.num_pages),
+                readers=readers,
+                audit=audit,
+            )
+        )
+        self.kv_groups = kv_groups
+        """What layers keep: `off` for everything, else by which rule."""
+        self.kv_blocks: dict[str, Any] = {} if room.cut is None else room.cut.memory.to_builtins()
+        """With KV groups: the bytes of a block, and the groups; else empty."""
         self._clock = clock
         engine = LLMEngine(
             self._core,
@@ -204,6 +236,7 @@ class LLM:
             fingerprint=lambda: fingerprint(self._model),
             tokenizer=self.tokenizer,
             eos_ids=_eos_ids(self._model),
+            kv_groups=self.kv_groups,
         )
 
     # Requests ---------------------------------------------------------------------------------------------
@@ -332,8 +365,13 @@ class LLM:
 
     @property
     def num_evicted_pages(self) -> int:
-        """Cached pages that were overwritten."""
+        """Cached pages that were overwritten; blocks with KV groups."""
         return self._core.scheduler.cache.num_evicted
+
+    @property
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Cached parts of pages that were overwritten, of each KV group; empty without them."""
+        return self._core.scheduler.num_evicted_parts()
 
     @property
     def transfers(self) -> tuple[TransferTotals, ...]:
@@ -351,6 +389,11 @@ class LLM:
     def kv_bytes(self) -> int:
         """Return the bytes of the KV tensors that are allocated."""
         return self._executor.pools.num_bytes
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV memory; blocks with KV groups."""
+        return self._executor.pools.num_pages
 
     def kv_live_bytes(self) -> int:
         """Return the bytes of the pages that requests use now."""

@@ -46,10 +46,13 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float = 1.0
     slo: NoSlo = NoSlo()
     offload: Any = None
+    kv_groups: str = "off"
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the configuration as JSON-able values."""
         values: dict[str, Any] = msgspec.to_builtins(self)
+        if self.kv_groups == "off":
+            del values["kv_groups"]
         return values
 
 
@@ -76,7 +79,7 @@ class Profile:
     def run(self, llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> None:
         """Run all of `prompts` on an LLM that has this among its readers; then there is a report."""
         config = llm.config
-        self._log = StepLog(config.num_pages, llm.tiers)
+        self._log = StepLog(llm.num_pages, llm.tiers, llm.kv_blocks)
         requests = {index: llm.request(index) for index in (llm.submit(prompt, params) for prompt in prompts)}
         log = RequestLog(largest_hit_counts=False, tiers=llm.tiers)
         rows = []
@@ -104,6 +107,7 @@ class Profile:
             max_num_seqs=config.max_num_seqs,
             profile=config.profile,
             offload=llm.offload,
+            kv_groups=llm.kv_groups,
         )
         self._report = Report(
             Trace(rows, name="prompts"),
@@ -111,6 +115,7 @@ class Profile:
             log,
             [self._log],
             num_evicted_pages=llm.num_evicted_pages,
+            num_evicted_parts=llm.num_evicted_parts,
             transfers=llm.transfers,
         )
 

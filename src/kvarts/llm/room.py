@@ -1,4 +1,4 @@
-"""How much KV the memory of a device can hold."""
+"""The room of a model's KV on its device: how many pages there are, and where layers keep less, how many blocks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
-from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
+from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
 from kvarts.executor.torch.pools import page_bytes_of
 from kvarts.executor.torch.probe import layer_shapes
+from kvarts.kv.group_memory import Retention
 from kvarts.units import parse_bytes
 
-__all__ = ["check_room", "num_pages", "token_bytes"]
+__all__ = ["KV_GROUPS", "KVRoom", "token_bytes"]
 
 MOST_AUTO_BYTES = 4 << 30
+KV_GROUPS = ("off", "all", "tails")
 
 
 def token_bytes(model: Any) -> int:
@@ -25,29 +27,52 @@ def token_bytes(model: Any) -> int:
     return page_bytes_of(layer_shapes(model), page_size=1, dtype=model.dtype)
 
 
-def num_pages(model: Any, kv_memory: str | int, page_size: int) -> int:
-    """Return the pages that `kv_memory` holds."""
-    page_bytes = token_bytes(model) * page_size
-    if kv_memory == "auto":
-        num_bytes = min(_free_bytes(model.device) // 4, MOST_AUTO_BYTES)
-    else:
-        num_bytes = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
-    if num_bytes < page_bytes:
-        raise ConfigError(f"{num_bytes:,} bytes hold no page of {page_bytes:,} bytes", field="kv_memory")
-    return num_bytes // page_bytes
+class KVRoom:
+    """How the memory of a model's KV is cut: into pages of all layers, or into blocks of a page in some layers.
 
+    `kv_groups`: `off`, every layer keeps every token. `all` or `tails`: layers with a window keep what later tokens
+    see; of what requests leave behind, `all` keeps everything until memory is short, as vLLM does, and `tails` what a
+    hit at the end of a prompt or an answer needs. Raises ConfigError for another word, and for layers that cannot be
+    cut into blocks of one size.
+    """
 
-def check_room(model: Any, config: EngineConfig) -> None:
-    """Raise ConfigError for pages that the memory of the device cannot hold."""
-    num_bytes = config.num_pages * config.page_size * token_bytes(model)
-    most = _most_bytes(model.device)
-    if num_bytes > most:
-        raise ConfigError(
-            f"{num_bytes / 2**30:,.1f} GiB of KV are more than the {most / 2**30:,.1f} GiB that "
-            f"{model.device} has left",
-            field="kv_memory",
-            hint="Give less, or leave it to auto.",
-        )
+    def __init__(self, model: Any, page_size: int, kv_groups: str = "off") -> None:
+        if kv_groups not in KV_GROUPS:
+            raise ConfigError(
+                f"must be {', '.join(KV_GROUPS[:-1])} or {KV_GROUPS[-1]}, got {kv_groups!r}", field="kv_groups"
+            )
+        self._model = model
+        self._page_bytes = token_bytes(model) * page_size
+        self.cut: BlockCut | None = None
+        """The groups, and where each layer has its blocks; None where every layer keeps every token."""
+        if kv_groups != "off":
+            keeps: Retention = "all" if kv_groups == "all" else "tails"
+            self.cut = cut_blocks(layer_shapes(model), page_size=page_size, dtype=model.dtype, keeps=keeps)
+
+    def num_pages(self, kv_memory: str | int) -> int:
+        """Return the pages of all layers that `kv_memory` holds. Raise ConfigError for bytes that hold none."""
+        if kv_memory == "auto":
+            num_bytes = min(_free_bytes(self._model.device) // 4, MOST_AUTO_BYTES)
+        else:
+            num_bytes = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
+        if num_bytes < self._page_bytes:
+            raise ConfigError(f"{num_bytes:,} bytes hold no page of {self._page_bytes:,} bytes", field="kv_memory")
+        return num_bytes // self._page_bytes
+
+    def num_blocks(self, num_pages: int) -> int:
+        """Return the blocks in the memory of as many pages; 0 where it is not cut into blocks."""
+        return 0 if self.cut is None else self.cut.memory.num_blocks(num_pages)
+
+    def check(self, num_pages: int) -> None:
+        """Raise ConfigError for pages that the memory of the device cannot hold."""
+        num_bytes, most = num_pages * self._page_bytes, _most_bytes(self._model.device)
+        if num_bytes > most:
+            raise ConfigError(
+                f"{num_bytes / 2**30:,.1f} GiB of KV are more than the {most / 2**30:,.1f} GiB that "
+                f"{self._model.device} has left",
+                field="kv_memory",
+                hint="Give less, or leave it to auto.",
+            )
 
 
 def _free_bytes(device: torch.device) -> int:

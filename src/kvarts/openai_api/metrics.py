@@ -114,7 +114,7 @@ class ModelMetrics:
         yield self._gauge(
             "vllm:kv_cache_usage_perc",
             "KV-cache usage. 1 means 100 percent usage.",
-            scheduler.cache.num_used / config.num_pages,
+            scheduler.cache.num_used / scheduler.cache.pool.total,
         )
         yield self._counter(
             "vllm:prefix_cache_queries", "Prefix cache queries, in number of queried tokens.", meter.num_queried_tokens
@@ -143,7 +143,7 @@ class ModelMetrics:
             "enable_prefix_caching": "True",
             "engine": "0",
             "gpu_memory_utilization": "0.9",
-            "num_gpu_blocks": str(config.num_pages),
+            "num_gpu_blocks": str(scheduler.cache.pool.total),
             "prefix_caching_hash_algo": "sha256_cbor",
             "sliding_window": "None",
         }

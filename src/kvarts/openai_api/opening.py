@@ -116,7 +116,7 @@ def open_model(
     """Return the model in the directory `path`, with `settings` of kvarts.LLM. Raise what that raises."""
     llm = from_room("llm.llm", "LLM", field="model")(path, readers=readers, **settings)
     host = llm.host()
-    most = min(host.config.pool_tokens, host.max_positions or 1 << 62)
+    most = host.core.scheduler.most_tokens(host.max_positions or 1 << 40)
     limits = msgspec.structs.replace(
         door.limits, max_model_len=most if max_model_len is None else min(most, max_model_len)
     )

@@ -268,7 +268,7 @@ def _facts_of(served: Served) -> dict[str, Any]:
     return {
         "model": served.names[0],
         "block_size": config.page_size,
-        "num_gpu_blocks": config.num_pages,
+        "num_gpu_blocks": served.host.core.scheduler.cache.pool.total,
         "max_model_len": served.limits.max_model_len,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_num_seqs": config.max_num_seqs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -27,7 +27,8 @@ class LiveTimeline:
     `close` it, or use it in a `with`, to write the totals of a .jsonl.
 
     `name_of`: the outside name of a request's index; left out, the index. `tiers`: blocks of each tier below the
-    device, by its name. Raises ConfigError for a suffix that cannot be written live, OutputError for a file that cannot
+    device, by its name. `memory`: what is said of one with KV groups, which is counted in blocks.
+    Raises ConfigError for a suffix that cannot be written live, OutputError for a file that cannot
     be written.
     """
 
@@ -41,6 +42,7 @@ class LiveTimeline:
         block_size_tokens: int,
         name_of: Callable[[int], str] = str,
         tiers: Mapping[str, int] | None = None,
+        memory: Mapping[str, Any] | None = None,
     ) -> None:
         path = Path(path)
         form, is_packed = form_of(path)
@@ -60,7 +62,8 @@ class LiveTimeline:
         self._packer = zlib.compressobj(6, zlib.DEFLATED, 31) if is_packed else None
         self._encoder = msgspec.json.Encoder()
         self._is_json = form == "json"
-        head = head_of(block_size_tokens=block_size_tokens, total_blocks=total_blocks, tiers=tiers)
+        head = head_of(block_size_tokens=block_size_tokens, total_blocks=total_blocks, tiers=tiers, memory=memory)
+        self._num_tiers = len(tiers or ())
         with writing(path):
             self._file: IO[bytes] = path.open("wb", buffering=0) if is_own else open_stream(path)
             try:
@@ -166,7 +169,7 @@ class LiveTimeline:
         num_released: int,
         num_running: int,
         num_waiting: int,
-        tiers: tuple[int, ...],
+        side_counts: tuple[int, ...],
         num_withheld: int,
         num_reserved: int,
     ) -> Row:
@@ -187,8 +190,12 @@ class LiveTimeline:
             allocated,
             freed,
             num_waiting,
-            *tiers,  # type: ignore[arg-type]  # pairs of counts, in the order of the fields
+            *side_counts[: 2 * self._num_tiers],  # type: ignore[arg-type]  # pairs, in the order of the fields
         )
+        parts = side_counts[2 * self._num_tiers :]
+        if parts:
+            of_groups = {"group_used_parts": list(parts[::2]), "group_cached_parts": list(parts[1::2])}
+            row = msgspec.structs.replace(row, **of_groups)
         if num_withheld or num_reserved:
             row = msgspec.structs.replace(
                 row, withheld_blocks=num_withheld or None, reserved_blocks=num_reserved or None

@@ -43,6 +43,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Which tokens the sequence retains; None for all."""
     num_dropped: int = 0
     """Pages that were dropped after those of the sink, and are not in `page_ids`."""
+    tables: tuple[tuple[PageId, ...], ...] = ()
+    """Of a model with KV groups, instead of `page_ids`: all page tables of the sequence, with 0 for pages not held."""
 
     @property
     def end(self) -> int:
@@ -99,7 +101,8 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     `positions`: of the token that is computed. `tokens`: its id. `new_pages`: (row, index in the page table of the
     sequence, page id) of every page that a decode got in this step, those of drafted tokens last; a page of an index
     that was named before is another one. `new_tables`: (row, all pages, pages dropped) of every decode with pages of
-    its own that got or dropped one.
+    its own that got or dropped one. `new_blocks`: of a model with KV groups, instead of `new_pages`: (row, page, its
+    block in each page table).
     """
 
     rows: npt.NDArray[np.int64]
@@ -107,6 +110,7 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     tokens: npt.NDArray[np.uint64]
     new_pages: tuple[tuple[int, int, PageId], ...]
     new_tables: tuple[tuple[int, tuple[PageId, ...], int], ...] = ()
+    new_blocks: tuple[tuple[int, int, tuple[PageId, ...]], ...] = ()
 
 
 class DraftRows(msgspec.Struct, frozen=True, gc=False):

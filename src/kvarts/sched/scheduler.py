@@ -204,6 +204,14 @@ class Scheduler:
         """Return the same for the last scheduled step."""
         return () if self.tiers is None else self.tiers.num_pages()
 
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return the parts evicted of each KV group, one number a group."""
+        return ()
+
+    def most_tokens(self, limit: int) -> int:
+        """Return how many tokens a sequence has at most, of up to `limit`, that can run in this memory; 0 for none."""
+        return min(limit, self.config.pool_tokens)
+
     def num_pages_of_chunked(self) -> int:
         """Return how many pages the rest of the chunked request needs."""
         request = self.running.chunked

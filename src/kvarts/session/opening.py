@@ -173,6 +173,8 @@ def sessions_on(
     say: Callable[[str], object] = lambda _: None,
 ) -> Sessions:
     """Return sessions on a model that may do other things as well. Raise what `open_sessions` raises."""
+    if host.kv_groups != "off":
+        raise ConfigError("does not go with sessions yet", field="kv_groups", hint="Leave it off.")
     # Room for chunks is taken from sessions: of a small memory, less.
     num_pages = host.config.num_pages if config.max_pages is None else min(config.max_pages, host.config.num_pages)
     most_tokens = max(1, num_pages // 4) * host.config.page_size

@@ -13,10 +13,13 @@ from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.executor.copier import PageCopier, PageStore
 from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, RowTables
+from kvarts.executor.group_tables import GroupTables
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.backend import backend_name, choose_backend
+from kvarts.executor.torch.block_cut import BlockCut
 from kvarts.executor.torch.fingerprint import fingerprint
+from kvarts.executor.torch.group_attention import GroupAttention
 from kvarts.executor.torch.layers import open_layers
 from kvarts.executor.torch.metadata import AttentionMetadata
 from kvarts.executor.torch.pools import KVPools
@@ -34,7 +37,8 @@ class TorchExecutor:
 
     `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, which transfers go to and
     come from; `files`: pages below those. `attention`: the backend, by name; `layers`: what computes layers, by name.
-    `clock` measures how long a step takes.
+    `cut` and `num_blocks`: the memory of a model with KV groups; plans name the blocks
+    of every page table. `clock` measures how long a step takes.
     """
 
     needs_page_ids = True
@@ -49,6 +53,8 @@ class TorchExecutor:
         files: PageStore | None = None,
         attention: str = "auto",
         layers: str = "auto",
+        cut: BlockCut | None = None,
+        num_blocks: int = 0,
         clock: Clock | None = None,
     ) -> None:
         self._model = model
@@ -58,22 +64,32 @@ class TorchExecutor:
         self._facts = examine(model)
         self.pools = KVPools(
             self._facts.layers,
-            num_pages=config.num_pages,
+            num_pages=config.num_pages if cut is None else num_blocks,
             page_size=config.page_size,
             dtype=model.dtype,
             device=model.device,
+            places=None if cut is None else cut.places,
         )
         self.attention = backend_name(self.pools, attention)
         """The name of the attention backend."""
+        self._grouped: GroupAttention | None = None
+        """Attention through several page tables; None where a sequence has one."""
+        num_tables = 1 if cut is None else cut.num_tables
+        if cut is not None and num_tables > 1:
+            self._grouped = GroupAttention(self.pools, lambda: choose_backend(self.pools, self.attention), cut.tables)
         backend = choose_backend(self.pools, self.attention)
-        self._attention = PagedAttention(self.pools, backend)
-        self._layers, self.layers_reason = open_layers(model, self._facts, self.pools, backend, layers)
+        self._attention = PagedAttention(self.pools, backend) if self._grouped is None else self._grouped
+        self._layers, self.layers_reason = open_layers(
+            model, self._facts, self.pools, backend, layers, num_tables=num_tables
+        )
         self._copier: PageCopier | None = None
         if num_host_pages:
             self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files, clock=clock)
-        self._rows = RowTables(config.max_num_seqs, config.page_size)
+        self._rows: RowTables | GroupTables = RowTables(config.max_num_seqs, config.page_size)
+        if cut is not None:
+            self._rows = GroupTables(config.max_num_seqs, config.page_size, num_tables)
         self.rotation = TorchRotation(model)
-        self.slots = PageSlots(config.num_pages, config.page_size)
+        self.slots = PageSlots(self.pools.num_pages, config.page_size)
 
     def fingerprint(self) -> str:
         """Return what pages depend on, beside tokens."""
@@ -130,16 +146,7 @@ class TorchExecutor:
         stopped: tuple[int, ...] = ()
         accepted: tuple[tuple[int, int], ...] = ()
         if batch is not None:
-            metadata = AttentionMetadata(
-                self.pools.device,
-                slots=batch.slots,
-                chunks=batch.chunks,
-                decodes=batch.decodes,
-                rotary=self.rotation.rotary,
-            )
-            assert self._attention.reads_sinks or metadata.is_plain, "the backend reads no sinks"
-            self._attention.begin(metadata)
-            self.slots.write(batch.slots, batch.positions)
+            metadata = self._begin(batch)
             logits = self._logits(batch, metadata)
             if batch.sampled_rows:
                 if batch.drafts:
@@ -150,6 +157,29 @@ class TorchExecutor:
                 sampled[batch.sampled_rows] = chosen.astype(np.uint64)
                 stopped = tuple(row for row, is_end in zip(batch.sampled_rows, ends.tolist(), strict=True) if is_end)
         return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted)
+
+    def _begin(self, batch: FlatBatch) -> AttentionMetadata:
+        """Prepare attention for a step, and note where its tokens go."""
+        if self._grouped is not None:
+            every = [
+                AttentionMetadata(self.pools.device, slots=one.slots, chunks=one.chunks, decodes=one.decodes)
+                for one in batch.tables
+            ]
+            self._grouped.begin_all(every)
+            for one in batch.tables:
+                self.slots.write(one.slots, batch.positions)
+            return every[0]
+        metadata = AttentionMetadata(
+            self.pools.device,
+            slots=batch.slots,
+            chunks=batch.chunks,
+            decodes=batch.decodes,
+            rotary=self.rotation.rotary,
+        )
+        assert self._attention.reads_sinks or metadata.is_plain, "the backend reads no sinks"
+        self._attention.begin(metadata)
+        self.slots.write(batch.slots, batch.positions)
+        return metadata
 
     def _logits(self, batch: FlatBatch, metadata: AttentionMetadata) -> torch.Tensor:
         """Return the logits at `batch.sampled_at`; a step of unfinished chunks computes one all the same."""

@@ -119,9 +119,12 @@ class FlexBackend:
         if window is not None:
             whole &= places * page_size > lasts[..., None] - window
         page_ids = tables[np.arange(len(tables))[:, None, None], np.minimum(places, tables.shape[1] - 1)]
-        # Where in its sequence each page of the pool is.
+        # Where in its sequence each page of the pool is. Pages that a window has left may be others by now.
         order = np.full((len(tables), self._pools.num_pages), -1, np.int64)
-        rows, columns = np.nonzero(np.arange(tables.shape[1]) < num_pages.max(axis=1)[:, None])
+        columns_of = np.arange(tables.shape[1])
+        rows, columns = np.nonzero(
+            (columns_of >= begins.min(axis=1)[:, None]) & (columns_of < num_pages.max(axis=1)[:, None])
+        )
         order[rows, tables[rows, columns]] = columns
         return BlockMask.from_kv_blocks(
             *self._blocks(page_ids, seen & ~whole),

@@ -24,18 +24,21 @@ LAYERS = ("auto", "compiled", "model")
 
 
 def open_layers(
-    model: Any, facts: Facts, pools: KVPools, backend: AttentionBackend, name: str = "auto"
+    model: Any, facts: Facts, pools: KVPools, backend: AttentionBackend, name: str = "auto", *, num_tables: int = 1
 ) -> tuple[CompiledLayers | None, str]:
     """Return compiled layers for a model, or None for its own code, and why.
 
-    `auto` takes compiled ones if they compute what the model computes. Raise ConfigError for a name that is not known,
-    and for `compiled` where they cannot be had.
+    `num_tables`: page tables of a sequence, of which compiled layers know one. `auto` takes compiled ones if they
+    compute what the model computes. Raise ConfigError for a name that is not known, and for `compiled` where they
+    cannot be had.
     """
     if name not in LAYERS:
         raise ConfigError(f"{name!r} is not known", field="layers", hint=f"Known: {', '.join(LAYERS)}.")
     if name == "model":
         return None, "as asked"
     try:
+        if num_tables > 1:
+            raise UnlikeError(f"with KV groups a sequence has {num_tables} page tables")
         return _compiled(model, facts, pools, backend), "compared with the model's own code"
     except UnlikeError as error:
         if name == "compiled":

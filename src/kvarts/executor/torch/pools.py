@@ -45,7 +45,8 @@ class KVPools:
     """Tensors `keys[layer]` and `values[layer]` of shape [num_pages, page_size, num_kv_heads, head_dim].
 
     `keys_flat` and `values_flat` are the same memory as [num_pages * page_size, num_kv_heads, head_dim]: a token's slot
-    is its page's id times the page size, and its place in the page. Layers that share KV have the same tensors.
+    is its page's id times the page size, and its place in the page. Layers that share KV have the same tensors, and of
+    a model with KV groups, where pages are blocks, those layers that have the same of `places`, see BlockCut.
     """
 
     def __init__(
@@ -56,20 +57,27 @@ class KVPools:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        places: Sequence[int] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.num_pages = num_pages
-        self.page_bytes = page_bytes_of(layers, page_size=page_size, dtype=dtype)
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        for place, layer in enumerate(layers):
+        firsts: dict[int, int] = {}
+        """By the number of a tensor: the first layer that has it."""
+        for number, layer in enumerate(layers):
+            first = firsts.setdefault(layer.owner if places is None else places[number], number)
             shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
             for tensors in (self.keys, self.values):
-                own = layer.owner == place
-                tensors.append(_zeros(shape, dtype, self.device) if own else tensors[layer.owner])
+                own = first == number
+                tensors.append(_zeros(shape, dtype, self.device) if own else tensors[first])
+        self._firsts = sorted(firsts.values())
+        kept = sum(2 * layers[first].num_kv_heads * layers[first].head_dim for first in self._firsts)
+        self.page_bytes = page_size * kept * int(dtype.itemsize)
+        """Of a page, or of a block, in all tensors."""
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
         self.values_flat = [values.flatten(0, 1) for values in self.values]
 
@@ -96,8 +104,7 @@ class KVPools:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Each that is allocated, once."""
-        owners = sorted({layer.owner for layer in self.layers})
-        return [tensors[owner] for tensors in (self.keys, self.values) for owner in owners]
+        return [tensors[first] for tensors in (self.keys, self.values) for first in self._firsts]
 
     def as_arrays(self) -> list[npt.NDArray[np.uint8]]:
         """Return the same memory as bytes of shape [num_pages, ...], for copying pages. Tensors are on the CPU."""

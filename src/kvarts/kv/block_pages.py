@@ -1,0 +1,173 @@
+"""A cache with KV groups of a model that runs: every part of a page is made of blocks, which have ids.
+
+GroupPages has the same of parts that are only counted. A block has the keys and values of as many tokens as a page, in
+as many layers as divide the layers of every group; so all blocks are alike, and any part can be made of any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from kvarts.content import Content
+from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.eviction import LruOrder
+from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.grouped_cache import GroupedCache
+from kvarts.kv.match import Match
+from kvarts.kv.node import HeldPages
+from kvarts.kv.parts import GroupedHolding, GroupMatch, Part
+from kvarts.kv.pool import IdPool, PageId
+from kvarts.kv.tree import PrefixTree
+
+__all__ = ["BlockHolding", "BlockMatch", "BlockPages"]
+
+
+class BlockMatch(Match):
+    """What is there of a content. `found`: the pages that every group can go on from."""
+
+    __slots__ = ("found",)
+
+    def __init__(self, found: GroupMatch) -> None:
+        super().__init__([], found.num_pages, 0)
+        self.found = found
+
+
+class BlockHolding(Holding):
+    """What one running request holds. `parts`: in every group."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: GroupedHolding) -> None:
+        super().__init__([], 0, None)
+        self.parts = parts
+
+
+class HeldByOthers:
+    """What running requests hold of what was found: `Held`, for GroupNeeds."""
+
+    __slots__ = ("_found", "_sink_pages")
+
+    def __init__(self, cache: GroupedCache, match: GroupMatch) -> None:
+        self._found = cache.found_parts(match)
+        self._sink_pages = [-(-group.layer.sink // cache.page_size) for group in cache.groups]
+
+    def num_shared(self, group: int, first_page: int) -> int:
+        """Return how many parts others hold, of pages from `first_page` on and of the sink."""
+        sink_pages = self._sink_pages[group]
+        return sum(
+            part.refs > 0 and (page >= first_page or page < sink_pages) for page, part in self._found[group].items()
+        )
+
+    def num_idle(self, group: int) -> int:
+        """Return how many snapshots of a group of states nothing holds."""
+        return sum(not part.refs for part in self._found[group].values())
+
+
+class BlockPages(PageCache):
+    """A PageCache of `num_blocks` blocks, in which parts of pages are held, see GroupedCache.
+
+    Counts of pages are counts of blocks. A request takes its parts by `begin` and what follows it in GroupedCache; then
+    `count` must be called. What is said in PageCache of runs of pages is not there: no tree, no transfers.
+    """
+
+    __slots__ = ("block_bytes", "memory", "page_size", "parts")
+
+    def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int) -> None:
+        blocks = IdPool(num_blocks)
+        super().__init__(blocks, PrefixTree(LruOrder()))
+        self.memory = memory
+        self.page_size = page_size
+        self.block_bytes = memory.block_bytes
+        self.parts = GroupedCache(
+            memory.groups,
+            page_size=page_size,
+            total_bytes=num_blocks * self.block_bytes,
+            keeps=memory.keeps,
+            blocks=blocks,
+        )
+        self.match = self._match
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks of parts that can be found and are not in use."""
+        return self.parts.cached_bytes // self.block_bytes
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of parts that requests hold."""
+        return self.parts.used_bytes // self.block_bytes
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the parts used and the parts cached in each group, one pair a group."""
+        counts: list[int] = []
+        for pair in zip(self.parts.num_used, self.parts.num_cached, strict=True):
+            counts += pair
+        return tuple(counts)
+
+    def count(self) -> None:
+        """Take note of what was taken and given back."""
+        parts, block_bytes = self.parts, self.block_bytes
+        self.num_free = parts.free_bytes // block_bytes
+        self.num_released = self._blocks_of(parts.num_released)
+        self.num_evicted = self._blocks_of(parts.num_evicted)
+
+    def _blocks_of(self, counts: list[int]) -> int:
+        num_bytes = sum(count * group.part_bytes for count, group in zip(counts, self.parts.groups, strict=True))
+        return num_bytes // self.block_bytes
+
+    def found(self, content: Content, limit: int) -> tuple[GroupMatch, HeldByOthers]:
+        """Return the longest prefix that every group can go on from, and what of it others hold."""
+        match = self.parts.match(content, limit)
+        return match, HeldByOthers(self.parts, match)
+
+    def _match(self, content: Content, limit: int) -> BlockMatch:
+        return BlockMatch(self.parts.match(content, limit))
+
+    def tables(self, holding: Holding, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
+        """Return the page tables of a request, group by group, one for every block of a part.
+
+        Each has an entry for every page of its first `num_tokens` tokens, which is 0 where the group has no part of it:
+        no token that is computed from here on attends to such a page.
+        """
+        num_pages = -(-num_tokens // self.page_size)
+        tables: list[tuple[PageId, ...]] = []
+        for index, group in enumerate(self.parts.groups):
+            own: dict[int, Part] = cast(BlockHolding, holding).parts.parts[index]
+            for place in range(group.part_bytes // self.block_bytes):
+                table = [PageId(0)] * num_pages
+                for page, part in own.items():
+                    table[page] = part.blocks[place]
+                tables.append(tuple(table))
+        return tuple(tables)
+
+    def blocks_of_page(self, holding: Holding, page: int) -> tuple[PageId, ...]:
+        """Return the blocks of a page, one for every page table; the request has a part of it in every group."""
+        blocks: list[PageId] = []
+        for own in cast(BlockHolding, holding).parts.parts:
+            blocks += own[page].blocks
+        return tuple(blocks)
+
+    def has_empty(self, count: int) -> bool:
+        """Return whether `count` blocks can be taken and nothing is evicted for them."""
+        return self.pool.has_empty(count)
+
+    def shed(self, count: int) -> None:
+        """Evict everything that is cached: `count` is all of it."""
+        assert count == self.num_cached, "parts are shed all together"
+        self.parts.clear()
+        self.count()
+
+    def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
+        """Release everything that a request holds: parts of its full pages that can be found become cached."""
+        parts = cast(BlockHolding, holding).parts
+        parts.num_tokens = num_full_pages * self.page_size
+        self.parts.close(parts)
+        holding.is_open = False
+        self.count()
+
+    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
+        """Assert laws L1 and L2 for every part, and that every block has one owner."""
+        self.parts.check([cast(BlockHolding, holding).parts for holding, _ in holdings])
+        assert self.num_used + self.num_free == self.pool.total, "L1: blocks are lost"
+        assert self.pool.num_taken == self.num_used + self.num_cached, "L1: blocks are taken and not counted"

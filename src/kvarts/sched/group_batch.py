@@ -1,0 +1,52 @@
+"""The rows of a live batch of a model with KV groups: a sequence has several page tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvarts.kv.block_pages import BlockPages
+from kvarts.request import Request
+from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.plan import Chunk, DecodeRows
+
+__all__ = ["GroupBatch"]
+
+
+class GroupBatch(InputBatch):
+    """An InputBatch with plans that name the blocks of every page table."""
+
+    __slots__ = ("_cache",)
+
+    def __init__(self, cache: BlockPages, max_num_seqs: int) -> None:
+        super().__init__(max_num_seqs, cache.page_size)
+        self._cache = cache
+
+    def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
+        """Return a chunk of `request` that names its row, tokens and page tables."""
+        holding = request.holding
+        assert holding is not None
+        return Chunk(
+            start,
+            num_tokens,
+            request.num_prompt_tokens,
+            num_known,
+            row=request.row,
+            request_index=request.index,
+            tokens=np.frombuffer(request.content.tokens(start, start + num_tokens).tobytes(), np.uint64),
+            samples=not request.computes_only,
+            tables=self._cache.tables(holding, start + num_tokens),
+        )
+
+    def decodes(
+        self, step: int, with_new_page: Iterable[Request], with_new_table: Iterable[Request] = ()
+    ) -> DecodeRows:
+        """Return the decodes of `step`. `with_new_page`: the requests that got a page for it."""
+        decodes = super().decodes(step, ())
+        new_blocks = []
+        for request in with_new_page:
+            assert request.holding is not None
+            page = (request.wheel_base + step) // self._cache.page_size
+            new_blocks.append((request.row, page, self._cache.blocks_of_page(request.holding, page)))
+        return DecodeRows(decodes.rows, decodes.positions, decodes.tokens, (), new_blocks=tuple(new_blocks))

@@ -1,0 +1,276 @@
+"""The scheduler of a real model with KV groups: plans name the blocks of every page table.
+
+The order of a step, and when memory is taken and given back, are those of GroupedScheduler, which counts the same in
+virtual time: what no later token sees goes back at the end of the step, after requests that ended, and before the next
+step takes anything. Here every step is scheduled, and every part has blocks with ids.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from kvarts.config import EngineConfig
+from kvarts.events import Blocked
+from kvarts.kv.block_pages import BlockHolding, BlockPages
+from kvarts.request import Request, RequestState
+from kvarts.sched.group_batch import GroupBatch
+from kvarts.sched.group_needs import GroupNeeds
+from kvarts.sched.own_pages import OwnPagesInUse
+from kvarts.sched.page_source import OnePool, PageSource
+from kvarts.sched.plan import Chunk, StepResult
+from kvarts.sched.policy import AdmissionPolicy, WaitingQueue
+from kvarts.sched.preemption import PageMark, Preemptor
+from kvarts.sched.prefill import Prefill
+from kvarts.sched.running import Running
+from kvarts.sched.scheduler import Scheduler
+
+__all__ = ["LiveGroupedScheduler"]
+
+
+class BlockMark(PageMark):
+    """Blocks, and parts of each group, at the mark of the last scheduled step."""
+
+    __slots__ = ("_blocks", "parts")
+
+    def __init__(self, cache: BlockPages) -> None:
+        super().__init__(cache)
+        self._blocks = cache
+        self.parts = cache.counts()
+
+    def look(self) -> None:
+        """Set the mark here if more is in use than at the mark so far."""
+        cache = self._blocks
+        num_used = cache.num_used
+        if num_used > self.used:
+            self.used, self.cached, self.released = num_used, cache.num_cached, cache.num_released
+            self.parts = cache.counts()
+
+
+class BlockPreemptor(Preemptor):
+    """Takes parts for decodes that begin a page, and preempts others for them."""
+
+    __slots__ = ("_blocks", "_page_blocks")
+
+    def __init__(
+        self,
+        running: Running,
+        waiting: WaitingQueue,
+        cache: BlockPages,
+        pages: PageSource,
+        mark: PageMark,
+        page_blocks: int,
+    ) -> None:
+        super().__init__(running, waiting, cache, pages, mark, None)
+        self._blocks = cache
+        self._page_blocks = page_blocks
+
+    def take_due(self, num_due: int, now_ns: int) -> None:
+        """Take the parts of `num_due` pages that decodes begin in this step, in admission order."""
+        cache, wheel = self._blocks, self._running.wheel
+        for request in wheel.needing_page():
+            if request.state is not RequestState.DECODING:
+                continue  # preempted for a request before it
+            if self._page_blocks > cache.num_free and not self.make_room(request, self._page_blocks, now_ns):
+                continue  # itself
+            page = wheel.num_computed(request) // cache.page_size
+            cache.parts.take_page(cast(BlockHolding, request.holding).parts, page)
+            cache.count()
+
+
+class BlockPrefill(Prefill):
+    """Chunks of prompts, and the parts that they fill."""
+
+    __slots__ = ("_blocks", "_rows")
+
+    def __init__(
+        self,
+        running: Running,
+        cache: BlockPages,
+        own_pages: OwnPagesInUse,
+        preemptor: Preemptor,
+        rows: GroupBatch,
+    ) -> None:
+        super().__init__(running, cache, own_pages, preemptor, loads=None, batch=rows, tell=None)
+        self._blocks = cache
+        self._rows = rows
+
+    def resume(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
+        """Compute the next chunk of the chunked `request`; return the tokens used up of `budget`."""
+        cache, start = self._blocks, request.num_computed
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        num_tokens = min(num_known - start, budget)
+        parts = cast(BlockHolding, request.holding).parts
+        blocks = cache.parts.missing_bytes(parts, num_tokens) // cache.block_bytes
+        if blocks > cache.num_free and not self._preemptor.make_room(request, blocks, now_ns):
+            return 0
+        self._compute(request, num_tokens, num_known, chunks)
+        return budget if request is self._running.chunked else num_tokens
+
+    def publish_filled(self, num_steps: int) -> None:
+        """Make pages findable that decodes fill in the next step."""
+        assert num_steps == 1
+        wheel = self._running.wheel
+        place = self._page_size - 1
+        for request in wheel.computing_at(place) if wheel.num_computing_at(place) else ():
+            num_computed = wheel.num_computed(request) + 1
+            # The token computed in this step is the one sampled in the step before.
+            self._rows.append_sampled(request, num_computed, wheel.step)
+            self._blocks.parts.fill_page(cast(BlockHolding, request.holding).parts, num_computed)
+
+    def _compute(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
+        """Take the parts of a chunk and count it as computed; what it fills can be found from now on."""
+        cache, running = self._blocks, self._running
+        start = request.num_computed
+        end = request.num_computed = start + num_tokens
+        cache.parts.extend(cast(BlockHolding, request.holding).parts, end, is_end=end == num_known)
+        cache.count()
+        if end == num_known:
+            self.completing.append(request)
+            if request is running.chunked:
+                running.chunked = None
+        else:
+            running.chunked = request
+        chunks.append(self._rows.chunk(request, start, num_tokens, num_known))
+
+
+class LiveGroupedScheduler(Scheduler):
+    """A Scheduler of a cache with KV groups for an executor that needs ids, without tiers, drafts and details.
+
+    Pages are counted in blocks.
+    """
+
+    def __init__(self, config: EngineConfig, cache: BlockPages, policy: AdmissionPolicy) -> None:
+        pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
+        rows = GroupBatch(cache, config.max_num_seqs)
+        super().__init__(config, cache, pages, policy, batch=rows)
+        self.blocks = cache
+        self.needs = GroupNeeds(cache.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+        self.block_mark = BlockMark(cache)
+        self.mark = self.block_mark
+        self.preemptor = BlockPreemptor(self.running, self.waiting, cache, pages, self.mark, self.needs.page_blocks)
+        self._prefill = BlockPrefill(self.running, cache, self.own_pages, self.preemptor, rows)
+        self._places = _window_places(cache, config.page_size)
+        self._lacking: tuple[Request, int, int] | None = None
+        """The head that last lacked memory, how often parts had become findable, and the blocks that it needs."""
+
+    def side_counts(self) -> tuple[int, ...]:
+        """Return the parts used and cached in each group, one pair a group."""
+        return self.blocks.counts()
+
+    def side_counts_at_mark(self) -> tuple[int, ...]:
+        """Return the same at the mark of the last scheduled step."""
+        return self.block_mark.parts
+
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return the parts evicted of each group, one number a group."""
+        return tuple(self.blocks.parts.num_evicted)
+
+    def most_tokens(self, limit: int) -> int:
+        """Return how many tokens a sequence has at most, of up to `limit`, that can run in this memory; 0 for none."""
+        fewest, most = 0, limit
+        while fewest < most:
+            middle = (fewest + most + 1) // 2
+            if self.needs.at_most(middle) <= self.blocks.pool.total:
+                fewest = middle
+            else:
+                most = middle - 1
+        return fewest
+
+    def _never_fits(self, request: Request) -> str | None:
+        num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)
+        blocks = self.needs.at_most(num_tokens)
+        if blocks <= self.blocks.pool.total:
+            return None
+        return (
+            f"needs {blocks} blocks of {self.blocks.block_bytes:,} bytes for {request.num_prompt_tokens} prompt and "
+            f"{request.max_tokens} output tokens, with {self.config.max_num_batched_tokens} tokens a step; the memory "
+            f"has {self.blocks.pool.total}"
+        )
+
+    def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
+        """Admit the head of the waiting queue while `max_num_seqs`, budget and memory allow."""
+        waiting, cache, running = self.waiting, self.blocks, self.running
+        page_size, max_num_seqs = self._page_size, self.config.max_num_seqs
+        admitted: list[int] = []
+        self.blocked = Blocked.NOT
+        while waiting.num_waiting:
+            request = waiting.head(now_ns)
+            if running.num_running >= max_num_seqs:
+                self.blocked = Blocked.SEQS
+                break
+            if budget <= 0:
+                self.blocked = Blocked.BUDGET
+                break
+            if self._still_lacks(request):
+                self.blocked = Blocked.PAGES
+                break
+            num_known = request.num_prompt_tokens + request.num_output_tokens
+            # The last token is always computed: its logits are needed.
+            match, held = cache.found(request.content, (num_known - 1) // page_size)
+            hit_tokens = match.num_pages * page_size
+            num_wanted = self.needs.to_admit(hit_tokens, num_known, held)
+            if num_wanted > cache.num_free:
+                self.blocked = Blocked.PAGES
+                self.num_pages_wanted = num_wanted
+                self._lacking = request, cache.parts.num_published, num_wanted
+                break
+            waiting.remove(request)
+            self._lacking = None
+            request.holding = BlockHolding(cache.parts.begin(request.content, match))
+            cache.count()
+            budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
+            admitted.append(request.index)
+        if self.blocked is not Blocked.NOT:
+            self.blocked_head = request
+        return tuple(admitted)
+
+    def _still_lacks(self, head: Request) -> bool:
+        """Return whether `head` was found to lack memory and certainly still does.
+
+        What it needs only grows as long as no request is admitted, which may hold what it needs as well, and nothing
+        that it could find becomes findable.
+        """
+        if self._lacking is None:
+            return False
+        request, num_published, num_wanted = self._lacking
+        if (
+            request is not head
+            or num_published != self.blocks.parts.num_published
+            or num_wanted <= self.blocks.num_free
+        ):
+            return False
+        self.num_pages_wanted = num_wanted
+        return True
+
+    def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
+        """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
+        completing = self._prefill.completing
+        finished = super().commit(end_ns, result)
+        self._settle([request for request in completing if request.state is RequestState.DECODING])
+        return finished
+
+    def _settle(self, joined: list[Request]) -> None:
+        """Let running requests give back what none of their later tokens sees. `joined`: those that began to decode."""
+        wheel, parts = self.wheel, self.blocks.parts
+        settling: list[Request] = []
+        for place in self._places:
+            if wheel.num_computing_at(place):
+                settling += wheel.computing_at(place)
+        if len(self._places) > 1:
+            settling.sort(key=lambda request: request.admission)
+        for request in (*settling, *joined):
+            parts.settle(cast(BlockHolding, request.holding).parts, wheel.num_computed(request))
+        chunked = self.running.chunked
+        if chunked is not None:
+            parts.settle(cast(BlockHolding, chunked.holding).parts, chunked.num_computed)
+        self.blocks.count()
+
+
+def _window_places(cache: BlockPages, page_size: int) -> tuple[int, ...]:
+    """Return the places in a page at which a token no longer needs a page that the token before it needed."""
+    places: set[int] = set()
+    for group in cache.memory.groups:
+        assert group.layer.kind in ("full", "window"), "a model that runs has no other layers"
+        if group.layer.span is not None:
+            places.add((group.layer.span - 1) % page_size)
+    return tuple(sorted(places))

@@ -1,0 +1,154 @@
+"""Live engines of KV groups, on an executor that writes down what every block holds and looks at all that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvarts.build import build_grouped_engine
+from kvarts.config import EngineConfig
+from kvarts.content import Content
+from kvarts.engine import Engine
+from kvarts.events import StepDone
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory
+from kvarts.request import Request, RequestState
+from kvarts.sched.plan import StepPlan, StepResult
+
+from oracles.naive import NaiveRequest
+from oracles.naive_kv_groups import seen_by
+
+STEP_NS = 1_000_000
+
+
+class Steps:
+    """Keeps every step."""
+
+    wants_details = False
+
+    def __init__(self) -> None:
+        self.done: list[StepDone] = []
+
+    def observe(self, events: Sequence[Any]) -> None:
+        self.done += [event for event in events if isinstance(event, StepDone)]
+
+
+class ReadingExecutor:
+    """Samples the tokens that are given, and computes nothing: what a slot of a block holds is the tokens before it.
+
+    Whatever the layers of a group attend to is looked up, token by token, through the page tables of the plans.
+    """
+
+    needs_page_ids = True
+
+    def __init__(self, memory: GroupMemory, config: EngineConfig, tokens: Sequence[tuple[Any, Sequence[int]]]) -> None:
+        """`tokens`: for each request its tenant, and its prompt with all that it is to generate."""
+        self.tokens = tokens
+        self.config = config
+        self.layers: list[KvLayer] = []
+        """Those that each page table is for."""
+        for group in memory.groups:
+            self.layers += [group.layer] * (group.part_bytes // memory.block_bytes)
+        self.held: dict[tuple[int, int], tuple[Any, ...]] = {}
+        """By block and place in the page: the page table, the tenant, and all tokens up to this one."""
+        self.rows: dict[int, tuple[int, list[list[int]]]] = {}
+        """By row: the request, and its page tables."""
+        self.num_looked_at = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        computed: list[tuple[int, int, int]] = []
+        sampled = np.zeros(self.config.max_num_seqs, np.uint64)
+        if plan.decodes is not None:
+            for row, page, blocks in plan.decodes.new_blocks:
+                for table, taken in zip(self.rows[row][1], blocks, strict=True):
+                    assert len(table) == page, "a page is missing"
+                    table.append(taken)
+            of = plan.decodes
+            for row, position, token in zip(of.rows.tolist(), of.positions.tolist(), of.tokens.tolist(), strict=True):
+                request, _ = self.rows[row]
+                assert self.tokens[request][1][position] == token
+                computed.append((row, position, position + 1))
+                sampled[row] = self.tokens[request][1][position + 1]
+        for chunk in plan.batch.chunks:
+            assert chunk.page_ids is None and len(chunk.tables) == len(self.layers)
+            self.rows[chunk.row] = chunk.request_index, [list(map(int, table)) for table in chunk.tables]
+            tokens = self.tokens[chunk.request_index][1]
+            assert tokens[chunk.start : chunk.end] == chunk.tokens.tolist()
+            computed.append((chunk.row, chunk.start, chunk.end))
+            if chunk.is_last:
+                sampled[chunk.row] = tokens[chunk.end]
+        for row, start, end in computed:
+            for position in range(start, end):
+                for number, (block, place) in enumerate(self._slots(row, position)):
+                    self.held[block, place] = self._content(number, row, position)
+        for row, start, end in computed:
+            for position in range(start, end):
+                self._read(row, position)
+        return StepResult(STEP_NS, sampled)
+
+    def _slots(self, row: int, position: int) -> list[tuple[int, int]]:
+        page, place = position // self.config.page_size, position % self.config.page_size
+        return [(table[page], place) for table in self.rows[row][1]]
+
+    def _content(self, number: int, row: int, position: int) -> tuple[Any, ...]:
+        tenant, tokens = self.tokens[self.rows[row][0]]
+        return number, tenant, tuple(tokens[: position + 1])
+
+    def _read(self, row: int, position: int) -> None:
+        """Look at all that a token attends to, in the layers of each page table."""
+        for number, layer in enumerate(self.layers):
+            for other in seen_by(layer, position):
+                slot = self._slots(row, other)[number]
+                assert self.held[slot] == self._content(number, row, other), (
+                    f"token {position} of request {self.rows[row][0]} attends to {other}, and its block holds another"
+                )
+                self.num_looked_at += 1
+
+
+class LiveRun:
+    """What became of requests, and of every step."""
+
+    def __init__(
+        self, requests: Sequence[NaiveRequest], memory: GroupMemory, config: EngineConfig, num_blocks: int
+    ) -> None:
+        """`requests`: of the naive engine, with all that they generate."""
+        self.steps = Steps()
+        self.tokens: list[tuple[Any, list[int]]] = []
+        for request in requests:
+            assert request.output is not None
+            self.tokens.append((request.tenant, [int(str(token)) for token in (*request.tokens, *request.output)]))
+        self.executor = ReadingExecutor(memory, config, self.tokens)
+        self.engine: Engine = build_grouped_engine(
+            config, memory, self.executor, num_blocks=num_blocks, readers=[self.steps], audit=True
+        )
+        self.requests = [self._request(request, config) for request in requests]
+
+    def _request(self, request: NaiveRequest, config: EngineConfig) -> Request:
+        tenant, tokens = self.tokens[request.seq]
+        num_prompt = len(request.tokens)
+        content = Content.from_tokens(tokens[:num_prompt], page_size=config.page_size, owner=request.seq, salt=tenant)
+        return Request(
+            request.seq,
+            content,
+            num_prompt_tokens=num_prompt,
+            max_tokens=request.num_output,
+            arrival_ns=request.arrival_ns,
+            priority=request.priority,
+        )
+
+    def run(self) -> None:
+        """Run all, each from its arrival on."""
+        engine = self.engine
+        waiting = sorted(self.requests, key=lambda request: request.arrival_ns)
+        now_ns = 0
+        while waiting or engine.has_work:
+            while waiting and waiting[0].arrival_ns <= now_ns:
+                engine.submit(waiting.pop(0), now_ns)
+            if engine.has_work:
+                engine.step(now_ns)
+                now_ns = engine.now_ns
+            else:
+                now_ns = waiting[0].arrival_ns if waiting else now_ns
+        assert all(request.state in (RequestState.FINISHED, RequestState.REJECTED) for request in self.requests)

@@ -1,0 +1,158 @@
+"""Real engines with KV groups, without a model: plans, blocks and page tables, against engines that look at it all."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.grouped_cache import GroupedCache
+from kvarts.kv.pool import IdPool
+from kvarts.request import RequestState
+
+from builders.case import Case, Row, cases
+from builders.live_groups import STEP_NS, LiveRun
+from oracles.naive import NaiveRequest, run_naive
+from oracles.naive_group_engine import NaiveGroupEngine
+
+pytestmark = pytest.mark.laws
+
+FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
+
+
+def window(span: int) -> KvLayer:
+    """A layer that sees so many tokens."""
+    return KvLayer(kind="window", num_heads=1, head_numbers=2, span=span)
+
+
+@st.composite
+def live_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
+    """Full layers, most often, and up to two windows; parts of one to six blocks."""
+    sizes = st.sampled_from([1, 1, 2, 4, 6])
+    groups = [PartGroup(FULL, draw(sizes))] if draw(st.integers(0, 4)) else []
+    spans = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), min_size=0 if groups else 1, max_size=2))
+    return (*groups, *(PartGroup(window(span), draw(sizes)) for span in spans))
+
+
+def requests_of(case: Case) -> list[NaiveRequest]:
+    """The requests of a case; what they generate is known, and most often no other request's."""
+    requests = case.naive_requests()
+    own = count(1000)
+    for request in requests:
+        if request.output is None:
+            request.output = tuple(next(own) for _ in range(request.num_output))
+    return requests
+
+
+def both(case: Case, groups: tuple[PartGroup, ...], keeps: Any) -> tuple[LiveRun, list[NaiveRequest], NaiveGroupEngine]:
+    """A case through a live engine and through the naive one."""
+    memory = GroupMemory(groups, keeps)
+    config = EngineConfig(
+        num_pages=case.num_pages,
+        page_size=case.page_size,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+        max_num_seqs=case.max_num_seqs,
+    )
+    requests = requests_of(case)
+    naive = NaiveGroupEngine(
+        [(group.layer, group.part_bytes) for group in groups],
+        keeps_all=keeps == "all",
+        num_pages=case.num_pages,
+        page_size=case.page_size,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+        max_num_seqs=case.max_num_seqs,
+        cost=lambda batch, engine: STEP_NS,
+    )
+    run_naive(requests, [naive])
+    live = LiveRun(requests_of(case), memory, config, memory.num_blocks(case.num_pages))
+    live.run()
+    return live, requests, naive
+
+
+@given(cases(max_requests=16), live_groups(), st.sampled_from(["all", "tails"]))
+def test_every_step_and_every_block_is_as_in_the_naive_engine(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str
+) -> None:
+    """L1, L2, L4, L8: used and cached bytes of every step, of every group, equal those of an engine that looks at every
+    token of every layer; and every token finds in its blocks what it attends to."""
+    case.profile = "default"
+    # Memory that is short now and then.
+    case.num_pages = max(1, case.num_pages * 2 // 3)
+    live, requests, naive = both(case, groups, keeps)
+    block_bytes = GroupMemory(groups).block_bytes
+    for request, expected in zip(live.requests, requests, strict=True):
+        assert (request.state is RequestState.REJECTED) == expected.rejected
+        if expected.rejected:
+            continue
+        assert request.first_admitted_ns == expected.first_admitted_ns
+        assert request.first_token_ns == expected.first_token_ns
+        assert request.last_token_ns == expected.last_token_ns
+        assert request.cached_tokens == expected.others_hit_tokens
+        assert request.num_preemptions == expected.preemptions
+        assert request.recomputed_tokens == expected.recomputed_tokens
+        tenant, tokens = live.tokens[request.index]
+        assert request.content.tokens(0, request.content.num_known_tokens).tolist() == tokens, tenant
+    assert len(live.steps.done) == len(naive.steps)
+    for step, expected_step, counts in zip(live.steps.done, naive.steps, naive.counts, strict=True):
+        assert step.start_ns == expected_step.start_ns
+        assert step.num_used * block_bytes == expected_step.used
+        assert step.num_cached * block_bytes == expected_step.cached
+        assert step.num_released * block_bytes == expected_step.released
+        assert step.tiers == counts
+        assert step.num_running == expected_step.running
+        assert step.num_waiting == expected_step.waiting
+        assert len(step.preemptions) == expected_step.preempted
+        assert step.num_tokens == expected_step.tokens
+    scheduler = live.engine.scheduler
+    assert scheduler.cache.num_used == 0
+    live.engine.clear_cache()
+    assert scheduler.cache.pool.num_empty == scheduler.cache.pool.total
+
+
+def full_and(span: int) -> tuple[PartGroup, ...]:
+    """A full group, and a window with parts of two blocks."""
+    return PartGroup(FULL, 2), PartGroup(window(span), 4)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_page_that_is_given_back_one_token_early_is_read_from_another_sequence(page_size: int) -> None:
+    """The control: with what is read as it is, and a window that the control plane takes for shorter."""
+    # The token that still sees the page is the first of a page itself, which takes the block that was just given back.
+    span = 2 * page_size + 2
+    rows = [Row(0, list(range(2 + seq * 50, 22 + seq * 50)), 20, 40, None, 0, None) for seq in range(4)]
+    case = Case(rows, 1, page_size, 160 // page_size, 64, 4, "default", 1)
+    right = full_and(span)
+    live, _, _ = both(case, right, "tails")
+    assert live.executor.num_looked_at > 5_000
+    config = live.engine.config
+    memory = GroupMemory(full_and(span - 1), "tails")
+    wrong = LiveRun(requests_of(case), memory, config, memory.num_blocks(case.num_pages))
+    wrong.executor.layers = live.executor.layers
+    with pytest.raises(AssertionError, match="its block holds another"):
+        wrong.run()
+
+
+@given(st.integers(1, 40), st.integers(1, 24), st.sampled_from([1, 2, 3, 4, 8]))
+def test_the_longest_sequence_that_can_run_is_found(num_pages: int, span: int, page_size: int) -> None:
+    """One token more is refused."""
+    memory = GroupMemory(full_and(span))
+    config = EngineConfig(num_pages=num_pages, page_size=page_size, max_num_batched_tokens=5, max_num_seqs=2)
+    most = 10_000
+    request = NaiveRequest(0, 0, (1,), 1, (2,))
+    run = LiveRun([request], memory, config, memory.num_blocks(num_pages))
+    scheduler: Any = run.engine.scheduler
+    length = scheduler.most_tokens(most)
+    assert scheduler.needs.at_most(length) <= scheduler.cache.pool.total < scheduler.needs.at_most(length + 1)
+    assert length >= num_pages * page_size, "never fewer than whole pages hold"
+
+
+def test_blocks_must_divide_parts() -> None:
+    with pytest.raises(ConfigError, match="divide no part"):
+        GroupedCache([PartGroup(FULL, 3)], page_size=4, total_bytes=12, blocks=IdPool(6))
