@@ -10,7 +10,8 @@ of kvarts, with the worker of its own benchmark; `--quantization`: this one with
 process keeps one CPU busy meanwhile. Every engine is a process that stays; each round asks all of them in turn, so that
 they meet the same machine. Tokens a second while all sequences decode, with their prompts computed before; medians of
 rounds. Ratios are medians of the ratios within a round. What each says first is compared with what kvarts says: the
-same model, the same work. The last column is the share of a step of kvarts that is not the model: scheduler, tables,
+same model, the same work. With `--prefill` (and `--without continuous`, which does not tell), prompt tokens a second
+until the first token. The last column is the share of a step of kvarts that is not the model: scheduler, tables,
 commit, and the choice of tokens.
 """
 
@@ -103,7 +104,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--prompt", type=int, nargs="+", default=[128])
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--sequences", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[], help="Tokens of prompts, of one sequence each.")
     parser.add_argument("--llama-python", metavar="PYTHON")
     parser.add_argument("--vllm-python", metavar="PYTHON")
     parser.add_argument("--without", nargs="*", default=[], choices=["generate", "continuous"])
@@ -113,6 +115,8 @@ def main() -> None:
     parser.add_argument("--model-dir", type=Path, help="Where the model is kept from run to run. [a temporary one]")
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="What the engines have to say.")
     args = parser.parse_args()
+    if args.prefill and "continuous" not in args.without:
+        parser.error("continuous batching does not tell how long prompts take: --prefill needs --without continuous")
     pythons = {"kvarts": sys.executable, "generate": sys.executable, "continuous": sys.executable}
     pythons |= {"llama": args.llama_python, "vllm": args.vllm_python}
     names = [name for name, python in pythons.items() if python and name not in args.without]
@@ -148,6 +152,9 @@ def main() -> None:
                     for _ in range(args.rounds)
                 ]
                 print(row(length, count, names, rounds), flush=True)
+        for length in args.prefill:
+            rounds = [{worker.name: worker.measure(1, length, 0) for worker in workers} for _ in range(args.rounds)]
+            print(row(length, 1, names, rounds), flush=True)
 
 
 def row(length: int, count: int, names: list[str], rounds: list[dict[str, dict[str, Any]]]) -> str:
@@ -160,7 +167,8 @@ def row(length: int, count: int, names: list[str], rounds: list[dict[str, dict[s
     mine = rounds[0]["kvarts"]["first"]
     same = [sum(a == b for a, b in zip(mine, rounds[0][name]["first"], strict=True)) for name in names[1:]]
     cells += [", ".join(f"{number}/{count}" for number in same)]
-    cells += [f"{median([one['kvarts']['outside'] for one in rounds]) * 100:.2f} %"]
+    outside = [one["kvarts"]["outside"] for one in rounds if "outside" in one["kvarts"]]
+    cells += [f"{median(outside) * 100:.2f} %" if outside else "prefill"]
     return "| " + " | ".join(cells) + " |"
 
 

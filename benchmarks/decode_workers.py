@@ -24,7 +24,10 @@ now_s = process_time if os.environ.get("KVARTS_CPU_TIME") else perf_counter
 
 
 class Work(NamedTuple):
-    """Sequences that decode at once, tokens of each prompt, and the steps that are measured."""
+    """Sequences that decode at once, tokens of each prompt, and the steps that are measured.
+
+    Without steps it is the prompts that are measured, until all have their first token.
+    """
 
     num_sequences: int
     length: int
@@ -38,26 +41,9 @@ class Work(NamedTuple):
 
 
 Measured = dict[str, Any]
-"""`rate`: tokens a second while all sequences decode. `first`: the first token of each. `outside`: the share of a step
-that is not the model: scheduler, tables, commit, and the choice of tokens."""
+"""`rate`: tokens a second while all sequences decode, or of prompts. `first`: the first token of each. `outside`: the
+share of a step that is not the model: scheduler, tables, commit, and the choice of tokens."""
 Engine = Callable[[Work], Measured]
-
-
-def by_difference(run: Callable[[list[list[int]], int], list[list[int]]]) -> Engine:
-    """Of an engine that says only how long all took: with `steps` more tokens, and without."""
-
-    def measure(work: Work) -> Measured:
-        prompts = work.prompts
-        start = perf_counter()
-        run(prompts, 2)
-        middle = perf_counter()
-        tokens = run(prompts, work.steps + 2)
-        end = perf_counter()
-        assert all(len(one) == work.steps + 2 for one in tokens)
-        taken = (end - middle) - (middle - start)
-        return {"rate": work.num_sequences * work.steps / taken, "first": [one[0] for one in tokens]}
-
-    return measure
 
 
 def submitted(model: Any, work: Work, **settings: Any) -> tuple[Any, list[Any]]:
@@ -151,21 +137,31 @@ def open_generate(directory: Path) -> Engine:
     torch.set_num_threads(NUM_THREADS)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
 
-    def run(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        ids = torch.tensor(prompts)
+    def measure(work: Work) -> Measured:
+        ids = torch.tensor(work.prompts)
+        made_s = [perf_counter()]
+
+        def note(ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+            """Asked after each token whether to stop."""
+            made_s.append(perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool)
+
         with torch.inference_mode():
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                min_new_tokens=num_tokens,
-                max_new_tokens=num_tokens,
+                min_new_tokens=work.steps + 2,
+                max_new_tokens=work.steps + 2,
                 do_sample=False,
                 pad_token_id=0,
+                stopping_criteria=[note],
             )
-        tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
-        return tokens
+        first: list[int] = out[:, work.length].tolist()
+        if not work.steps:
+            return {"rate": work.num_sequences * work.length / (made_s[1] - made_s[0]), "first": first}
+        return {"rate": work.num_sequences * work.steps / (made_s[-1] - made_s[-1 - work.steps]), "first": first}
 
-    return by_difference(run)
+    return measure
 
 
 def open_continuous(directory: Path) -> Engine:
@@ -231,16 +227,23 @@ def open_llama(directory: Path) -> Engine:
     def measure(work: Work) -> Measured:
         params = ll.llama_context_default_params()
         params.n_ctx = work.num_sequences * (work.length + work.steps + 16)
-        params.n_batch = params.n_ubatch = 2048
         params.n_seq_max = work.num_sequences
         params.n_threads = params.n_threads_batch = NUM_THREADS
         context = ll.llama_init_from_model(model, params)
         sampler = ll.llama_sampler_init_greedy()
         tokens = []
+        start = perf_counter()
         for sequence, prompt in enumerate(work.prompts):
-            decode(context, [(token, place, sequence, place == len(prompt) - 1) for place, token in enumerate(prompt)])
+            entries = [(token, place, sequence, place == len(prompt) - 1) for place, token in enumerate(prompt)]
+            for first_entry in range(0, len(entries), params.n_batch):
+                decode(context, entries[first_entry : first_entry + params.n_batch])
             tokens.append(ll.llama_sampler_sample(sampler, context, -1))
         first, position = list(tokens), work.length
+        if not work.steps:
+            rate = work.num_sequences * work.length / (perf_counter() - start)
+            ll.llama_sampler_free(sampler)
+            ll.llama_free(context)
+            return {"rate": rate, "first": first}
 
         def step() -> None:
             nonlocal position, tokens
@@ -269,19 +272,48 @@ def open_vllm(directory: Path) -> Engine:
     engine = LLM(
         model=str(directory),
         skip_tokenizer_init=True,
-        max_model_len=4096,
+        max_model_len=8192,
         max_num_seqs=64,
         max_num_batched_tokens=4096,
         enable_prefix_caching=False,
         enforce_eager=os.environ.get("KVARTS_VLLM_EAGER") == "1",
     )
 
-    def run(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+    core = engine.llm_engine
+    num_asked = 0
 
-    return by_difference(run)
+    def measure(work: Work) -> Measured:
+        nonlocal num_asked
+        params = SamplingParams(temperature=0, max_tokens=work.steps + 4, ignore_eos=True, detokenize=False)
+        names = [f"{num_asked + place}" for place in range(work.num_sequences)]
+        num_asked += work.num_sequences
+        tokens: dict[str, list[int]] = {}
+
+        def until(each: int) -> float:
+            """Step until all have as many tokens; return the time that passed."""
+            start = perf_counter()
+            while len(tokens) < len(names) or min(map(len, tokens.values())) < each:
+                for output in core.step():
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+            return perf_counter() - start
+
+        start = perf_counter()
+        for name, prompt in zip(names, work.prompts, strict=True):
+            core.add_request(name, {"prompt_token_ids": prompt}, params)
+        until(1)
+        rate = work.num_sequences * work.length / (perf_counter() - start)
+        if work.steps:
+            until(2)
+            before = sum(map(len, tokens.values()))
+            taken = until(2 + work.steps)
+            rate = (sum(map(len, tokens.values())) - before) / taken
+        while core.has_unfinished_requests():
+            for output in core.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        by_place = {name.partition("-")[0]: said for name, said in tokens.items()}
+        return {"rate": rate, "first": [by_place[name][0] for name in names]}
+
+    return measure
 
 
 ENGINES: dict[str, Callable[[Path], Engine]] = {

@@ -9,7 +9,7 @@ A family is a name that AutoModelForCausalLM knows. Its config is made small, it
 seed, wide enough that every token depends on all that was read. It is then refused, with a reason, or it runs: prompts
 of many lengths, with prefixes that they share, in chunks, on a pool that is too small for all of them. Every token must
 be that of `generate`, which runs each prompt by itself with the model's own attention and cache. Anything else is a
-defect of kvarts, and ends the script with 1.
+defect of kvarts, and ends the script with 1. Families with windows run once more with KV groups.
 
 A family that cannot be built small, or does not generate by itself, is neither.
 """
@@ -251,18 +251,40 @@ def compare(family: str, model: Any) -> Outcome:
         expected = [generated(reference, prompt, NUM_TOKENS) for prompt in asked]
     except Exception as error:  # whatever its code raises
         return Outcome(family, "none", f"does not generate by itself ({first_line(error)})")
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    try:
-        said = [list(completion.tokens) for completion in llm.generate(asked, params)]
-    except Exception as error:  # a defect, whatever it is
-        return Outcome(family, "wrong", f"fails ({first_line(error)})")
-    places = [alike(one, two) for one, two in zip(said, expected, strict=True)]
-    for prompt, one, two, place in zip(asked, said, expected, places, strict=True):
-        if place < NUM_TOKENS and not are_even(reference, prompt + two[:place], one[place], two[place]):
-            return Outcome(family, "wrong", f"tokens alike of {NUM_TOKENS}: {places}")
-    if len({token for one in said for token in one}) < 6:
+    if len({token for one in expected for token in one}) < 6:
         return Outcome(family, "none", "always says the same, so that equal tokens prove nothing")
-    return Outcome(family, "exact")
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    def wrong(engine: Any) -> str:
+        """Say what is wrong with what an engine says; nothing if all is well."""
+        try:
+            said = [list(completion.tokens) for completion in engine.generate(asked, params)]
+        except Exception as error:  # a defect, whatever it is
+            return f"fails ({first_line(error)})"
+        places = [alike(one, two) for one, two in zip(said, expected, strict=True)]
+        for prompt, one, two, place in zip(asked, said, expected, places, strict=True):
+            if place < NUM_TOKENS and not are_even(reference, prompt + two[:place], one[place], two[place]):
+                return f"tokens alike of {NUM_TOKENS}: {places}"
+        return ""
+
+    if reason := wrong(llm):
+        return Outcome(family, "wrong", reason)
+    if not has_windows(model):
+        return Outcome(family, "exact")
+    try:
+        llm = LLM(model, None, config, attention="sdpa", kv_groups="all", audit=True)
+    except ConfigError as error:
+        return Outcome(family, "exact", f"with every layer keeping every token: {error.what}")
+    if reason := wrong(llm):
+        return Outcome(family, "wrong", f"with KV groups: {reason}")
+    return Outcome(family, "exact", "with windows, also with `--kv-groups`")
+
+
+def has_windows(model: Any) -> bool:
+    """Return whether a layer of a model sees a window only."""
+    from kvarts.executor.torch.probe import layer_shapes
+
+    return any(layer.window is not None for layer in layer_shapes(model))
 
 
 def alike(one: list[int], other: list[int]) -> int:

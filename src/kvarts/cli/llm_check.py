@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from kvarts.cli.engine_options import kv_groups_option
 from kvarts.cli.llm import need_torch
 from kvarts.cli.options import Command
 from kvarts.cli.printing import print_json
@@ -35,6 +36,7 @@ EXIT_DIFFERENT = 5
 @click.option("--layers", metavar="NAME", default="auto", show_default=True,
               help="What computes layers: auto, compiled or model.")  # fmt: skip
 @click.option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")
+@kv_groups_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 def check_command(
     model: str,
@@ -46,6 +48,7 @@ def check_command(
     attention: str,
     layers: str,
     quantization: str | None,
+    kv_groups: str,
     as_json: bool,
 ) -> int:
     r"""Say whether the model in the directory MODEL runs in pages, and prove it.
@@ -64,7 +67,13 @@ def check_command(
 
     loaded = load_model(model, dtype=dtype, device=device, quantization=quantization)
     check = check_model(
-        loaded, attention=attention, layers=layers, num_prompts=num_prompts, num_tokens=max_tokens, seed=seed
+        loaded,
+        attention=attention,
+        layers=layers,
+        kv_groups=kv_groups,
+        num_prompts=num_prompts,
+        num_tokens=max_tokens,
+        seed=seed,
     )
     if as_json:
         print_json({**msgspec.to_builtins(check), "is_exact": check.is_exact})

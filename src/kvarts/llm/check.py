@@ -70,11 +70,14 @@ def check_model(
     *,
     attention: str = "auto",
     layers: str = "auto",
+    kv_groups: str = "off",
     num_prompts: int = 8,
     num_tokens: int = 16,
     seed: int = 0,
 ) -> ModelCheck:
     """Run random prompts through an engine with few pages and small chunks, and compare it with `generate`.
+
+    `kv_groups`: see LLM.
 
     Raise ConfigError for a model that cannot run in pages.
     """
@@ -90,7 +93,7 @@ def check_model(
     )
     with _by_itself(model):
         expected = [generated(model, prompt, num_tokens) for prompt in prompts]
-    llm = LLM(model, None, config, attention=attention, layers=layers)
+    llm = LLM(model, None, config, attention=attention, layers=layers, kv_groups=kv_groups)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     said = [list(completion.tokens) for completion in llm.generate(prompts, params)]
     differences: list[Difference] = []
