@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
@@ -71,6 +72,27 @@ def test_text_is_the_same_and_memory_is_told(kvarts: Kvarts, directory: Path) ->
     code, text, said = kvarts(*say, "--kv-groups", "all")
     assert (code, text) == kvarts(*say)[:2]
     assert "16 pages of 16 tokens in 0.2 MiB as 32 blocks of 8,192 bytes" in said
+
+
+def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = ("model", "check", directory, "--prompts", 3, "--kv-groups")
+    code, printed, said = kvarts(*check, "all")
+    assert code == 0, said
+    assert "KV groups   all: windows keep what they see" in printed and "48 of 48 tokens" in printed
+    assert "KV groups" not in kvarts(*check, "off")[1]
+
+    from kvarts.llm import room
+
+    def too_short(*args: Any, **kwargs: Any) -> Any:
+        cut = cut_blocks(*args, **kwargs)
+        window, full = cut.memory.groups
+        groups = (replace(window, layer=replace(window.layer, span=8)), full)
+        return replace(cut, memory=replace(cut.memory, groups=groups))
+
+    cut_blocks = room.cut_blocks
+    monkeypatch.setattr(room, "cut_blocks", too_short)
+    code, printed, _ = kvarts(*check, "all")
+    assert code == 5 and "DIFFERENT" in printed
 
 
 @pytest.mark.parametrize(

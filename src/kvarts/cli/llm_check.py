@@ -93,6 +93,7 @@ def _print_lines(model: str, check: ModelCheck) -> None:
         *([] if check.quantization is None else [("weights", str(check.quantization))]),
         ("attention", f"{check.num_attention_calls} times a step; {windows}"),
         ("KV a token", f"{check.kv_bytes_per_token:,} bytes"),
+        *([] if check.kv_groups == "off" else [("KV groups", f"{check.kv_groups}: windows keep what they see")]),
     ]
     if check.switch_length is not None:
         rows.append(("rotation", f"changes for sequences of more than {check.switch_length:,} tokens"))

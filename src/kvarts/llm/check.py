@@ -49,6 +49,7 @@ class ModelCheck(msgspec.Struct, frozen=True):
     attention: str
     layers: str
     layers_reason: str
+    kv_groups: str
     num_attention_calls: int
     kv_bytes_per_token: int
     windows: dict[str, int]
@@ -117,6 +118,7 @@ def check_model(
         attention=llm.attention,
         layers=llm.layers,
         layers_reason=llm.layers_reason,
+        kv_groups=llm.kv_groups,
         num_attention_calls=len(facts.layers),
         kv_bytes_per_token=page_bytes_of(facts.layers, page_size=1, dtype=model.dtype),
         windows=windows,
