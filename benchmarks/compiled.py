@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from processes import Cost, median_of, run
+from processes import Cost, environment, median_of, run
 from scaling import POOL_TOKENS, write_million
 
 CASES = [("16 tokens a page", 128_000, 16), ("512 tokens a page", 4_000, 512)]
@@ -61,14 +61,12 @@ def sweep(trace: str) -> None:
     print(json.dumps(len(configs) / (time.perf_counter() - start)))
 
 
-def environment(source: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(source)}
-
-
 def asked(source: Path, *arguments: object) -> Any:
     """What this script says in a process of its own, with the build in `source`."""
     command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(command, env=environment(source), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env={**environment(), "PYTHONPATH": str(source)}, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cost", "kvarts_command", "median_of", "run"]
+__all__ = ["Cost", "environment", "kvarts_command", "median_of", "run"]
 
 
 @dataclass
@@ -28,7 +28,7 @@ def run(command: list[str]) -> Cost:
     pid = os.posix_spawn(
         command[0],
         command,
-        os.environ,
+        environment(),
         file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
     )
     _, status, usage = os.wait4(pid, 0)
@@ -36,6 +36,11 @@ def run(command: list[str]) -> Cost:
     if status:
         sys.exit(f"{' '.join(command)} failed")
     return Cost(seconds, usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime)
+
+
+def environment() -> dict[str, str]:
+    """That of this process, but Python keeps the bytecode of a checkout, as pip does when it installs a package."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def median_of(costs: Sequence[Cost]) -> Cost:

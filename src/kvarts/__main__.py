@@ -13,6 +13,8 @@ def run() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, _end_at_once)
+    # NumPy's library of linear algebra starts a thread for each core when it is loaded, and none has anything to do.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # All that takes time comes now: nothing is written yet that would have to be removed.
     from kvarts.cli.main import run_main
 

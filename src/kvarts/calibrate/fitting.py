@@ -42,10 +42,11 @@ EVALUATIONS = 120
 """Evaluations of the objective for each simplex."""
 RESTARTS = (0.05, 0.02)
 """Widths of the simplices, in logarithms."""
-SLOPE = 0.5
-"""The same for the points that say the uncertainty: closer by, roughness would pass for information."""
+SLOPE, LIKELY = 0.5, 2.0
+"""The same for the points that say the uncertainty: closer by, roughness would pass for information. Then how far
+points are that say it once more, in standard deviations of what the first left."""
 POINTS = 10
-"""So many of them for each coefficient."""
+"""So many of either for each coefficient."""
 DEPENDENT = 2.0
 """Statistics of one run depend on each other: so many of them say as much as one would by itself."""
 KNOWN = 0.7
@@ -107,8 +108,8 @@ class Calibration(msgspec.Struct, frozen=True):
 
 def most_replays(num_runs: int, num_coefficients: int) -> int:
     """Return how many replays a calibration takes at most."""
-    rounds = NUM_STARTS * (ROUNDS * (CLOUD * num_coefficients + 1) + 2) + POINTS * num_coefficients
-    return num_runs * (NUM_SPREAD + 2 + rounds + (EVALUATIONS + 1) * len(RESTARTS) + 5)
+    rounds = NUM_STARTS * (ROUNDS * (CLOUD * num_coefficients + 1) + 2) + 2 * POINTS * num_coefficients
+    return num_runs * (NUM_SPREAD + 2 + rounds + (EVALUATIONS + 1) * len(RESTARTS) + 6)
 
 
 def calibrate(
@@ -225,31 +226,45 @@ class Search:
     def information(self, logs: Values) -> Values:
         """Return what the data say at `logs`, in units of what the guesses say: shape [coefficients, coefficients].
 
-        Where the data are farther away than their standard deviations say, or the objective is rougher, these are taken
-        to be as much larger.
+        Asked twice: among points as far to all sides as guesses are, and then among points that are likely after that.
         """
-        points, residuals = self._cloud(logs, SLOPE, POINTS * len(logs), 1)
+        near = covariance_of(self._information(logs, SLOPE * np.diag(self.widths)), self.widths)
+        return self._information(logs, LIKELY * np.asarray(np.linalg.cholesky(near), np.float64))
+
+    def _information(self, logs: Values, axes: Values) -> Values:
+        """Return the same from a plane through the residuals at points around `logs`, drawn along `axes`.
+
+        What a plane does not say of a statistic there is roughness: it is noise, as large in what was measured, and
+        statistics share it. Where the data are farther away than their standard deviations say, these are taken to be
+        as much larger.
+        """
+        points, residuals = self._cloud(logs, axes, POINTS * len(logs), 1)
         num_data = residuals.shape[1] - len(logs)
         slopes, _, rough = _linear(points - logs, residuals[:, :num_data])
         here = self.residuals(logs)[:num_data]
-        excess = DEPENDENT * (max(1.0, float((here**2).mean())) + float((rough**2).mean()))
+        roughness = rough.T @ rough / len(rough)
+        noise = roughness + DEPENDENT * max(1.0, float((here**2).mean())) * np.eye(num_data)
+        weights = np.linalg.inv(noise)
         # Slopes that come from roughness alone would add to what the data say: their expected share is taken off.
         moves = points - points.mean(axis=0)
-        spurious = float((rough**2).mean(axis=0).sum()) * np.linalg.inv(moves.T @ moves)
+        spurious = float((weights * roughness).sum()) * np.linalg.inv(moves.T @ moves)
         scale = np.diag(self.widths)
-        strengths, axes = np.linalg.eigh(scale @ (slopes @ slopes.T - spurious) @ scale / excess)
-        information: Values = (axes * np.maximum(strengths, 0.0)) @ axes.T  # nothing says less than nothing
+        strengths, directions = np.linalg.eigh(scale @ (slopes @ weights @ slopes.T - spurious) @ scale)
+        information: Values = (directions * np.maximum(strengths, 0.0)) @ directions.T  # nothing is the least to say
         return information
 
     def _clip(self, logs: Values) -> Values:
         return np.clip(logs, self._low, self._high)
 
-    def _cloud(self, logs: Values, reach: float, count: int, seed: int) -> tuple[Values, Values]:
-        """Return `count` points around `logs` and their residuals: shapes [count, coefficients], [count, residuals]."""
+    def _cloud(self, logs: Values, axes: Values, count: int, seed: int) -> tuple[Values, Values]:
+        """Return `count` points around `logs` and their residuals: shapes [count, coefficients], [count, residuals].
+
+        `axes`: how far they are at most, a column for each direction.
+        """
         from scipy.stats import qmc
 
         spread = 2.0 * qmc.LatinHypercube(len(logs), rng=seed).random(count) - 1.0
-        points = logs + reach * self.widths * spread
+        points = logs + spread @ axes.T
         return points, np.array([self.residuals(point) for point in points])
 
     def _descend(self, logs: Values, seed: int) -> Values:
@@ -260,7 +275,7 @@ class Search:
         """
         reach, least = WIDEST, self.error(logs)
         for number in range(ROUNDS):
-            points, residuals = self._cloud(logs, reach, CLOUD * len(logs), seed + number)
+            points, residuals = self._cloud(logs, reach * np.diag(self.widths), CLOUD * len(logs), seed + number)
             slopes, level, _ = _linear(points - logs, residuals)
             damped = slopes @ slopes.T + np.diag(1e-3 / self.widths**2)
             step = np.linalg.solve(damped, -slopes @ level)
