@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -198,3 +199,6 @@ def test_a_coefficient_at_the_limit_of_the_search_is_told(
         assert code == 0, said
         (line,) = (line for line in out.splitlines() if line.startswith("  step_us"))
         assert ("at the limit of the search: is the device what was measured?" in line) == slow
+        code, out, said = kvarts("calibrate", "vllm.log", *on, "--json")
+        assert code == 0, said
+        assert ("step_us" in json.loads(out)["at_limit"]) == slow

@@ -157,6 +157,7 @@ def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
 
 def _fit_requests(runs: list[Any], seed: int) -> tuple[str, dict[str, Any], Any]:
     from kvarts.calibrate import calibrate_runs
+    from kvarts.calibrate.coefficients import at_limit
 
     for run in runs:
         if run.series is not None and run.series.left_out is not None:
@@ -190,6 +191,7 @@ def _fit_requests(runs: list[Any], seed: int) -> tuple[str, dict[str, Any], Any]
         "uncertainty": _finite(found.uncertainty),
         "guessed": found.guessed,
         "not_identified": found.not_identified,
+        "at_limit": at_limit(found.cost, found.uncertainty),
         "num_replays": found.num_replays,
         **{name: first[name] for name in ("before", "after", "fitted", "held_out")},
         "runs": of_runs,
@@ -222,6 +224,7 @@ def _of_cost(cost: Any) -> dict[str, Any]:
 
 
 def _fit_steps(path: Path, given: Given) -> tuple[str, dict[str, Any], Any]:
+    from kvarts.calibrate.coefficients import at_limit
     from kvarts.calibrate.iteration_log import load_iterations
     from kvarts.calibrate.stepfit import fit_steps, is_step_record, load_steps
     from kvarts.executor.roofline import RooflineCost
@@ -247,6 +250,7 @@ def _fit_steps(path: Path, given: Given) -> tuple[str, dict[str, Any], Any]:
         "cost": _of_cost(found.cost),
         "uncertainty": _finite(found.uncertainty),
         "not_identified": found.not_identified,
+        "at_limit": at_limit(found.cost, found.uncertainty),
         "num_steps": found.num_steps,
         "median_error": found.median_error,
         "p90_error": found.p90_error,
