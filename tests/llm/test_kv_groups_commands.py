@@ -81,7 +81,7 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
     assert "KV groups   all: windows keep what they see" in printed and "48 of 48 tokens" in printed
     assert "KV groups" not in kvarts(*check, "off")[1]
 
-    from kvarts.llm import room
+    from kvarts.executor.torch.block_cut import cut_blocks
 
     def too_short(*args: Any, **kwargs: Any) -> Any:
         cut = cut_blocks(*args, **kwargs)
@@ -89,8 +89,7 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
         groups = (replace(window, layer=replace(window.layer, span=8)), full)
         return replace(cut, memory=replace(cut.memory, groups=groups))
 
-    cut_blocks = room.cut_blocks
-    monkeypatch.setattr(room, "cut_blocks", too_short)
+    monkeypatch.setattr("kvarts.llm.room.cut_blocks", too_short)
     code, printed, _ = kvarts(*check, "all")
     assert code == 5 and "DIFFERENT" in printed
 

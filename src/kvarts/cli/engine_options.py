@@ -9,7 +9,7 @@ import click
 
 __all__ = ["MODEL_HELP", "SAMPLING", "engine_options", "kv_groups_option", "speculation_option"]
 
-Command = Callable[..., None]
+Command = Callable[..., Any]
 
 MODEL_HELP = "Directory of a model, or name in the hub's cache."
 SAMPLING: list[tuple[str, Any, str]] = [
