@@ -22,7 +22,16 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/kv", "tests/sched", "tests/sim", "tests/offload", "tests/record", "tests/values", "tests/traffic")
+TESTS = (
+    "tests/kv",
+    "tests/sched",
+    "tests/sim",
+    "tests/sharing",
+    "tests/offload",
+    "tests/record",
+    "tests/values",
+    "tests/traffic",
+)
 OWN = "tests/values/test_compiled.py"
 CASES = (
     "replay/outputs-replicas",
