@@ -4,8 +4,8 @@
 
 What belongs to a room: its folders, its tests, every test module that imports it (or that imports such a module), the
 files of `kvarts.cli` named for it or for its commands (ROOM.py, ROOM_*.py, *_ROOM.py), and the lines of the rest of
-`kvarts.cli`, of the front door and of the table of moved modules that name it (`removal.py` finds them). Rooms that
-stand on it go before it. Then, in the copy:
+`kvarts.cli`, of the front door, of the table of moved modules and of the lists in pyproject.toml that name it
+(`removal.py` finds them). Rooms that stand on it go before it. Then, in the copy:
 
 1. every module of kvarts is imported, but for those that need something optional that is not installed;
 2. mypy checks src and tests;
@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from removal import CannotRemoveError, Gone, imports_gone, without
+from removal import CannotRemoveError, Gone, imports_gone, without, without_listed
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 900
@@ -183,6 +183,8 @@ class Drill:
             after = without(before, gone, path=str(path.relative_to(self.copy)))
             path.write_text(after)
             num_lines += before.count("\n") - after.count("\n")
+        settings = self.copy / "pyproject.toml"
+        settings.write_text(without_listed(settings.read_text(), gone))
         gone, removed = delete_tests(tests, gone)
         self.account.append(f"deleted {room}, and {num_lines} lines that name it; tests: {', '.join(removed) or '-'}")
         return gone

@@ -10,10 +10,11 @@ otherwise.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CannotRemoveError", "Gone", "imports_gone", "without"]
+__all__ = ["CannotRemoveError", "Gone", "imports_gone", "without", "without_listed"]
 
 _COMPOUND = (
     ast.FunctionDef,
@@ -94,6 +95,16 @@ def without(source: str, gone: Gone, *, path: str = "<source>") -> str:
     except SyntaxError as error:
         raise CannotRemoveError(f"{path}: what is left is no Python: {error}") from error
     return result
+
+
+def without_listed(settings: str, gone: Gone) -> str:
+    """Return TOML without the lines of its lists that are the name of a deleted module."""
+
+    def stays(line: str) -> bool:
+        listed = re.fullmatch(r'\s*"([\w.]+)",?\s*', line)
+        return listed is None or not gone.has(listed[1])
+
+    return "".join(filter(stays, settings.splitlines(keepends=True)))
 
 
 class _Removal:

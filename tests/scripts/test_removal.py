@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from removal import CannotRemoveError, Gone, imports_gone, without
+from removal import CannotRemoveError, Gone, imports_gone, without, without_listed
 
 GONE = Gone(("kvarts.record",), frozenset({"record", "record_table"}), frozenset({"Timeline"}))
 
@@ -150,3 +150,21 @@ def test_what_cannot_be_taken_apart_is_refused(source: str) -> None:
 )
 def test_modules_that_import_what_is_gone(source: str, expected: bool) -> None:
     assert imports_gone(source, GONE) is expected
+
+
+def test_modules_go_from_lists_of_settings() -> None:
+    settings = dedent(
+        """
+        # "kvarts.record.journal",
+        modules = [
+            "kvarts.record.journal",
+            "kvarts.recorder",
+            "kvarts.record",
+        ]
+        name = "kvarts.record"
+        """
+    )
+    left = without_listed(settings, Gone(("kvarts.record",)))
+    assert left.splitlines() == [
+        "", '# "kvarts.record.journal",', "modules = [", '    "kvarts.recorder",', "]", 'name = "kvarts.record"'
+    ]  # fmt: skip

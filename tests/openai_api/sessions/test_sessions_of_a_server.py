@@ -23,6 +23,7 @@ from kvarts.session.config import SessionsConfig
 from kvarts.session.values import SessionSettings
 
 from builders.http_client import OpenStream, Reply, call, events_of
+from builders.rooms import ROOMS
 
 CHAT = "/v1/chat/completions"
 FIRST = [{"role": "user", "content": "Tell me of the sea, and of the land beside it, and of all the ships there."}]
@@ -255,12 +256,17 @@ def test_a_mock_has_sessions_unless_it_is_told_otherwise() -> None:
 
 
 MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device", "h100-80gb")
+of_models = pytest.mark.skipif("sharing" not in ROOMS, reason="needs the room sharing")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((*MODELS, "--session-window", "32"), "--session-window: is of sessions: they are of a server with one model"),
+        pytest.param(
+            (*MODELS, "--session-window", "32"),
+            "--session-window: is of sessions: they are of a server with one model",
+            marks=of_models,
+        ),
         (("--record", "x.jsonl", "--max-sessions", "3"), "what --record writes is replayed"),
         (("--no-sessions", "--state-dir", "x"), "--no-sessions was given"),
         (("--session-memory", "1GiB"), "--session-memory: is of sessions with a window"),
@@ -284,7 +290,10 @@ def test_what_sessions_cannot_be_is_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [MODELS, ("--cost", "linear:step_ms=1", "--record", "written.jsonl")])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(MODELS, marks=of_models), ("--cost", "linear:step_ms=1", "--record", "written.jsonl")],
+)
 def test_where_there_can_be_no_session_a_body_that_asks_for_one_is_told_so(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
