@@ -55,7 +55,8 @@ def need_torch() -> None:
 
 def llm_options(command: Command) -> Command:
     """Add the options that `open_llm` reads."""
-    command = engine_options(kv_groups_option(offload_llm.add_options(command)))
+    command = offload_llm.add_options(command)
+    command = engine_options(kv_groups_option(command))
     return click.option("--model", metavar="DIR", required=True, help=MODEL_HELP)(command)
 
 
