@@ -66,7 +66,7 @@ SPELLINGS = {
     "offload": ("--host-memory", "--host-pages", "[offload]"),
     "openai_api": ("kvarts mock", "kvarts serve --model", "kvarts.openai_api", "kvarts_server"),
     "plan": ("kvarts.plan", "kvarts plan", "kvarts sweep"),
-    "record": ("--events", "--run-dir", "--timeline"),
+    "record": ("--events", "--run-dir", "--timeline", "--kv-timeline"),
     "session": (
         "kvarts.session",
         "kvarts.client",

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from builders.rooms import HAS_OFFLOAD, HAS_RECORD
+
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
@@ -43,6 +45,7 @@ def profile(kvarts: Kvarts, directory: Path, prompts: Path, kv_groups: str) -> d
     return report
 
 
+@pytest.mark.skipif(not HAS_RECORD, reason="needs kvarts.record")
 @pytest.mark.parametrize("kv_groups", ["all", "tails"])
 def test_a_profile_counts_blocks_and_says_the_same(
     kvarts: Kvarts, directory: Path, prompts: Path, kv_groups: str
@@ -98,7 +101,11 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
     ("options", "told"),
     [
         (["--kv-groups", "some"], "--kv-groups: must be off, all or tails, got 'some'"),
-        (["--kv-groups", "all", "--host-memory", "1MiB"], "--host-memory: does not go with KV groups yet"),
+        pytest.param(
+            ["--kv-groups", "all", "--host-memory", "1MiB"],
+            "--host-memory: does not go with KV groups yet",
+            marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload"),
+        ),
         (
             ["--kv-groups", "all", "--speculative-config", "ngram"],
             "--speculative-config: does not go with",

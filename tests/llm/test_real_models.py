@@ -417,10 +417,10 @@ def test_the_commands(
     for field in ("num_completed", "num_output_tokens", "num_steps", "num_cached_tokens", "prefix_hit_ratio"):
         assert again[field] == report[field], field
     pages = ("--host-memory", "4MiB", "--disk-memory", "4MiB", "--disk-path", tmp_path / "pages")
-    assert run_command("profile", "--prompts", prompts, *options, *pages, "--kv-timeline", timeline) == 0
+    assert run_command("profile", "--prompts", prompts, *options, *pages, *files[4:]) == 0
     below = msgspec.json.decode(capsysbinary.readouterr().out)
     assert below["transfers"]["num_stores"] > 0 and set(below["prefix_hit_ratio_by_tier"]) == {"device", "host", "disk"}
-    assert verify_file(timeline).verdict == "ok"
+    assert not HAS_RECORD or verify_file(timeline).verdict == "ok"
     assert run_command("generate", "--prompts", prompts, *options, *pages) == 0
     through_files = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
     assert [line["text"] for line in through_files] == [line["text"] for line in lines]

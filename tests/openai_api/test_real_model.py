@@ -27,6 +27,7 @@ from kvarts.session.opening import sessions_on
 
 from builders.guessing import untimed
 from builders.http_client import call, events_of
+from builders.rooms import HAS_AUDIT
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -49,7 +50,7 @@ def url(directory: str) -> Iterator[str]:
 @contextmanager
 def served(directory: str, **settings: Any) -> Iterator[str]:
     """The address of a server of the model."""
-    opened = open_model(directory, Door(names=("tiny",)), config=CONFIG, audit=True, **settings)
+    opened = open_model(directory, Door(names=("tiny",)), config=CONFIG, audit=HAS_AUDIT, **settings)
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
