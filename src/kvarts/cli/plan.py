@@ -217,7 +217,7 @@ def plan_command(
     if not curves_only and any(key in given for key in ("model", "device", "cost")):
         config = resolve_replay(given, sections)
         if config.kv_groups != "off":
-            raise given.error("kv_groups", "is for `kvarts replay`: these curves count whole pages")
+            _check_groups(policies, league, prices)
     traffic = load_traffic(given, trace)
     if config is not None:
         config = with_policy(config, given, traffic)
@@ -242,13 +242,24 @@ def plan_command(
     if policies or league:
         values["league"] = asked.league(plan, policies, league, looked_at)
     if config is not None:
-        values["tiers"] = asked.tiers(plan, prices)
+        if config.kv_groups == "off":  # tiers keep whole pages
+            values["tiers"] = asked.tiers(plan, prices)
         values["latency"] = asked.latency(plan)
     elif prices is not None:
         raise ConfigError("needs a model and a device, or a cost", field="--price", hint="Give --model and --device.")
     pictures.write(values)
     if not pictures.are_printed:
         _print(values, as_json, plan_table.render)
+
+
+def _check_groups(policies: tuple[str, ...], league: bool, prices: dict[str, float] | None) -> None:
+    """Raise ConfigError for what is planned in whole pages only."""
+    asked = {"--policy": policies, "--league": league, "--price": prices}
+    for field, value in asked.items():
+        if value:
+            raise ConfigError(
+                "is not counted by KV group yet: only replays are", field=field, hint="Leave it out, or --kv-groups."
+            )
 
 
 def _own_options(context: click.Context) -> list[str]:

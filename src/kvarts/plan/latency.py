@@ -61,7 +61,7 @@ class LatencyPlan:
         }
         looked_at = [step.pages for step in self._steps_to_look_at()]
         sizes = [*looked_at, *(pages for pages, _ in self._others.values())]
-        self.ladder = ladder_of(plan.least_pages, config.num_pages, sizes)
+        self.ladder = ladder_of(self._replays.least_pages, config.num_pages, sizes)
 
     def to_builtins(self) -> dict[str, Any]:
         """Replay what is needed, and return what was found, JSON-able."""
@@ -117,7 +117,7 @@ class LatencyPlan:
         most = self._config.num_pages
         sizes = sorted({*(size for size in self._plan.knees if size < most), most})
         halved = most
-        while len(sizes) < NUM_POINTS and (halved := halved // 2) >= min(self._plan.least_pages, most):
+        while len(sizes) < NUM_POINTS and (halved := halved // 2) >= min(self._replays.least_pages, most):
             sizes = sorted({*sizes, halved})
         return [Step(1, size) for size in sizes[-NUM_POINTS:]]
 

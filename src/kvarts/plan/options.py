@@ -45,12 +45,15 @@ def other_option(
     """Return the option with `num_pages` in all, over replicas with at most `most`, or as near as replicas come."""
     needed = max(1, -(-num_pages // most))
     replicas = min(needed, MOST_REPLICAS)
-    pages = most if replicas > 1 else max(num_pages, min(plan.least_pages, most))
+    pages = most if replicas > 1 else max(num_pages, min(replays.least_pages, most))
     option = _option(replays, name, Step(replicas, pages), what)
     if needed > replicas:
         option["notes"].append(f"it would take {needed:,} replicas; this is as many as are tried")
     if slo_share is not None:
         option["keeps_slo"] = replays.at(Step(replicas, pages))["slo_ratio"] >= slo_share
+    if replays.counts_groups:
+        option["notes"].append("the curve of hits, which this size is from, counts whole pages")
+        return option
     total = replicas * pages
     now, half, twice = (plan.curve.hit_ratio(size) for size in (total, max(total // 2, plan.least_pages), 2 * total))
     optimum = plan.point(total)["optimum_hit_ratio"]

@@ -9,6 +9,7 @@ import msgspec
 
 from kvarts.plan.cache import CachePlan
 from kvarts.report.advice import advice
+from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 
@@ -58,6 +59,10 @@ class Replays:
         on_replay: Callable[[], object] | None = None,
     ) -> None:
         self.router = router
+        self.counts_groups = config.kv_groups != "off"
+        """Whether replays count the KV groups of a model, and not whole pages as curves do."""
+        self.least_pages = _least_pages(plan, config)
+        """The smallest memory of a replica that every request fits into."""
         self._plan = plan
         self._config = config.certain
         self._uncertain = config
@@ -113,7 +118,7 @@ class Replays:
             "rate": case.rate,
             "cost_factor": case.cost_factor,
             "hit_ratio": summary["prefix_hit_ratio"],
-            "predicted_hit_ratio": self._plan.curve.hit_ratio(step.pages) if step.replicas == 1 else None,
+            "predicted_hit_ratio": self._predicted(step),
             **{name: summary[name] for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")},
             "request_throughput_per_s": summary["request_throughput_per_s"],
             "goodput_per_s": None if goodput is None else goodput["requests_per_s"],
@@ -124,6 +129,10 @@ class Replays:
             "advice": advice(summary),
             "command": self._command(self._changes(case)),
         }
+
+    def _predicted(self, step: Step) -> float | None:
+        """Return the hit ratio of the curve; None for several replicas, and where a page is held in part."""
+        return self._plan.curve.hit_ratio(step.pages) if step.replicas == 1 and not self.counts_groups else None
 
     def _config_for(self, case: _Case) -> ReplayConfig:
         return msgspec.structs.replace(
@@ -148,3 +157,12 @@ class Replays:
         if case.cost_factor != config.cost_factor:
             changes["cost_factor"] = case.cost_factor
         return changes
+
+
+def _least_pages(plan: CachePlan, config: ReplayConfig) -> int:
+    if config.kv_groups == "off":
+        return plan.least_pages
+    memory = config.memory
+    needs = GroupNeeds(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+    lengths = {max(1, request.num_prompt_tokens + request.num_output_tokens - 1) for request in plan.trace}
+    return -(-max(map(needs.at_most, lengths)) * memory.block_bytes // memory.page_bytes)
