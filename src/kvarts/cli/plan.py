@@ -258,7 +258,9 @@ def _check_groups(policies: tuple[str, ...], league: bool, prices: dict[str, flo
     for field, value in asked.items():
         if value:
             raise ConfigError(
-                "is not counted by KV group yet: only replays are", field=field, hint="Leave it out, or --kv-groups."
+                "is not counted by KV group yet: only replays are",
+                field=field,
+                hint="Leave it out, or set --kv-groups to off.",
             )
 
 

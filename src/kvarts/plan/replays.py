@@ -164,5 +164,5 @@ def _least_pages(plan: CachePlan, config: ReplayConfig) -> int:
         return plan.least_pages
     memory = config.memory
     needs = GroupNeeds(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
-    lengths = {max(1, request.num_prompt_tokens + request.num_output_tokens - 1) for request in plan.trace}
-    return -(-max(map(needs.at_most, lengths)) * memory.block_bytes // memory.page_bytes)
+    num_blocks = max(needs.of_request(request.num_prompt_tokens, request.num_output_tokens) for request in plan.trace)
+    return -(-num_blocks * memory.block_bytes // memory.page_bytes)

@@ -55,6 +55,10 @@ class GroupNeeds:
             blocks += self._state_blocks
         return blocks
 
+    def of_request(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Return the same for a request by its prompt and output, the last token of which is never computed."""
+        return self.at_most(max(1, num_prompt_tokens + max_tokens - 1))
+
     def to_admit(self, start: int, num_known: int, found: Held) -> int:
         """Return the blocks that may have to be taken for tokens [start, num_known) of a request, at one time.
 

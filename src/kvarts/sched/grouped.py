@@ -193,8 +193,7 @@ class GroupedScheduler(Scheduler):
         return self.group_mark.parts
 
     def _never_fits(self, request: Request) -> str | None:
-        num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)
-        blocks = self.needs.at_most(num_tokens)
+        blocks = self.needs.of_request(request.num_prompt_tokens, request.max_tokens)
         if blocks <= self.parts.pool.total:
             return None
         return (

@@ -256,7 +256,7 @@ def test_a_mock_has_sessions_unless_it_is_told_otherwise() -> None:
 
 
 MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device", "h100-80gb")
-of_models = pytest.mark.skipif("sharing" not in ROOMS, reason="needs the room sharing")
+of_models = pytest.mark.skipif("sharing" not in ROOMS, reason="needs kvarts.sharing")
 
 
 @pytest.mark.parametrize(
