@@ -60,7 +60,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_size", "shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("qk_nope_head_dim",), 16),
-    **dict.fromkeys(("qk_rope_head_dim",), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("v_head_dim",), 16),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 24),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "window_size"), 16),

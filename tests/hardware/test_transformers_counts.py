@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,13 @@ def test_bytes_are_those_of_the_caches(tmp_path: Path, family: str) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **values)).eval()
     assert geometry.num_parameters == sum(weight.numel() for weight in model.parameters())
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     cache = None
     num_tokens = 0
     for num_new in (5, 1, 2, 1, 9, 1):
         tokens = torch.randint(1, 64, (1, num_new))
         with torch.no_grad():
-            cache = model(input_ids=tokens, past_key_values=cache, use_cache=True).past_key_values
+            cache = getattr(model(input_ids=tokens, use_cache=True, **{name: cache}), name)
         num_tokens += num_new
         tensors = [(layer, states) for layer in cache.layers for states in states_of(layer)]
         kept = sum(states.nbytes for _, states in tensors)

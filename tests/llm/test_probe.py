@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ Models = Callable[[str], tuple[Any, Any]]
         ("doge", "refused", "has a mask of its own"),
         ("falcon", "refused", "do not ask for attention through transformers' AttentionInterface"),
         ("gpt_neo", "refused", "do not ask for attention through transformers' AttentionInterface"),
-        ("gptj", "refused", "do not ask for attention through transformers' AttentionInterface"),
         ("llama4_text", "refused", "sees chunks, and not a window"),
         ("moshi", "refused", "going on from its cache it computes something else than at once"),
         ("mpt", "refused", "do not ask for attention through transformers' AttentionInterface"),
@@ -213,11 +213,13 @@ def test_logits_are_asked_for_where_a_model_can(models: Models) -> None:
     other = llama(models)
     forward = other.forward
 
-    def without(input_ids: Any, position_ids: Any = None, attention_mask: Any = None, use_cache: bool = True,
-                past_key_values: Any = None) -> Any:  # fmt: skip
-        return forward(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask,
-                       use_cache=use_cache, past_key_values=past_key_values)  # fmt: skip
+    def without(**given: Any) -> Any:
+        return forward(**given)
 
+    whole = signature(forward)
+    kept = [one for one in whole.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    shown = whole.replace(parameters=[one for one in kept if one.name != "logits_to_keep"])
+    without.__signature__ = shown  # type: ignore[attr-defined]
     other.forward = without
     assert not examine(other).keeps_logits
     prompts = prompts_with_prefixes()[:3]

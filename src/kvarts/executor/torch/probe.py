@@ -205,10 +205,10 @@ class _Examination:
         try:
             model.set_attn_implementation("eager")
             begun = model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=True)
-            cache = begun.past_key_values
-            last = model(
-                input_ids=ids[:, -1:], attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True
-            )
+            # transformers 5.24 calls `cache` what was past_key_values.
+            name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+            cache = getattr(begun, name)
+            last = model(input_ids=ids[:, -1:], attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache})
             logits = last.logits[0, -1:].float()
         except Exception as error:  # whatever its code raises
             raise refused(model, f"it does not go on from a cache ({_first_line(error)})") from error
