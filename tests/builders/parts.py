@@ -1,10 +1,12 @@
-"""What a part of a device asks for pages that are in use, where no model gives any."""
+"""What a part of a device asks for pages that are in use, where no model gives any; and a memory of one cache."""
 
 from __future__ import annotations
 
+from kvarts.kv.grouped_cache import GroupedCache
+from kvarts.kv.run_cache import RunCache
 from kvarts.request import Request
 
-__all__ = ["NO_OTHERS"]
+__all__ = ["NO_OTHERS", "MemoryOfOne"]
 
 
 class NoOthers:
@@ -20,3 +22,37 @@ class NoOthers:
 
 
 NO_OTHERS = NoOthers()
+
+
+class MemoryOfOne:
+    """A SharedMemory in which no other cache has parts."""
+
+    def __init__(self, cache: GroupedCache | RunCache) -> None:
+        self._cache = cache
+        self.num_empty_bytes = cache.total_bytes
+        self.num_stamps = 0
+        cache.share(self)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Evict what is missing."""
+        self.take_back()
+        self._cache.evict(max(0, num_bytes - self.num_empty_bytes))
+        self.take_back()
+        self.num_empty_bytes -= num_bytes
+        self._cache.resize(num_bytes)
+
+    def take_back(self) -> None:
+        """Take what is empty in the cache."""
+        num_bytes = self._cache.empty_bytes
+        self._cache.resize(-num_bytes)
+        self.num_empty_bytes += num_bytes
+
+    @property
+    def num_free_bytes(self) -> int:
+        """Empty or cached."""
+        return self.num_empty_bytes + self._cache.free_bytes
+
+    def tick(self) -> int:
+        """Return one more than before."""
+        self.num_stamps += 1
+        return self.num_stamps

@@ -140,7 +140,7 @@ class GroupedMachine(RuleBasedStateMachine):
         self.cache.check([])
         assert self.cache.used_bytes == 0
         if self.cache.cached_bytes:
-            self.cache._evict(self.cache.total_bytes)
+            self.cache.evict(self.cache.total_bytes)
         assert self.cache._names.num_names() == 0, "a name outlives everything that needs it"
 
 

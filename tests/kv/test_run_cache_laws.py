@@ -18,6 +18,7 @@ from kvarts.kv.run_cache import RunCache
 from kvarts.kv.spans import RunHolding
 
 from builders.grouped import FULL, WINDOW, part_groups
+from builders.parts import MemoryOfOne
 
 pytestmark = pytest.mark.laws
 
@@ -35,10 +36,16 @@ class RunMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 4),
         total_bytes=st.sampled_from([8, 20, 40, 60]),
         keeps=st.sampled_from(["all", "tails"]),
+        shares=st.sampled_from(["no", "runs", "both"]),
     )
-    def build(self, groups: tuple[PartGroup, ...], page_size: int, total_bytes: int, keeps: Retention) -> None:
+    def build(
+        self, groups: tuple[PartGroup, ...], page_size: int, total_bytes: int, keeps: Retention, shares: str
+    ) -> None:
         self.pages = GroupedCache(groups, page_size=page_size, total_bytes=total_bytes, keeps=keeps)
         self.runs = RunCache(GroupMemory(groups, keeps), page_size=page_size, total_bytes=total_bytes)
+        self.memories = [MemoryOfOne(self.runs)] if shares != "no" else []
+        if shares == "both":
+            self.memories.append(MemoryOfOne(self.pages))
         self.holders: list[Both] = []
         self.num_owners = 0
 
@@ -120,8 +127,21 @@ class RunMachine(RuleBasedStateMachine):
         if not hasattr(self, "runs"):
             return
         pages, runs = self.pages, self.runs
+        for memory in self.memories:
+            memory.take_back()
         runs.check([both.by_run for both in self.holders])
-        assert runs.empty_bytes == pages.empty_bytes
+        if self.memories:
+            pages.check([both.by_page for both in self.holders])
+            assert runs.empty_bytes == 0, "what is empty goes back"
+            assert runs.room_bytes == pages.room_bytes and runs.cached_bytes == pages.cached_bytes
+        else:
+            assert runs.empty_bytes == pages.empty_bytes
+        if runs.cached_bytes and len(self.memories) == 2:
+            ages = [stamp for part, stamp in pages._released.items()]
+            assert ages == sorted(ages) and pages.next_stamp == ages[0]
+            ages = [run.stamp for run in runs._released]
+            assert ages == sorted(ages) and runs.next_stamp == ages[0]
+            assert 0 < pages.next_bytes <= runs.next_bytes <= runs.cached_bytes
         for name in ("num_used", "num_cached", "num_evicted"):
             assert getattr(runs, name) == getattr(pages, name), name
         listed = []

@@ -28,6 +28,7 @@ from kvarts.errors import ConfigError
 from kvarts.kv.group_memory import PartGroup, Retention
 from kvarts.kv.parts import GroupedHolding, GroupMatch, PageName, PageNames, Part
 from kvarts.kv.pool import IdPool, PageError, PageId
+from kvarts.kv.shared_memory import SharedMemory
 from kvarts.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
 
 __all__ = ["GroupMatch", "GroupedCache", "GroupedHolding", "PartGroup", "Retention"]
@@ -77,7 +78,9 @@ class GroupedCache:
         self.num_published = 0
         """How often something of known tokens, which others may find, became findable since the beginning."""
         self._names = PageNames(len(groups))
-        self._released: OrderedDict[Part, None] = OrderedDict()
+        self._shared: SharedMemory | None = None
+        self._released: OrderedDict[Part, int] = OrderedDict()
+        """Cached parts, with the stamps of their release where the memory is shared."""
 
     @property
     def free_bytes(self) -> int:
@@ -88,6 +91,34 @@ class GroupedCache:
     def used_bytes(self) -> int:
         """Bytes of parts that sequences hold."""
         return self.total_bytes - self.free_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that can be taken now, whoever has them: the same, unless the memory is shared."""
+        return self.free_bytes if self._shared is None else self._shared.num_free_bytes
+
+    # A memory that others share: as in RunCache -----------------------------------------------------------
+
+    def share(self, memory: SharedMemory) -> None:
+        """Take all bytes from `memory` from now on, and give what is empty back to it; nothing was taken yet."""
+        assert self.empty_bytes == self.total_bytes, "what is to be shared is in use"
+        self._shared = memory
+        self.resize(-self.total_bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        """Add `num_bytes` empty bytes; below 0, take so many away."""
+        self.total_bytes += num_bytes
+        self.empty_bytes += num_bytes
+
+    @property
+    def next_stamp(self) -> int:
+        """When the part was released that is evicted next; something is cached, and the memory is shared."""
+        return next(iter(self._released.values()))
+
+    @property
+    def next_bytes(self) -> int:
+        """The bytes of that part."""
+        return self._part_bytes[next(iter(self._released)).group]
 
     # What groups need -------------------------------------------------------------------------------------
 
@@ -128,7 +159,8 @@ class GroupedCache:
 
     # What runs for every page and group is spelled out in few loops.
 
-    def _evict(self, num_bytes: int) -> None:
+    def evict(self, num_bytes: int) -> None:
+        """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
         if self.empty_bytes >= num_bytes:
             return
         sizes, released, drop = self._part_bytes, self._released, self._names.drop
@@ -157,7 +189,10 @@ class GroupedCache:
 
     def _take(self, group: int, count: int) -> list[Part]:
         num_bytes = count * self._part_bytes[group]
-        self._evict(num_bytes)
+        if self._shared is None:
+            self.evict(num_bytes)
+        elif self.empty_bytes < num_bytes:
+            self._shared.make_room(num_bytes)
         self.empty_bytes -= num_bytes
         self.num_used[group] += count
         is_kept = self.keeps == "all" or not self.groups[group].is_bounded
@@ -179,13 +214,14 @@ class GroupedCache:
         """End a hold of `parts` of a group, one after the other."""
         released = self._released
         num_empty = num_cached = 0
+        stamp = 0 if self._shared is None else self._shared.tick()
         emptied: list[PageId] = []
         for part in parts:
             part.refs -= 1
             if part.refs:
                 continue
             if part.name is not None and part.is_kept:
-                released[part] = None
+                released[part] = stamp
                 num_cached += 1
                 continue
             if part.name is not None:
@@ -214,7 +250,7 @@ class GroupedCache:
         """
         holding = self._found(content, match)
         missing_bytes = self.missing_bytes(holding, num_new)
-        if missing_bytes + self.idle_bytes(holding) > self.free_bytes:
+        if missing_bytes + self.idle_bytes(holding) > self.room_bytes:
             return None
         self._hold(holding)
         self._grow(holding, num_new, is_end)
@@ -262,7 +298,7 @@ class GroupedCache:
         """
         self._check_open(holding)
         self._settle(holding)
-        if self.missing_bytes(holding, num_new) > self.free_bytes:
+        if self.missing_bytes(holding, num_new) > self.room_bytes:
             return False
         self._grow(holding, num_new, is_end)
         return True
@@ -297,7 +333,7 @@ class GroupedCache:
 
     def clear(self) -> None:
         """Evict everything that is cached."""
-        self._evict(self.free_bytes)
+        self.evict(self.free_bytes)
 
     def close(self, holding: GroupedHolding) -> None:
         """Release everything, group by group, the deepest part first: what can be found is cached, the rest empty."""
@@ -397,7 +433,7 @@ class GroupedCache:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
         name = holding.names[-1]
         missing = [index for index, group in enumerate(self.groups) if group.is_state and not name.copies[index]]
-        if sum(self.groups[index].part_bytes for index in missing) > self.free_bytes:
+        if sum(self.groups[index].part_bytes for index in missing) > self.room_bytes:
             return
         self.num_published += 1
         for index in missing:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from kvarts.content import Content
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.pool import PageError
+from kvarts.kv.shared_memory import SharedMemory
 from kvarts.kv.span_tree import SpanTree
 from kvarts.kv.spans import PartRing, PartRun, RunHolding, RunMatch
 
@@ -19,7 +20,10 @@ __all__ = ["RunCache"]
 
 
 class RunCache:
-    """Owner of all parts in `total_bytes`. The caller of what takes parts sees to it that they are free."""
+    """Owner of all parts in `total_bytes`. The caller of what takes parts sees to it that they are free.
+
+    Where it shares its memory, `total_bytes` is what it has of it now.
+    """
 
     def __init__(self, memory: GroupMemory, *, page_size: int, total_bytes: int) -> None:
         groups = self.groups = memory.groups
@@ -44,6 +48,7 @@ class RunCache:
         self._of_states = [index for index, group in enumerate(groups) if group.is_state]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        self._shared: SharedMemory | None = None
         self._released = PartRing()
         tree = self._tree = SpanTree(memory, page_size, self._released)
         self.match = tree.match
@@ -60,17 +65,51 @@ class RunCache:
         """Bytes of parts that sequences hold."""
         return self.total_bytes - self.free_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that can be taken now, whoever has them: the same, unless the memory is shared."""
+        return self.free_bytes if self._shared is None else self._shared.num_free_bytes
+
+    # A memory that others share ---------------------------------------------------------------------------
+
+    def share(self, memory: SharedMemory) -> None:
+        """Take all bytes from `memory` from now on, and give what is empty back to it; nothing was taken yet."""
+        assert self.empty_bytes == self.total_bytes, "what is to be shared is in use"
+        self._shared = memory
+        self._released.tick = memory.tick
+        self.resize(-self.total_bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        """Add `num_bytes` empty bytes; below 0, take so many away."""
+        self.total_bytes += num_bytes
+        self.empty_bytes += num_bytes
+
+    @property
+    def next_stamp(self) -> int:
+        """When the part was released that is evicted next; something is cached, and the memory is shared."""
+        return self._released.oldest().stamp
+
+    @property
+    def next_bytes(self) -> int:
+        """The bytes of that part, and of those that go right after it."""
+        run = self._released.oldest()
+        count = 1 if self._is_state[run.group] else run.end - run.span.start
+        return count * self._part_bytes[run.group]
+
     # Taking and giving back -------------------------------------------------------------------------------
 
     def _take(self, index: int, count: int) -> None:
         num_bytes = count * self._part_bytes[index]
         if self.empty_bytes < num_bytes:
-            self._evict(num_bytes)
+            if self._shared is None:
+                self.evict(num_bytes)
+            else:
+                self._shared.make_room(num_bytes)
         self.empty_bytes -= num_bytes
         self.num_used[index] += count
 
-    def _evict(self, num_bytes: int) -> None:
-        """Evict parts until `num_bytes` are empty."""
+    def evict(self, num_bytes: int) -> None:
+        """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
         while self.empty_bytes < num_bytes:
             run = self._released.oldest()
             index, span = run.group, run.span
@@ -237,7 +276,7 @@ class RunCache:
 
     def clear(self) -> None:
         """Evict everything that is cached."""
-        self._evict(self.free_bytes)
+        self.evict(self.free_bytes)
 
     def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
         page_size = self.page_size
@@ -296,7 +335,7 @@ class RunCache:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
         span = holding.last
         missing = [index for index in self._of_states if not span.copies[index]]
-        if sum(self._part_bytes[index] for index in missing) > self.free_bytes:
+        if sum(self._part_bytes[index] for index in missing) > self.room_bytes:
             return
         self.num_published += 1
         for index in missing:

@@ -7,7 +7,7 @@ only noted at the run, until the span is looked at again. Most never are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvarts.content import Content, PageKey
 from kvarts.kv.node import NOTHING
@@ -19,11 +19,11 @@ class PartRun:
     """The parts of the pages of `span` in one group, or a snapshot of states at the end of its last page.
 
     `end`: the page after its last; before that of the span where parts were evicted. `holders`: the sequences that hold
-    it; without any it is listed, between `older` and `newer`. `is_kept`: it is listed when nothing holds it any more;
-    else it is empty then.
+    it; without any it is listed, between `older` and `newer`, since `stamp` where ages are known. `is_kept`: it is
+    listed when nothing holds it any more; else it is empty then.
     """
 
-    __slots__ = ("end", "group", "holders", "is_kept", "newer", "older", "span")
+    __slots__ = ("end", "group", "holders", "is_kept", "newer", "older", "span", "stamp")
 
     def __init__(self, group: int, span: Span, holders: list[RunHolding], *, is_kept: bool) -> None:
         self.group = group
@@ -33,6 +33,7 @@ class PartRun:
         self.is_kept = is_kept
         self.older: PartRun | None = None
         self.newer: PartRun | None = None
+        self.stamp = 0
 
 
 class Span:
@@ -109,9 +110,11 @@ class RunHolding:
 class PartRing:
     """Runs that nothing holds, the least recently released first. Of a run, the last page goes first."""
 
-    __slots__ = ("_ring",)
+    __slots__ = ("_ring", "tick")
 
     def __init__(self) -> None:
+        self.tick: Callable[[], int] | None = None
+        """Answers the stamp of a run as it is released, where ages are to be known."""
         # One sentinel closes the list to a ring: newer of it is the oldest run, older of it the youngest.
         ring = PartRun(-1, Span(NOTHING, b"", 0, 0, None, 0), [], is_kept=True)
         ring.older = ring.newer = ring
@@ -129,13 +132,16 @@ class PartRing:
         youngest = self._ring.older
         assert youngest is not None
         self.put_after(youngest, run)
+        if self.tick is not None:
+            run.stamp = self.tick()
 
     def put_after(self, older: PartRun, run: PartRun) -> None:
-        """List `run` right after `older`."""
+        """List `run` right after `older`, as old as that."""
         newer = older.newer
         assert newer is not None
         run.older, run.newer = older, newer
         older.newer = newer.older = run
+        run.stamp = older.stamp
 
     def remove(self, run: PartRun) -> None:
         """Unlist `run`."""
