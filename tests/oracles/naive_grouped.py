@@ -94,14 +94,7 @@ class NaiveGroups:
 
     def take(self, group: int) -> NaivePart:
         """Take a part; evict as many as that needs, the least recently released first."""
-        part_bytes = self.groups[group][1]
-        while self.empty_bytes < part_bytes:
-            part = self.released.pop(0)
-            assert part.name is not None
-            self.lose(part)
-            self.evicted.append((part.group, part.name))
-            self.empty_bytes += self.bytes_of(part)
-        self.empty_bytes -= part_bytes
+        self.take_bytes(self.groups[group][1])
         return NaivePart(group, is_kept=self.keeps_all or self.groups[group][0].kind not in ("window", "chunk"))
 
     def release(self, part: NaivePart) -> None:
@@ -130,20 +123,39 @@ class NaiveGroups:
         self, tokens: list[int], salt: str | None, length: int, num_new: int, *, is_end: bool = False
     ) -> NaiveSequence | None:
         """Begin a sequence of which the first `length` pages were found."""
+        sequence = self.found(tokens, salt, length)
+        idle = [part for parts in sequence.parts for part in parts.values() if part.refs == 0]
+        if sum(map(self.bytes_of, idle)) + self.missing(sequence, num_new) > self.free_bytes():
+            return None
+        self.hold(sequence)
+        self.grow(sequence, num_new, is_end)
+        return sequence
+
+    def found(self, tokens: list[int], salt: str | None, length: int) -> NaiveSequence:
+        """Return a sequence that begins with the first `length` pages, and holds nothing yet."""
         sequence = NaiveSequence(tokens, salt, length * self.page_size, [])
         for index, (layer, _) in enumerate(self.groups):
             pages = sorted(self.needed(layer, sequence.num_tokens))
             sequence.parts.append({page: self.copies[index, self.name(tokens, salt, page)][0] for page in pages})
-        found = [part for parts in sequence.parts for part in parts.values()]
-        asked = sum(self.bytes_of(part) for part in found if part.refs == 0)
-        if asked + self.missing(sequence, num_new) > self.free_bytes():
-            return None
-        for part in found:
-            if part.refs == 0:
-                self.released.remove(part)
-            part.refs += 1
-        self.grow(sequence, num_new, is_end)
         return sequence
+
+    def hold(self, sequence: NaiveSequence) -> None:
+        """Hold the parts of a sequence."""
+        for parts in sequence.parts:
+            for part in parts.values():
+                if part.refs == 0:
+                    self.released.remove(part)
+                part.refs += 1
+
+    def take_bytes(self, num_bytes: int) -> None:
+        """Take memory that is no part."""
+        while self.empty_bytes < num_bytes:
+            part = self.released.pop(0)
+            assert part.name is not None
+            self.lose(part)
+            self.evicted.append((part.group, part.name))
+            self.empty_bytes += self.bytes_of(part)
+        self.empty_bytes -= num_bytes
 
     def missing(self, sequence: NaiveSequence, num_new: int) -> int:
         """Return the bytes that the next tokens need and the sequence does not have."""

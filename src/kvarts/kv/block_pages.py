@@ -6,7 +6,8 @@ as many layers as divide the layers of every group; so all blocks are alike, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from kvarts.content import Content
@@ -17,29 +18,30 @@ from kvarts.kv.grouped_cache import GroupedCache
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
 from kvarts.kv.parts import GroupedHolding, GroupMatch, Part
-from kvarts.kv.pool import IdPool, PageId
+from kvarts.kv.pool import IdPool, PageError, PageId
 from kvarts.kv.tree import PrefixTree
 
 __all__ = ["BlockHolding", "BlockMatch", "BlockPages"]
 
 
 class BlockMatch(Match):
-    """What is there of a content. `found`: the pages that every group can go on from."""
+    """What is there of `content`. `found`: the pages that every group can go on from."""
 
-    __slots__ = ("found",)
+    __slots__ = ("content", "found")
 
-    def __init__(self, found: GroupMatch) -> None:
+    def __init__(self, content: Content, found: GroupMatch) -> None:
         super().__init__([], found.num_pages, 0)
+        self.content = content
         self.found = found
 
 
 class BlockHolding(Holding):
-    """What one running request holds. `parts`: in every group."""
+    """What one running request, or a pin, holds. `parts`: in every group. `page_ids`: blocks that are no parts."""
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: GroupedHolding) -> None:
-        super().__init__([], 0, None)
+    def __init__(self, parts: GroupedHolding, num_pages: int = 0, block_ids: list[PageId] | None = None) -> None:
+        super().__init__([], num_pages, block_ids)
         self.parts = parts
 
 
@@ -71,7 +73,7 @@ class BlockPages(PageCache):
     `count` must be called. What is said in PageCache of runs of pages is not there: no tree, no transfers.
     """
 
-    __slots__ = ("block_bytes", "memory", "page_size", "parts")
+    __slots__ = ("_num_given", "_num_keeping", "block_bytes", "memory", "page_size", "parts")
 
     def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int) -> None:
         blocks = IdPool(num_blocks)
@@ -87,6 +89,10 @@ class BlockPages(PageCache):
             blocks=blocks,
         )
         self.match = self._match
+        self._num_given = 0
+        """Blocks that `give` gave back since the beginning."""
+        self._num_keeping: Counter[Part] = Counter()
+        """By part: how many keep it, see `keep`."""
 
     @property
     def num_cached(self) -> int:
@@ -95,7 +101,7 @@ class BlockPages(PageCache):
 
     @property
     def num_used(self) -> int:
-        """Blocks of parts that requests hold."""
+        """Blocks of parts that requests hold, and blocks that were taken."""
         return self.parts.used_bytes // self.block_bytes
 
     def counts(self) -> tuple[int, ...]:
@@ -109,7 +115,7 @@ class BlockPages(PageCache):
         """Take note of what was taken and given back."""
         parts, block_bytes = self.parts, self.block_bytes
         self.num_free = parts.free_bytes // block_bytes
-        self.num_released = self._blocks_of(parts.num_released)
+        self.num_released = self._blocks_of(parts.num_released) + self._num_given
         self.num_evicted = self._blocks_of(parts.num_evicted)
 
     def _blocks_of(self, counts: list[int]) -> int:
@@ -122,7 +128,57 @@ class BlockPages(PageCache):
         return match, HeldByOthers(self.parts, match)
 
     def _match(self, content: Content, limit: int) -> BlockMatch:
-        return BlockMatch(self.parts.match(content, limit))
+        return BlockMatch(content, self.parts.match(content, limit))
+
+    def num_pages_of(self, match: Match) -> int:
+        """Return how many blocks a sequence holds that begins with what was found."""
+        found = self.parts.found_parts(cast(BlockMatch, match).found)
+        return self._blocks_of([len(parts) for parts in found])
+
+    def open(self, match: Match) -> BlockHolding:
+        """Hold what was found, for a sequence that begins with it; the cache must not have changed since."""
+        of_blocks = cast(BlockMatch, match)
+        holding = BlockHolding(self.parts.begin(of_blocks.content, of_blocks.found), match.num_pages)
+        self.count()
+        return holding
+
+    def take(self, count: int) -> list[PageId]:
+        """Take `count` blocks, at most `num_free`; return their ids. Raise PageError for more than are free."""
+        if not 0 <= count <= self.num_free:
+            raise PageError(f"{count} blocks asked for, {self.num_free} free")
+        block_ids = self.parts.take_blocks(count)
+        self.count()
+        return block_ids
+
+    def give(self, count: int, page_ids: list[PageId] | None) -> None:
+        """Give back `count` blocks that `take` took."""
+        assert page_ids is not None and len(page_ids) == count
+        self.parts.give_blocks(page_ids)
+        self._num_given += count
+        self.count()
+
+    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> BlockHolding:
+        """Return blocks that `take` took as something that holds them."""
+        nothing = Content(bytearray(), num_tokens=0, page_size=self.page_size, owner=-1)
+        return BlockHolding(GroupedHolding(nothing, 0, [], [], []), num_pages, page_ids)
+
+    def keep(self, holding: Holding) -> int:
+        """Note that `holding` stays when no request runs; return how many of its blocks nothing else keeps."""
+        counts = [0] * len(self.parts.groups)
+        for part in _parts_of(holding):
+            self._num_keeping[part] += 1
+            counts[part.group] += self._num_keeping[part] == 1
+        return self._blocks_of(counts)
+
+    def unkeep(self, holding: Holding) -> int:
+        """Undo a `keep`; return how many blocks nothing keeps any more."""
+        counts = [0] * len(self.parts.groups)
+        for part in _parts_of(holding):
+            self._num_keeping[part] -= 1
+            if not self._num_keeping[part]:
+                del self._num_keeping[part]
+                counts[part.group] += 1
+        return self._blocks_of(counts)
 
     def tables(self, holding: Holding, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
         """Return the page tables of a request, group by group, one for every block of a part.
@@ -168,6 +224,14 @@ class BlockPages(PageCache):
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
         """Assert laws L1 and L2 for every part, and that every block has one owner."""
-        self.parts.check([cast(BlockHolding, holding).parts for holding, _ in holdings])
+        every = [cast(BlockHolding, holding) for holding, _ in holdings]
+        taken_ids = [block_id for holding in every for block_id in holding.page_ids or ()]
+        self.parts.check([holding.parts for holding in every], taken_ids)
         assert self.num_used + self.num_free == self.pool.total, "L1: blocks are lost"
         assert self.pool.num_taken == self.num_used + self.num_cached, "L1: blocks are taken and not counted"
+
+
+def _parts_of(holding: Holding) -> Iterator[Part]:
+    """Yield what a holding has of pages, group by group."""
+    for parts in cast(BlockHolding, holding).parts.parts:
+        yield from parts.values()

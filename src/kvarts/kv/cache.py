@@ -146,6 +146,22 @@ class PageCache:
                 page_ids += node.page_ids
         return Holding(path, match.num_pages, page_ids)
 
+    def num_pages_of(self, match: Match) -> int:
+        """Return how many pages a request holds that begins with what was found."""
+        return match.num_pages
+
+    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> Holding:
+        """Return pages that `take` took as something that holds them."""
+        return Holding([], num_pages, page_ids)
+
+    def keep(self, holding: Holding) -> int:
+        """Note that `holding` stays when no request runs; return how many of its pages nothing else keeps."""
+        return self.tree.keep(holding.path)
+
+    def unkeep(self, holding: Holding) -> int:
+        """Undo a `keep`; return how many pages nothing keeps any more."""
+        return self.tree.unkeep(holding.path)
+
     def hold(self, path: Path, start: int, end: int) -> HeldPages:
         """Keep pages [start, end) of `path` in use for a transfer, each in its place of the eviction order.
 

@@ -60,6 +60,7 @@ class GroupedCache:
         self._part_bytes = [group.part_bytes for group in groups]
         self._blocks = blocks
         block_bytes = total_bytes // blocks.total if blocks is not None and blocks.total else 1
+        self._block_bytes = block_bytes
         self._part_blocks = [part_bytes // block_bytes for part_bytes in self._part_bytes]
         if blocks is not None and any(part_bytes % block_bytes for part_bytes in (total_bytes, *self._part_bytes)):
             raise ConfigError(f"{blocks.total} blocks of {total_bytes:,} bytes divide no part", field="blocks")
@@ -89,7 +90,7 @@ class GroupedCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of parts that sequences hold."""
+        """Bytes of parts that sequences hold, and of blocks that were taken."""
         return self.total_bytes - self.free_bytes
 
     @property
@@ -181,6 +182,13 @@ class GroupedCache:
         if self._blocks is not None:
             self._blocks.give(len(emptied), emptied)
 
+    def _make_empty(self, num_bytes: int) -> None:
+        """See to it that `num_bytes` bytes, which are free, are empty."""
+        if self._shared is None:
+            self.evict(num_bytes)
+        elif self.empty_bytes < num_bytes:
+            self._shared.make_room(num_bytes)
+
     def _forget(self, part: Part) -> None:
         name = part.name
         assert name is not None
@@ -189,10 +197,7 @@ class GroupedCache:
 
     def _take(self, group: int, count: int) -> list[Part]:
         num_bytes = count * self._part_bytes[group]
-        if self._shared is None:
-            self.evict(num_bytes)
-        elif self.empty_bytes < num_bytes:
-            self._shared.make_room(num_bytes)
+        self._make_empty(num_bytes)
         self.empty_bytes -= num_bytes
         self.num_used[group] += count
         is_kept = self.keeps == "all" or not self.groups[group].is_bounded
@@ -240,6 +245,19 @@ class GroupedCache:
         part.name = name
         name.copies[part.group].append(part)
         self._names.use(name)
+
+    def take_blocks(self, count: int) -> list[PageId]:
+        """Take `count` blocks, which are free, out of the memory that parts draw on; return their ids."""
+        assert self._blocks is not None, "memory without blocks is counted in bytes"
+        self._make_empty(count * self._block_bytes)
+        self.empty_bytes -= count * self._block_bytes
+        return self._blocks.take(count)
+
+    def give_blocks(self, block_ids: Sequence[PageId]) -> None:
+        """Give back blocks that `take_blocks` took."""
+        assert self._blocks is not None
+        self._blocks.give(len(block_ids), block_ids)
+        self.empty_bytes += len(block_ids) * self._block_bytes
 
     # Sequences --------------------------------------------------------------------------------------------
 
@@ -443,8 +461,11 @@ class GroupedCache:
 
     # Laws -------------------------------------------------------------------------------------------------
 
-    def check(self, holdings: Iterable[GroupedHolding]) -> None:
-        """Assert that bytes are conserved, and that parts are held exactly as often as sequences say."""
+    def check(self, holdings: Iterable[GroupedHolding], taken_ids: Sequence[PageId] = ()) -> None:
+        """Assert that bytes are conserved, and that parts are held exactly as often as sequences say.
+
+        `taken_ids`: the blocks that `take_blocks` took.
+        """
         held: dict[Part, int] = {}
         for holding in holdings:
             for parts, state in zip(holding.parts, holding.states, strict=True):
@@ -465,8 +486,9 @@ class GroupedCache:
         assert num_cached == self.num_cached, f"L1: {num_cached} parts cached, counted {self.num_cached}"
         assert cached == self.cached_bytes, f"L1: {cached} bytes cached, counted {self.cached_bytes}"
         in_use = sum(count * group.part_bytes for count, group in zip(used, self.groups, strict=True))
+        in_use += len(taken_ids) * self._block_bytes
         assert in_use + self.cached_bytes + self.empty_bytes == self.total_bytes, "L1: bytes are lost"
         if self._blocks is not None:
             ids = [block for part in (*held, *self._released) for block in part.blocks]
-            ids += self._blocks.empty_ids
+            ids += (*self._blocks.empty_ids, *taken_ids)
             assert sorted(ids) == list(range(self._blocks.total)), "L1: a block is lost or has two owners"

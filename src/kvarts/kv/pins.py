@@ -38,7 +38,7 @@ class Pins:
         self._num_made += 1
         holding = cache.open(match)
         self._pins[pin] = holding, content
-        cache.num_reserved += cache.tree.keep(holding.path)
+        cache.num_reserved += cache.keep(holding)
         if self._tell is not None:
             self._tell(PagesPinned(pin, content, match.num_pages))
         return pin
@@ -48,7 +48,7 @@ class Pins:
         pinned = self._pins.pop(pin, None)
         if pinned is not None:
             holding, content = pinned
-            self._cache.num_reserved -= self._cache.tree.unkeep(holding.path)
+            self._cache.num_reserved -= self._cache.unkeep(holding)
             self._cache.close(holding, content, holding.num_pages, holding.num_pages)
             if self._tell is not None:
                 self._tell(PagesUnpinned(pin))

@@ -82,4 +82,4 @@ class PageReserve:
             return None
         page_ids = [*self._free_ids, *self._num_sharing] if self.has_page_ids else None
         assert page_ids is None or len(page_ids) == self.num_pages, "L1: the reserve has lost a page"
-        return Holding([], self.num_pages, page_ids)
+        return self._cache.reserved(self.num_pages, page_ids)
