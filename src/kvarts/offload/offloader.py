@@ -11,9 +11,8 @@ transfers under way, and their parts would hand each other all of these.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from heapq import heappop, heappush
 from typing import Any
 
 import msgspec
@@ -30,8 +29,6 @@ from kvarts.kv.transfer import (
     Move,
     Offer,
     PrefillTimes,
-    Transfer,
-    TransferReport,
     TransferTotals,
     Weighed,
 )
@@ -41,16 +38,16 @@ from kvarts.offload.marks import Marks
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import StorePolicy, precedes
 from kvarts.offload.tier import ConnectedTier, Tier, TierLoad, TierStore
-from kvarts.offload.under_way import ALL, OffloadCounts, UnderWay
+from kvarts.offload.transfers import Transfers
+from kvarts.offload.under_way import ALL, UnderWay
 from kvarts.offload.weigher import Weigher
 
 __all__ = ["Offloader"]
 
-NEVER_NS = 1 << 62
 PRUNE_AT = 10_000
 
 
-class Offloader:
+class Offloader(Transfers):
     """Owner of the tiers below one device, of their channels, and of every transfer under way.
 
     `tiers`: the fastest first; what is stored in one goes on to the next. `policy`: what is stored below the device,
@@ -77,22 +74,22 @@ class Offloader:
         with_page_ids: bool = False,
         tell: Tell | None = None,
     ) -> None:
+        super().__init__(
+            [connected.read for connected in tiers],
+            Weigher(tiers, page_bytes, prefill),
+            deadline_ns=deadline_ns,
+            workers=workers,
+            fail_every=fail_every,
+            with_page_ids=with_page_ids,
+        )
         self._cache = cache
         self._connected = tuple(tiers)
         self._policy = policy
         self._order = order
         self._tell = tell
-        self._with_page_ids = with_page_ids
-        self._weigher = Weigher(self._connected, page_bytes, prefill)
         self._store_within_ns = store_within_ns
-        self._deadline_ns = deadline_ns
-        self._num_workers = workers
-        self._fail_every = fail_every
-        self.fails: Callable[[int], bool] | None = None
-        """Whether a transfer fails on purpose, by its number from 1; for those of `fail_every` besides."""
         self.page_bytes = page_bytes
         self.full_prompt_hits = full_prompt_hits
-        self.counts = OffloadCounts()
         self.tiers = tuple(connected.tier for connected in tiers)
         self.tier_names = tuple(tier.name for tier in self.tiers)
         self.confirm = policy.confirm
@@ -110,25 +107,26 @@ class Offloader:
             order.on_grown = self._marks.mark_as_held
             # What is safe may be in the second tier alone, and files may be there that this process never wrote.
             order.hears_all = len(self.tiers) > 1
-        self._under_way: dict[int, UnderWay] = {}
-        self.num_transfers = 0
-        """Transfers begun so far; also the number of the next."""
-        self._due: list[tuple[int, int]] = []
-        self._waited_ns = {connected.read.name: 0 for connected in tiers}
-        self._planned: list[Transfer] = []
-        self._loaded: list[Loaded] = []
         self._spills: list[deque[tuple[Content, int, int]]] = [deque() for _ in self.tiers]
         """By tier, what has come to it and is to go on to the next."""
         self._is_behind = [False] * len(tiers)
         """By tier, whether the way to the next is behind: nothing goes there before a transfer has ended."""
         self._prune_at = PRUNE_AT
         """How many runs may wait to go on before those are left out that have gone since."""
-        self._now_ns = 0
 
     @property
     def channels(self) -> tuple[Channel, ...]:
         """The channels of each tier in turn: towards it, and back."""
         return tuple(channel for connected in self._connected for channel in (connected.write, connected.read))
+
+    def totals(self) -> TransferTotals:
+        """Return what moved so far."""
+        return TransferTotals(
+            msgspec.structs.asdict(self.counts),
+            {channel.name: channel.num_bytes for channel in self.channels},
+            {tier.name: tier.num_evicted for tier in self.tiers},
+            dict(self._waited_ns),
+        )
 
     # The scheduler asks -----------------------------------------------------------------------------------
 
@@ -227,38 +225,6 @@ class Offloader:
         self._begin(under_way, end_ns, moves)
         return end_ns
 
-    def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
-        """Take note of how long a step of a real executor took, transfers apart; `num_tokens`: of prompts."""
-        self._weigher.measure(num_tokens, num_decodes, duration_ns)
-
-    def follow(self, transfer: int) -> None:
-        """Take note that one more request waits for a load that is under way."""
-        self._under_way[transfer].since_ns.append(self._now_ns)
-
-    def take_planned(self) -> tuple[Transfer, ...]:
-        """Return the transfers that an executor has to begin with this step."""
-        planned = tuple(self._planned)
-        self._planned.clear()
-        return planned
-
-    def take_loaded(self) -> list[Loaded]:
-        """Return the loads that ended since the last call, in that order."""
-        loaded = self._loaded
-        self._loaded = []
-        return loaded
-
-    # The engine asks --------------------------------------------------------------------------------------
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
-        return bool(self._under_way or self._loaded or self.is_due)
-
-    @property
-    def has_loaded(self) -> bool:
-        """Whether a load has ended and was not taken."""
-        return bool(self._loaded)
-
     @property
     def is_due(self) -> bool:
         """Whether something is to be stored, or passed on to the next tier, whatever becomes of the device."""
@@ -270,20 +236,6 @@ class Offloader:
         for tier in self.tiers:
             counts += tier.num_used, tier.num_cached
         return counts
-
-    def totals(self) -> TransferTotals:
-        """Return what moved so far."""
-        return TransferTotals(
-            msgspec.structs.asdict(self.counts),
-            {channel.name: channel.num_bytes for channel in self.channels},
-            {tier.name: tier.num_evicted for tier in self.tiers},
-            dict(self._waited_ns),
-        )
-
-    @property
-    def next_ns(self) -> int:
-        """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
-        return self._due[0][0] if self._due else NEVER_NS
 
     @property
     def _has_spills(self) -> bool:
@@ -303,41 +255,6 @@ class Offloader:
                 num_without_loss += self._order.num_safe
             return min(spare, num_without_loss)
         return spare
-
-    def advance_to(self, now_ns: int) -> bool:
-        """End the transfers that are due by `now_ns`; return whether there were any."""
-        due = self._due
-        if not due or due[0][0] > now_ns:
-            return False
-        self._now_ns = now_ns
-        fail_every = self._fail_every
-        while due and due[0][0] <= now_ns:
-            transfer_id = heappop(due)[1]
-            under_way = self._under_way.pop(transfer_id)
-            if (fail_every and (transfer_id + 1) % fail_every == 0) or (self.fails and self.fails(transfer_id + 1)):
-                under_way.num_good_pages = 0
-            self._end(transfer_id, under_way)
-        return True
-
-    def expire(self, now_ns: int) -> None:
-        """End the transfers that were not reported before their deadline, as failed."""
-        if not self._with_page_ids:
-            return
-        self._now_ns = now_ns
-        while self._under_way:
-            transfer_id, under_way = next(iter(self._under_way.items()))
-            if under_way.deadline_ns > now_ns:
-                return  # the others began later
-            del self._under_way[transfer_id]
-            self.counts.num_late += 1
-            under_way.num_good_pages = 0
-            self._end(transfer_id, under_way)
-
-    def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
-        """Take in what workers report at `now_ns`, in any order, over any number of steps."""
-        self._now_ns = now_ns
-        for report in reports:
-            self._report(report)
 
     def reset(self) -> None:
         """Forget what the tiers hold. Transfers under way end as they would have; what they store is not kept."""
@@ -455,46 +372,20 @@ class Offloader:
 
     # Transfers --------------------------------------------------------------------------------------------
 
-    def _workers(self) -> set[int]:
-        return set(range(self._num_workers))
-
     def _begin(self, under_way: UnderWay, end_ns: int, moves: list[Move]) -> None:
-        transfer_id = self.num_transfers
-        self.num_transfers += 1
-        self._under_way[transfer_id] = under_way
         if self._tell is not None and under_way.stores:
             runs = tuple(
                 (store.content, segment.start, segment.end)
                 for _, store in under_way.stores
                 for segment in store.segments
             )
-            self._tell(StoreStarted(transfer_id, under_way.stores[0][0].name, runs))
-        under_way.begin_ns = self._now_ns
+            self._tell(StoreStarted(self.num_transfers, under_way.stores[0][0].name, runs))
+        dropped: tuple[bytes, ...] = ()
         if self._with_page_ids:
             dropped = tuple(key for tier in self.tiers for key in tier.take_dropped())
-            under_way.deadline_ns = self._now_ns + self._deadline_ns
-            self._planned.append(Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped))
-        else:
-            heappush(self._due, (end_ns, transfer_id))
+        self._submit(under_way, end_ns, moves, dropped)
 
-    def _report(self, report: TransferReport) -> None:
-        under_way = self._under_way.get(report.transfer_id)
-        if under_way is None or report.worker not in under_way.waiting_for:
-            self.counts.num_stray_reports += 1
-            return
-        under_way.waiting_for.remove(report.worker)
-        under_way.duration_ns = max(under_way.duration_ns, report.duration_ns)
-        if report.num_good_pages is not None:
-            under_way.num_good_pages = min(under_way.num_good_pages, max(0, report.num_good_pages))
-        if not under_way.waiting_for:
-            del self._under_way[report.transfer_id]
-            self._end(report.transfer_id, under_way)
-
-    def _end(self, transfer_id: int, under_way: UnderWay) -> None:
-        duration_ns = under_way.duration_ns or self._now_ns - under_way.begin_ns
-        is_measured = len(under_way.lanes) == 1 and under_way.num_good_pages >= under_way.num_pages
-        for lane, num_bytes in under_way.lanes:
-            lane.ended(num_bytes, duration_ns if is_measured else None)
+    def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
         self._policy.end_refusal()
         self._is_behind = [False] * len(self.tiers)
         if under_way.direction is Direction.LOAD:
@@ -503,9 +394,7 @@ class Offloader:
             self._end_store(transfer_id, under_way)
 
     def _end_store(self, transfer_id: int, under_way: UnderWay) -> None:
-        is_stored = under_way.num_good_pages >= under_way.num_pages
-        self.counts.num_stores += 1
-        self.counts.num_failed += not is_stored
+        is_stored = self._count_store(under_way)
         if self._tell is not None:
             num_pages = under_way.num_pages if is_stored else 0
             self._tell(TransferEnded(transfer_id, -1, num_pages, self._now_ns))
@@ -558,11 +447,7 @@ class Offloader:
             tier.complete_load(load, num_good)
         self._marks.unmark_removed()
         num_pages = sum(by_tier.values())
-        if under_way.lane:
-            self._waited_ns[under_way.lane] += len(under_way.since_ns) * self._now_ns - sum(under_way.since_ns)
-        self.counts.num_loads += 1
-        self.counts.num_failed += not is_whole
-        self._weigher.loaded(is_whole=is_whole)
+        self._count_load(under_way, is_whole=is_whole)
         if self._tell is not None:
             self._tell(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns))
         loaded = Loaded(under_way.request, under_way.start_page + num_pages, tuple(by_tier.values()))

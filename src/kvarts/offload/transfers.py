@@ -1,0 +1,194 @@
+"""The transfers between one device and the tiers below it, from their beginning to their end.
+
+What is moved, and what becomes of it, is the matter of those that begin them: `Offloader` for runs of pages,
+`PartOffloader` for parts of pages in KV groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+
+from kvarts.kv.transfer import Direction, Loaded, Move, Transfer, TransferReport
+from kvarts.offload.channel import Channel
+from kvarts.offload.under_way import OffloadCounts, UnderWay
+from kvarts.offload.weigher import Weigher
+
+__all__ = ["NEVER_NS", "Transfers"]
+
+NEVER_NS = 1 << 62
+
+
+class Transfers:
+    """Owner of every transfer under way, of what executors are to begin, and of loads that ended.
+
+    `lanes`: the channels from which a request may wait for a load. `weigher`: is told how loads ended. The others are
+    those of Offloader.
+    """
+
+    def __init__(
+        self,
+        lanes: Iterable[Channel],
+        weigher: Weigher,
+        *,
+        deadline_ns: int,
+        workers: int,
+        fail_every: int,
+        with_page_ids: bool,
+    ) -> None:
+        self._with_page_ids = with_page_ids
+        self._weigher = weigher
+        self._deadline_ns = deadline_ns
+        self._num_workers = workers
+        self._fail_every = fail_every
+        self.fails: Callable[[int], bool] | None = None
+        """Whether a transfer fails on purpose, by its number from 1; for those of `fail_every` besides."""
+        self.counts = OffloadCounts()
+        self._under_way: dict[int, UnderWay] = {}
+        self.num_transfers = 0
+        """Transfers begun so far; also the number of the next."""
+        self._due: list[tuple[int, int]] = []
+        self._waited_ns = {lane.name: 0 for lane in lanes}
+        self._planned: list[Transfer] = []
+        self._loaded: list[Loaded] = []
+        self._now_ns = 0
+
+    # The scheduler asks -----------------------------------------------------------------------------------
+
+    def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
+        """Take note of how long a step of a real executor took, transfers apart; `num_tokens`: of prompts."""
+        self._weigher.measure(num_tokens, num_decodes, duration_ns)
+
+    def follow(self, transfer: int) -> None:
+        """Take note that one more request waits for a load that is under way."""
+        self._under_way[transfer].since_ns.append(self._now_ns)
+
+    def take_planned(self) -> tuple[Transfer, ...]:
+        """Return the transfers that an executor has to begin with this step."""
+        planned = tuple(self._planned)
+        self._planned.clear()
+        return planned
+
+    def take_loaded(self) -> list[Loaded]:
+        """Return the loads that ended since the last call, in that order."""
+        loaded = self._loaded
+        self._loaded = []
+        return loaded
+
+    # The engine asks --------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is to be stored, or passed on to the next tier, whatever becomes of the device."""
+        raise NotImplementedError
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
+        return bool(self._under_way or self._loaded or self.is_due)
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a load has ended and was not taken."""
+        return bool(self._loaded)
+
+    @property
+    def next_ns(self) -> int:
+        """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
+        return self._due[0][0] if self._due else NEVER_NS
+
+    def advance_to(self, now_ns: int) -> bool:
+        """End the transfers that are due by `now_ns`; return whether there were any."""
+        due = self._due
+        if not due or due[0][0] > now_ns:
+            return False
+        self._now_ns = now_ns
+        fail_every = self._fail_every
+        while due and due[0][0] <= now_ns:
+            transfer_id = heappop(due)[1]
+            under_way = self._under_way.pop(transfer_id)
+            if (fail_every and (transfer_id + 1) % fail_every == 0) or (self.fails and self.fails(transfer_id + 1)):
+                under_way.num_good_pages = 0
+            self._end(transfer_id, under_way)
+        return True
+
+    def expire(self, now_ns: int) -> None:
+        """End the transfers that were not reported before their deadline, as failed."""
+        if not self._with_page_ids:
+            return
+        self._now_ns = now_ns
+        while self._under_way:
+            transfer_id, under_way = next(iter(self._under_way.items()))
+            if under_way.deadline_ns > now_ns:
+                return  # the others began later
+            del self._under_way[transfer_id]
+            self.counts.num_late += 1
+            under_way.num_good_pages = 0
+            self._end(transfer_id, under_way)
+
+    def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
+        """Take in what workers report at `now_ns`, in any order, over any number of steps."""
+        self._now_ns = now_ns
+        for report in reports:
+            self._report(report)
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _workers(self) -> set[int]:
+        return set(range(self._num_workers))
+
+    def _submit(self, under_way: UnderWay, end_ns: int, moves: list[Move], dropped_keys: tuple[bytes, ...] = ()) -> int:
+        """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`."""
+        transfer_id = self.num_transfers
+        self.num_transfers += 1
+        self._under_way[transfer_id] = under_way
+        under_way.begin_ns = self._now_ns
+        if self._with_page_ids:
+            under_way.deadline_ns = self._now_ns + self._deadline_ns
+            self._planned.append(
+                Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped_keys)
+            )
+        else:
+            heappush(self._due, (end_ns, transfer_id))
+        return transfer_id
+
+    def _report(self, report: TransferReport) -> None:
+        under_way = self._under_way.get(report.transfer_id)
+        if under_way is None or report.worker not in under_way.waiting_for:
+            self.counts.num_stray_reports += 1
+            return
+        under_way.waiting_for.remove(report.worker)
+        under_way.duration_ns = max(under_way.duration_ns, report.duration_ns)
+        if report.num_good_pages is not None:
+            under_way.num_good_pages = min(under_way.num_good_pages, max(0, report.num_good_pages))
+        if not under_way.waiting_for:
+            del self._under_way[report.transfer_id]
+            self._end(report.transfer_id, under_way)
+
+    def _end(self, transfer_id: int, under_way: UnderWay) -> None:
+        """End a transfer: note how long it took, and settle what it moved."""
+        duration_ns = under_way.duration_ns or self._now_ns - under_way.begin_ns
+        is_measured = len(under_way.lanes) == 1 and under_way.num_good_pages >= under_way.num_pages
+        for lane, num_bytes in under_way.lanes:
+            lane.ended(num_bytes, duration_ns if is_measured else None)
+        self._settle(transfer_id, under_way)
+
+    def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
+        """Publish what a transfer that has ended moved, or roll it back."""
+        raise NotImplementedError
+
+    def _count_store(self, under_way: UnderWay) -> bool:
+        """Count a store or spill that has ended; return whether it went well."""
+        is_stored = under_way.num_good_pages >= under_way.num_pages
+        self.counts.num_stores += 1
+        self.counts.num_failed += not is_stored
+        return is_stored
+
+    def _count_load(self, under_way: UnderWay, *, is_whole: bool) -> None:
+        """Count a load that has ended, and how long requests waited for it."""
+        assert under_way.direction is Direction.LOAD
+        if under_way.lane:
+            self._waited_ns[under_way.lane] += len(under_way.since_ns) * self._now_ns - sum(under_way.since_ns)
+        self.counts.num_loads += 1
+        self.counts.num_failed += not is_whole
+        self._weigher.loaded(is_whole=is_whole)
