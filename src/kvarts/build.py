@@ -21,8 +21,9 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
+from kvarts.sched.group_batch import GroupBatch
+from kvarts.sched.grouped import GroupedScheduler
 from kvarts.sched.input_batch import InputBatch
-from kvarts.sched.live_groups import LiveGroupedScheduler
 from kvarts.sched.loads import LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy
@@ -164,5 +165,6 @@ def build_grouped_engine(
             hint="Leave out what reads events of pages, or set kv_groups to off.",
         )
     cache = BlockPages(memory, num_blocks=num_blocks, page_size=config.page_size)
-    scheduler = LiveGroupedScheduler(config, cache, PriorityPolicy() if policy is None else policy)
+    rows = GroupBatch(cache, config.max_num_seqs)
+    scheduler = GroupedScheduler(config, cache, PriorityPolicy() if policy is None else policy, rows=rows)
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=executor.needs_page_ids)

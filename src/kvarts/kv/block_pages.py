@@ -11,15 +11,14 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 from kvarts.content import Content
-from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.eviction import LruOrder
+from kvarts.kv.cache import Holding
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.grouped_cache import GroupedCache
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
+from kvarts.kv.part_pages import Held, PartPages
 from kvarts.kv.parts import GroupedHolding, GroupMatch, Part
 from kvarts.kv.pool import IdPool, PageError, PageId
-from kvarts.kv.tree import PrefixTree
 
 __all__ = ["BlockHolding", "BlockMatch", "BlockPages"]
 
@@ -46,7 +45,7 @@ class BlockHolding(Holding):
 
 
 class HeldByOthers:
-    """What running requests hold of what was found: `Held`, for GroupNeeds."""
+    """What running requests hold of what was found: `Held`."""
 
     __slots__ = ("_found", "_sink_pages")
 
@@ -66,21 +65,17 @@ class HeldByOthers:
         return sum(not part.refs for part in self._found[group].values())
 
 
-class BlockPages(PageCache):
-    """A PageCache of `num_blocks` blocks, in which parts of pages are held, see GroupedCache.
+class BlockPages(PartPages):
+    """PartPages of `num_blocks` blocks with ids, held page by page, see GroupedCache.
 
-    Counts of pages are counts of blocks. A request takes its parts by `begin` and what follows it in GroupedCache; then
-    `count` must be called. What is said in PageCache of runs of pages is not there: no tree, no transfers.
+    Blocks can be taken by themselves as well, for what is no part of a page.
     """
 
-    __slots__ = ("_num_given", "_num_keeping", "block_bytes", "memory", "page_size", "parts")
+    __slots__ = ("_num_given", "_num_keeping", "parts")
 
     def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int) -> None:
         blocks = IdPool(num_blocks)
-        super().__init__(blocks, PrefixTree(LruOrder()))
-        self.memory = memory
-        self.page_size = page_size
-        self.block_bytes = memory.block_bytes
+        super().__init__(blocks, memory, page_size=page_size)
         self.parts = GroupedCache(
             memory.groups,
             page_size=page_size,
@@ -88,7 +83,6 @@ class BlockPages(PageCache):
             keeps=memory.keeps,
             blocks=blocks,
         )
-        self.match = self._match
         self._num_given = 0
         """Blocks that `give` gave back since the beginning."""
         self._num_keeping: Counter[Part] = Counter()
@@ -104,12 +98,21 @@ class BlockPages(PageCache):
         """Blocks of parts that requests hold, and blocks that were taken."""
         return self.parts.used_bytes // self.block_bytes
 
+    @property
+    def num_published(self) -> int:
+        """How often something of known tokens, which others may find, became findable since the beginning."""
+        return self.parts.num_published
+
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and the parts cached in each group, one pair a group."""
         counts: list[int] = []
         for pair in zip(self.parts.num_used, self.parts.num_cached, strict=True):
             counts += pair
         return tuple(counts)
+
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return the parts evicted of each group, one number a group."""
+        return tuple(self.parts.num_evicted)
 
     def count(self) -> None:
         """Take note of what was taken and given back."""
@@ -122,13 +125,10 @@ class BlockPages(PageCache):
         num_bytes = sum(count * group.part_bytes for count, group in zip(counts, self.parts.groups, strict=True))
         return num_bytes // self.block_bytes
 
-    def found(self, content: Content, limit: int) -> tuple[GroupMatch, HeldByOthers]:
+    def found(self, content: Content, limit: int) -> tuple[BlockMatch, Held]:
         """Return the longest prefix that every group can go on from, and what of it others hold."""
         match = self.parts.match(content, limit)
-        return match, HeldByOthers(self.parts, match)
-
-    def _match(self, content: Content, limit: int) -> BlockMatch:
-        return BlockMatch(content, self.parts.match(content, limit))
+        return BlockMatch(content, match), HeldByOthers(self.parts, match)
 
     def num_pages_of(self, match: Match) -> int:
         """Return how many blocks a sequence holds that begins with what was found."""
@@ -141,6 +141,28 @@ class BlockPages(PageCache):
         holding = BlockHolding(self.parts.begin(of_blocks.content, of_blocks.found), match.num_pages)
         self.count()
         return holding
+
+    def missing_blocks(self, holding: Holding, num_new: int) -> int:
+        """Return the blocks that the next `num_new` tokens need and `holding` does not have."""
+        return self.parts.missing_bytes(cast(BlockHolding, holding).parts, num_new) // self.block_bytes
+
+    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
+        """Take what tokens up to `num_tokens` need, and make the pages that they fill findable."""
+        self.parts.extend(cast(BlockHolding, holding).parts, num_tokens, is_end=is_end)
+        self.count()
+
+    def take_page(self, holding: Holding, page: int) -> None:
+        """Take the parts of `page`, the next of `holding`, of which no token is computed yet."""
+        self.parts.take_page(cast(BlockHolding, holding).parts, page)
+        self.count()
+
+    def fill_page(self, holding: Holding, num_tokens: int) -> None:
+        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
+        self.parts.fill_page(cast(BlockHolding, holding).parts, num_tokens)
+
+    def settle(self, holding: Holding, num_tokens: int) -> None:
+        """Give back what no token from `num_tokens` on attends to. `count` must follow."""
+        self.parts.settle(cast(BlockHolding, holding).parts, num_tokens)
 
     def take(self, count: int) -> list[PageId]:
         """Take `count` blocks, at most `num_free`; return their ids. Raise PageError for more than are free."""

@@ -1,7 +1,4 @@
-"""A cache with KV groups as schedulers, routers and reports see a cache: memory is counted in blocks.
-
-A block is the largest size that divides the parts of all groups, see GroupMemory, so that every count is whole.
-"""
+"""A cache with KV groups as schedulers, routers and reports see a cache, where parts are only counted."""
 
 from __future__ import annotations
 
@@ -9,26 +6,26 @@ from collections.abc import Iterable
 from typing import cast
 
 from kvarts.content import Content
-from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.eviction import LruOrder
+from kvarts.kv.cache import Holding
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
+from kvarts.kv.part_pages import Held, PartPages
 from kvarts.kv.pool import CountPool
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.spans import RunHolding, RunMatch
-from kvarts.kv.tree import PrefixTree
 
 __all__ = ["GroupPages", "PartHolding", "PartMatch"]
 
 
 class PartMatch(Match):
-    """What a cache with KV groups has of a content. `found`: the pages that every group can go on from."""
+    """What a cache with KV groups has of `content`. `found`: the pages that every group can go on from."""
 
-    __slots__ = ("found",)
+    __slots__ = ("content", "found")
 
-    def __init__(self, found: RunMatch) -> None:
+    def __init__(self, content: Content, found: RunMatch) -> None:
         super().__init__([], found.num_pages, 0)
+        self.content = content
         self.found = found
 
 
@@ -42,22 +39,33 @@ class PartHolding(Holding):
         self.parts = parts
 
 
-class GroupPages(PageCache):
-    """A PageCache of `num_pages` whole pages of memory, in which parts of pages are held, see RunCache.
+class HeldByOthers:
+    """What running requests hold of what was found: `Held`."""
 
-    Counts of pages are counts of blocks. A request takes its parts by `begin` and what follows it in RunCache; then
-    `count` must be called. What is said here of runs of pages is not there: no tree, no ids, no transfers.
-    """
+    __slots__ = ("_cache", "_found")
 
-    __slots__ = ("block_bytes", "memory", "parts")
+    def __init__(self, cache: RunCache, found: RunMatch) -> None:
+        self._cache = cache
+        self._found = found
+
+    def num_shared(self, group: int, first_page: int) -> int:
+        """Return how many parts of a group they hold that a token needs with pages from `first_page` on."""
+        return self._cache.num_shared(self._found, group, first_page)
+
+    def num_idle(self, group: int) -> int:
+        """Return how many snapshots of a group they do not hold."""
+        return self._cache.num_idle(self._found, group)
+
+
+class GroupPages(PartPages):
+    """PartPages with as much memory as `num_pages` whole pages take, held by the run, see RunCache."""
+
+    __slots__ = ("parts",)
 
     def __init__(self, memory: GroupMemory, *, num_pages: int, page_size: int) -> None:
         num_blocks = memory.num_blocks(num_pages)
-        super().__init__(CountPool(num_blocks), PrefixTree(LruOrder()))
-        self.memory = memory
-        self.block_bytes = memory.block_bytes
+        super().__init__(CountPool(num_blocks), memory, page_size=page_size)
         self.parts = RunCache(memory, page_size=page_size, total_bytes=num_blocks * self.block_bytes)
-        self.match = self._match
 
     @property
     def num_cached(self) -> int:
@@ -69,6 +77,11 @@ class GroupPages(PageCache):
         """Blocks of parts that requests hold."""
         return self.parts.used_bytes // self.block_bytes
 
+    @property
+    def num_published(self) -> int:
+        """How often something of known tokens, which others may find, became findable since the beginning."""
+        return self.parts.num_published
+
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and the parts cached in each group, one pair a group."""
         counts: list[int] = []
@@ -76,15 +89,48 @@ class GroupPages(PageCache):
             counts += pair
         return tuple(counts)
 
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return the parts evicted of each group, one number a group."""
+        return tuple(self.parts.num_evicted)
+
+    def found(self, content: Content, limit: int) -> tuple[PartMatch, Held]:
+        """Return the longest prefix that every group can go on from, and what of it others hold."""
+        found = self.parts.match(content, limit)
+        return PartMatch(content, found), HeldByOthers(self.parts, found)
+
+    def open(self, match: Match) -> PartHolding:
+        """Hold what was found, for a sequence that begins with it; the cache must not have changed since."""
+        of_parts = cast(PartMatch, match)
+        return PartHolding(self.parts.begin(of_parts.content, of_parts.found))
+
+    def missing_blocks(self, holding: Holding, num_new: int) -> int:
+        """Return the blocks that the next `num_new` tokens need and `holding` does not have."""
+        return self.parts.missing_bytes(cast(PartHolding, holding).parts, num_new) // self.block_bytes
+
+    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
+        """Take what tokens up to `num_tokens` need, and make the pages that they fill findable."""
+        self.parts.extend(cast(PartHolding, holding).parts, num_tokens, is_end=is_end)
+        self.count()
+
+    def take_page(self, holding: Holding, page: int) -> None:
+        """Take the parts of `page`, the next of `holding`, of which no token is computed yet."""
+        self.parts.take_page(cast(PartHolding, holding).parts)
+        self.count()
+
+    def fill_page(self, holding: Holding, num_tokens: int) -> None:
+        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
+        self.parts.fill_page(cast(PartHolding, holding).parts, num_tokens)
+
+    def settle(self, holding: Holding, num_tokens: int) -> None:
+        """Give back what no token from `num_tokens` on attends to. `count` must follow."""
+        self.parts.settle(cast(PartHolding, holding).parts, num_tokens)
+
     def count(self) -> None:
         """Take note of what was taken and given back."""
         parts, block_bytes = self.parts, self.block_bytes
         self.num_free = parts.free_bytes // block_bytes
         self.num_released = parts.released_bytes // block_bytes
         self.num_evicted = parts.evicted_bytes // block_bytes
-
-    def _match(self, content: Content, limit: int) -> PartMatch:
-        return PartMatch(self.parts.match(content, limit))
 
     def has_empty(self, count: int) -> bool:
         """Return whether `count` blocks can be taken and nothing is evicted for them."""

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.part_pages import Held
 
-__all__ = ["GroupNeeds", "Held"]
-
-
-class Held(Protocol):
-    """What others hold of the parts that a request was found to begin with, by the number of a group."""
-
-    def num_shared(self, group: int, first_page: int) -> int:
-        """Return how many parts others hold, of pages from `first_page` on and of the sink."""
-
-    def num_idle(self, group: int) -> int:
-        """Return how many snapshots of a group of states nothing holds."""
+__all__ = ["GroupNeeds"]
 
 
 class GroupNeeds:

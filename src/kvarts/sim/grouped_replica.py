@@ -17,7 +17,7 @@ from kvarts.executor.base import VirtualExecutor
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.group_pages import GroupPages
 from kvarts.limits import LATEST_NS, TooLateError
-from kvarts.sched.grouped import GroupedScheduler
+from kvarts.sched.group_leaps import LeapingScheduler
 from kvarts.sched.policy import AdmissionPolicy
 from kvarts.sim.replica import MOST_STEPS, Replica
 
@@ -25,17 +25,17 @@ __all__ = ["GroupedReplica", "open_grouped"]
 
 
 class GroupedReplica(Replica):
-    """A Replica with a GroupedScheduler."""
+    """A Replica with a LeapingScheduler."""
 
     def __init__(
-        self, engine: Engine, scheduler: GroupedScheduler, executor: VirtualExecutor, *, step_by_step: bool = False
+        self, engine: Engine, scheduler: LeapingScheduler, executor: VirtualExecutor, *, step_by_step: bool = False
     ) -> None:
         super().__init__(engine, executor, step_by_step=step_by_step)
         self._grouped = scheduler
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return how many parts of each KV group were evicted."""
-        return tuple(self._grouped.parts.parts.num_evicted)
+        return self._grouped.num_evicted_parts()
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the first of many steps would end if many alike could start now; else None."""
@@ -113,6 +113,6 @@ def open_grouped(
             hint="Leave out what reads events of pages, or set kv_groups to off.",
         )
     cache = GroupPages(memory, num_pages=config.num_pages, page_size=config.page_size)
-    scheduler = GroupedScheduler(config, cache, policy)
+    scheduler = LeapingScheduler(config, cache, policy)
     engine = Engine(config, scheduler, executor, log, audit=audit)
     return GroupedReplica(engine, scheduler, executor, step_by_step=step_by_step)
