@@ -139,17 +139,14 @@ class RunMachine(RuleBasedStateMachine):
         if runs.cached_bytes and len(self.memories) == 2:
             ages = [stamp for part, stamp in pages._released.items()]
             assert ages == sorted(ages) and pages.next_stamp == ages[0]
-            ages = [run.stamp for run in runs._released]
+            ages = [run.stamp for run in runs.entries()]
             assert ages == sorted(ages) and runs.next_stamp == ages[0]
             assert 0 < pages.next_bytes <= runs.next_bytes <= runs.cached_bytes
         for name in ("num_used", "num_cached", "num_evicted"):
             assert getattr(runs, name) == getattr(pages, name), name
-        listed = []
-        for run in runs._released:
-            is_state = pages.groups[run.group].is_state
-            places = [run.span.end - 1] if is_state else range(run.end - 1, run.span.start - 1, -1)
-            listed += [(run.group, page) for page in places]
-        assert listed == [(part.group, part.name.page) for part in pages._released if part.name is not None]
+        assert runs.listed_pages() == [
+            (part.group, part.name.page) for part in pages._released if part.name is not None
+        ]
 
     def teardown(self) -> None:
         if not hasattr(self, "runs"):

@@ -10,188 +10,92 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvarts.content import Content
+from kvarts.kv.decodes import Decodes
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.part_account import PartAccount
 from kvarts.kv.pool import PageError
-from kvarts.kv.shared_memory import SharedMemory
 from kvarts.kv.span_tree import SpanTree
-from kvarts.kv.spans import PartRing, PartRun, RunHolding, RunMatch
+from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
+from kvarts.kv.streams import Turns
 
 __all__ = ["RunCache"]
 
 
-class RunCache:
-    """Owner of all parts in `total_bytes`. The caller of what takes parts sees to it that they are free.
-
-    Where it shares its memory, `total_bytes` is what it has of it now.
-    """
+class RunCache(PartAccount):
+    """Owner of all parts in `total_bytes`. The caller of what takes parts sees to it that they are free."""
 
     def __init__(self, memory: GroupMemory, *, page_size: int, total_bytes: int) -> None:
-        groups = self.groups = memory.groups
+        super().__init__(memory, total_bytes=total_bytes)
+        groups = self.groups
         self.page_size = page_size
-        self.total_bytes = total_bytes
-        self.empty_bytes = total_bytes
-        self.cached_bytes = 0
-        self.num_used = [0] * len(groups)
-        """Parts in use, by group."""
-        self.num_cached = [0] * len(groups)
-        """Parts that can be found and are not in use, by group."""
-        self.num_evicted = [0] * len(groups)
-        self.evicted_bytes = self.released_bytes = 0
-        """Bytes of parts that were evicted, and of those that have gone out of use, since the beginning."""
         self.num_published = 0
         """How often something of known tokens, which others may find, became findable since the beginning."""
+        self.decodes = Decodes(memory, page_size, self)
+        self._last_turns = Turns()
         self._keeps_all = memory.keeps == "all"
         self._is_state = [group.is_state for group in groups]
-        self._part_bytes = [group.part_bytes for group in groups]
         self._kept = [self._keeps_all or not group.is_bounded for group in groups]
-        self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
         self._of_states = [index for index, group in enumerate(groups) if group.is_state]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
-        self._shared: SharedMemory | None = None
-        self._released = PartRing()
-        tree = self._tree = SpanTree(memory, page_size, self._released)
+        tree = self._tree = SpanTree(memory, page_size, self.decodes)
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that can be taken now: empty or cached."""
-        return self.empty_bytes + self.cached_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of parts that sequences hold."""
-        return self.total_bytes - self.free_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        """Bytes that can be taken now, whoever has them: the same, unless the memory is shared."""
-        return self.free_bytes if self._shared is None else self._shared.num_free_bytes
-
-    # A memory that others share ---------------------------------------------------------------------------
-
-    def share(self, memory: SharedMemory) -> None:
-        """Take all bytes from `memory` from now on, and give what is empty back to it; nothing was taken yet."""
-        assert self.empty_bytes == self.total_bytes, "what is to be shared is in use"
-        self._shared = memory
-        self._released.tick = memory.tick
-        self.resize(-self.total_bytes)
-
-    def resize(self, num_bytes: int) -> None:
-        """Add `num_bytes` empty bytes; below 0, take so many away."""
-        self.total_bytes += num_bytes
-        self.empty_bytes += num_bytes
-
-    @property
-    def next_stamp(self) -> int:
-        """When the part was released that is evicted next; something is cached, and the memory is shared."""
-        return self._released.oldest().stamp
-
-    @property
-    def next_bytes(self) -> int:
-        """The bytes of that part, and of those that go right after it."""
-        run = self._released.oldest()
-        count = 1 if self._is_state[run.group] else run.end - run.span.start
-        return count * self._part_bytes[run.group]
-
-    # Taking and giving back -------------------------------------------------------------------------------
-
-    def _take(self, index: int, count: int) -> None:
-        num_bytes = count * self._part_bytes[index]
-        if self.empty_bytes < num_bytes:
-            if self._shared is None:
-                self.evict(num_bytes)
-            else:
-                self._shared.make_room(num_bytes)
-        self.empty_bytes -= num_bytes
-        self.num_used[index] += count
-
-    def evict(self, num_bytes: int) -> None:
-        """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
-        while self.empty_bytes < num_bytes:
-            run = self._released.oldest()
-            index, span = run.group, run.span
-            part_bytes = self._part_bytes[index]
-            count = 1 if self._is_state[index] else run.end - span.start
-            num_enough = -(-(num_bytes - self.empty_bytes) // part_bytes)
-            if num_enough < count:
-                count = num_enough
-                run.end -= count
-                span.is_eaten = True
-            else:
-                self._released.remove(run)
-                span.copies[index].remove(run)
-                span.prune()
-            self.num_cached[index] -= count
-            self.num_evicted[index] += count
-            self.evicted_bytes += count * part_bytes
-            self.cached_bytes -= count * part_bytes
-            self.empty_bytes += count * part_bytes
+    # Holding and releasing --------------------------------------------------------------------------------
 
     def _hold(self, run: PartRun, holding: RunHolding) -> None:
         index = run.group
-        if not run.holders:
-            self._released.remove(run)
-            count = 1 if self._is_state[index] else run.end - run.span.start
-            self.num_used[index] += count
-            self.num_cached[index] -= count
-            self.cached_bytes -= count * self._part_bytes[index]
+        if run.holders:
+            self.decodes.disturb(run)
+        else:
+            if run.stream is None:
+                run.unlist()
+            else:
+                run.stream.take_out(run)
+            self.note_used(index, run.end - run.start)
         run.holders.append(holding)
         holding.held[index].append(run)
 
     def _release(self, index: int, runs: Iterable[PartRun], holding: RunHolding) -> None:
         """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
-        is_state, part_bytes = self._is_state[index], self._part_bytes[index]
         for run in runs:
-            run.holders.remove(holding)
-            if run.holders:
+            holders = run.holders
+            holders.remove(holding)
+            if holders:
                 continue
-            span = run.span
-            count = 1 if is_state else run.end - span.start
-            self.num_used[index] -= count
-            self.released_bytes += count * part_bytes
+            count = run.end - run.start
             if run.is_kept:
-                self._released.append(run)
-                self.num_cached[index] += count
-                self.cached_bytes += count * part_bytes
+                self.append(run)
+                self.note_cached(index, count)
             else:
-                span.copies[index].remove(run)
-                span.prune()
-                self.empty_bytes += count * part_bytes
-
-    def _drop(self, index: int, count: int) -> None:
-        """Give back `count` parts that cannot be found."""
-        num_bytes = count * self._part_bytes[index]
-        self.num_used[index] -= count
-        self.released_bytes += num_bytes
-        self.empty_bytes += num_bytes
+                run.forget()
+                self.note_empty(index, count)
 
     # Sequences --------------------------------------------------------------------------------------------
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:
         """Begin a sequence with what was found; the cache must not have changed since. `extend` may follow."""
-        length = match.num_pages
-        last = match.spans[-1] if match.spans else match.root
-        if last.end > length:
-            last = self._tree.split(last, length)
-        holding = RunHolding(content, last, length * self.page_size, len(self.groups))
-        last.num_users += 1
+        length, tree = match.num_pages, self._tree
         if not length:
-            return holding
-        needed = [self._tree.needed(index, holding.num_tokens) for index in range(len(self.groups))]
-        for index in self._bounded:
-            for page in needed[index]:
-                self._tree.cut(last, page)
-        chain = last.chain()
-        for index in self._of_tokens:
-            sink, first = needed[index]
-            for span in chain:
-                if span.end <= sink or span.start >= first:
-                    self._hold(span.copies[index][0], holding)
-        for index in self._of_states:
-            self._hold(last.copies[index][0], holding)
+            match.root.num_users += 1
+            return RunHolding(content, match.root, 0, self.page_size, len(self.groups))
+        found = tree.pieces(match)
+        last = match.spans[-1]
+        if last.end > length:
+            # Runs of `found` that reach beyond keep their pages before `length` only where they are split.
+            last = tree.split(last, length)
+            match.spans[-1] = last
+            match.pieces = None
+            found = tree.pieces(match)
+        holding = RunHolding(content, last, length, self.page_size, len(self.groups))
+        last.num_users += 1
+        for pieces in found:
+            for run, start, end in pieces:
+                if run.start < start:
+                    run.split(start)
+                self._hold(run if run.end == end else run.split(end), holding)
         return holding
 
     def extend(self, holding: RunHolding, num_tokens: int, *, is_end: bool = False) -> None:
@@ -201,77 +105,109 @@ class RunCache:
         page end up to there, on the way, if the memory has room for them.
         """
         page_end = num_tokens - num_tokens % self.page_size
-        if is_end and page_end != num_tokens and page_end > holding.num_tokens:
+        if is_end and self._of_states and page_end != num_tokens and page_end > holding.num_tokens:
             self._grow(holding, page_end, is_end)
         self._grow(holding, num_tokens, is_end)
 
     def take_page(self, holding: RunHolding) -> None:
         """Take the parts of the next page, of which no token is computed yet."""
-        for index in self._of_tokens:
-            self._take(index, 1)
-        holding.num_open += 1
+        self.take_pages(1)
+        holding.num_taken += 1
 
     def fill_page(self, holding: RunHolding, num_tokens: int) -> None:
-        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
+        """Make the page of a decode findable that ends with `num_tokens` tokens."""
         holding.num_tokens = num_tokens
-        self._name(holding)
+        self._name(holding, num_tokens // self.page_size)
 
     def settle(self, holding: RunHolding, num_tokens: int) -> None:
         """Give back what no token from `num_tokens` on attends to; all before are computed."""
         holding.num_tokens = num_tokens
         for index in self._less:
-            held = holding.held[index]
-            if not held:
+            self.settle_group(holding, index, num_tokens)
+
+    def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
+        """Do the same in one group that keeps less."""
+        held = holding.held[index]
+        if self._is_state[index]:
+            if held and held[0].end * self.page_size < num_tokens:
+                holding.held[index] = []
+                self._release(index, held, holding)
+            return
+        sink, first = self._tree.needed(index, num_tokens)
+        at = 0
+        given: list[PartRun] = []
+        while at < len(held) and held[at].start < first:
+            run = held[at]
+            if run.end <= sink:
+                at += 1
                 continue
-            sink, first = self._tree.needed(index, num_tokens)
-            if self._is_state[index]:
-                if held[0].span.end <= first:
-                    holding.held[index] = []
-                    self._release(index, held, holding)
-                continue
-            given: list[PartRun] = []
-            at = 0
-            while at < len(held) and held[at].span.start < first:
-                span = held[at].span
-                if span.end <= sink:
-                    at += 1
-                elif span.start < sink:
-                    self._tree.split(span, sink)
-                    at += 1
-                else:
-                    if span.end > first:
-                        self._tree.split(span, first)
-                    given.append(held.pop(at))
-            if given:
-                given.reverse()
-                self._release(index, given, holding)
+            if run.start < sink:
+                run.split(sink)
+                at += 1
+            if run.end > first:
+                run = run.split(first)
+            del held[at]
+            given.append(run)
+        if holding.first_open[index] < first:
+            self._give_open(holding, index, sink, first)
+        if given:
+            given.reverse()
+            self._release(index, given, holding)
+
+    def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
+        """Give back pages before `first` that cannot be found; they are listed if the sequence may find them again."""
+        start = holding.first_open[index]
+        if start < sink:
+            run = PartRun(index, None, start, sink, [holding], is_kept=self._kept[index])
+            holding.held[index].append(run)
+            holding.given.append(run)
+            start = sink
+        holding.first_open[index] = first
+        if start >= first:
+            return
+        if self._kept[index]:
+            run = PartRun(index, None, start, first, [], is_kept=True)
+            holding.given.append(run)
+            self.append(run)
+            self.note_cached(index, first - start)
+        else:
+            self.note_empty(index, first - start)
 
     def missing_bytes(self, holding: RunHolding, num_new: int) -> int:
         """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
-        page_size = self.page_size
-        num_pages = -(-(holding.num_tokens + num_new) // page_size) - -(-holding.num_tokens // page_size)
-        num_bytes = sum(self._part_bytes[index] for index in self._of_tokens) * num_pages
-        return num_bytes + sum(self._part_bytes[index] for index in self._of_states if not holding.num_states[index])
+        num_pages = -(-(holding.num_tokens + num_new) // self.page_size) - holding.num_taken
+        num_bytes = self.page_bytes * num_pages
+        return num_bytes + sum(self.part_bytes[index] for index in self._of_states if not holding.num_states[index])
 
-    def close(self, holding: RunHolding, num_full_pages: int) -> None:
+    def close(self, holding: RunHolding, num_full_pages: int, num_taken: int | None = None) -> None:
         """Release everything, group by group, the deepest part first: what can be found is cached, the rest empty.
 
-        Raise PageError for a holding that is closed.
+        `num_taken`: the pages for which parts were taken, of a decode. Raise PageError for a holding that is closed.
         """
         if not holding.is_open:
             raise PageError("the holding is closed")
+        if holding.is_decoding:
+            self.decodes.leave(holding)
+        if num_taken is not None:
+            holding.num_taken = num_taken
+        if num_full_pages > holding.num_named:
+            self._name(holding, num_full_pages)
         holding.num_tokens = num_full_pages * self.page_size
-        self._keep_tails(holding)
+        if not self._keeps_all:
+            self._keep_tails(holding, num_full_pages)
+        num_open = holding.num_taken - holding.num_named
         for index, held in enumerate(holding.held):
-            num_unnamed = holding.num_states[index] if self._is_state[index] else holding.num_open
+            num_unnamed = holding.num_states[index] if self._is_state[index] else num_open
             if num_unnamed:
-                self._drop(index, num_unnamed)
-            held.reverse()
-            holding.held[index] = []
-            self._release(index, held, holding)
+                self.note_empty(index, num_unnamed)
+            if held:
+                held.reverse()
+                holding.held[index] = []
+                self._release(index, held, holding)
         last = holding.last
         last.num_users -= 1
-        last.prune()
+        if not last.num_users:
+            last.prune()
         holding.is_open = False
 
     def clear(self) -> None:
@@ -280,100 +216,200 @@ class RunCache:
 
     def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
         page_size = self.page_size
-        num_pages = -(-num_tokens // page_size) - -(-holding.num_tokens // page_size)
+        num_pages = -(-num_tokens // page_size) - holding.num_taken
         holding.num_tokens = num_tokens
-        for index, group in enumerate(self.groups):
-            if not group.is_state:
-                self._take(index, num_pages)
-            elif not holding.num_states[index]:
-                self._take(index, 1)
+        self.take_pages(num_pages)
+        holding.num_taken += num_pages
+        for index in self._of_states:
+            if not holding.num_states[index]:
+                self.take(index, 1)
                 holding.num_states[index] = 1
-        holding.num_open += num_pages
-        self._name(holding)
+        end = num_tokens // page_size
+        if end > holding.num_named:
+            self._name(holding, end)
         if is_end:
-            self._keep_tails(holding)
-            if not num_tokens % page_size:
+            if not self._keeps_all:
+                self._keep_tails(holding, end)
+            if self._of_states and not num_tokens % page_size:
                 self._keep_snapshots(holding)
 
-    def _name(self, holding: RunHolding) -> None:
-        """Make parts of full pages findable."""
-        content, last = holding.content, holding.last
-        start, end = last.end, holding.num_tokens // self.page_size
-        if start >= end:
-            return
-        self.num_published += start < content.num_known_pages
-        holding.num_open -= end - start
-        last.num_users -= 1
-        while start < end:
-            last = self._tree.after(last, content, start, end)
-            for index in self._of_tokens:
-                run = PartRun(index, last, [holding], is_kept=self._kept[index])
-                last.copies[index].append(run)
-                holding.held[index].append(run)
-            start = last.end
-        last.num_users += 1
-        holding.last = last
+    def _name(self, holding: RunHolding, end: int) -> None:
+        """Make parts of full pages up to `end` findable, held ones and those given back."""
+        start = holding.num_named
+        if start < holding.content.num_known_pages:
+            self.num_published += 1
+        spans = self._tree.extend(holding, end)
+        if holding.given:
+            self._place(holding.given, spans)
+            holding.given = []
+        for index in self._of_tokens:
+            held = holding.held[index]
+            first = holding.first_open[index]
+            holding.first_open[index] = end
+            last = held[-1] if held else None
+            for span, span_start, stop in spans:
+                begin = max(first, span_start)
+                if begin >= stop:
+                    continue
+                if (
+                    last is not None
+                    and last.span is span
+                    and last.end == begin
+                    and len(last.holders) == 1
+                    and last.is_kept == self._kept[index]
+                ):
+                    last.end = stop
+                    continue
+                run = PartRun(index, span, begin, stop, [holding], is_kept=self._kept[index])
+                span.parts[index].append(run)
+                held.append(run)
 
-    def _keep_tails(self, holding: RunHolding) -> None:
+    def _place(self, runs: list[PartRun], spans: Sequence[tuple[Span, int, int]]) -> None:
+        """Make `runs`, of pages that have `spans` now, findable."""
+        for run in runs:
+            stream = run.stream
+            if stream is not None and not stream.trim(run):
+                stream.runs.remove(run)
+                run.stream = None
+                run.forget()
+                stream.set_gate()
+            if run.start >= run.end:
+                continue
+            for span, _, end in spans:
+                if run.start >= end:
+                    continue
+                piece = run if run.end <= end else run.split(end)
+                piece.span = span
+                span.parts[run.group].append(piece)
+                if stream is not None:
+                    span.is_moving = True
+                if piece is run:
+                    break
+
+    def _keep_tails(self, holding: RunHolding, num_pages: int) -> None:
         """Mark what the token after the last full page attends to."""
-        if self._keeps_all:
-            return
-        num_pages = holding.num_tokens // self.page_size
         for index in self._bounded:
             sink, first = self._tree.needed(index, num_pages * self.page_size)
             held = holding.held[index]
             for page in (sink, first):
                 for run in held:
-                    if run.span.start < page < run.span.end:
-                        self._tree.split(run.span, page)
+                    if run.start < page < run.end:
+                        run.split(page)
                         break
             for run in held:
-                if run.span.end <= sink or run.span.start >= first:
+                if run.end <= sink or run.start >= first:
                     run.is_kept = True
 
     def _keep_snapshots(self, holding: RunHolding) -> None:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
-        span = holding.last
-        missing = [index for index in self._of_states if not span.copies[index]]
-        if sum(self._part_bytes[index] for index in missing) > self.room_bytes:
+        span, page = holding.last, holding.num_named
+        missing = [index for index in self._of_states if not any(run.end == page for run in span.parts[index])]
+        if sum(self.part_bytes[index] for index in missing) > self.room_bytes:
             return
         self.num_published += 1
         for index in missing:
-            self._take(index, 1)
-            run = PartRun(index, span, [holding], is_kept=True)
-            span.copies[index].append(run)
+            self.take(index, 1)
+            run = PartRun(index, span, page - 1, page, [holding], is_kept=True)
+            span.parts[index].append(run)
             self._release(index, (run,), holding)  # a copy that nothing holds
 
+    # Steps of decodes -------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Let decodes give back what none of their later tokens attends to, in the order of admission."""
+        decodes = self.decodes
+        slot = decodes.step % self.page_size
+        odd = decodes.odd_now()
+        keeping = decodes.keeping[slot]
+        if not odd:
+            if keeping:
+                self._turns().streams += keeping
+        else:
+            place = 0
+            for admission, index, holding in odd:
+                start = place
+                while place < len(keeping) and (keeping[place].admission, keeping[place].group) < (admission, index):
+                    place += 1
+                if place > start:
+                    self._turns().streams += keeping[start:place]
+                self.settle_group(holding, index, holding.base + decodes.step + 1)
+            if place < len(keeping):
+                self._turns().streams += keeping[place:]
+        for index in self._bounded:
+            if count := decodes.num_kept[slot][index]:
+                self.note_cached(index, count)
+            if count := decodes.num_emptied[slot][index]:
+                self.note_empty(index, count)
+        decodes.step += 1
+        for _, index, holding in odd:
+            decodes.begin(holding, index)
+
+    def _turns(self) -> Turns:
+        """Return the youngest entry of the list, one that turns can be added to."""
+        turns = self._last_turns
+        if turns is not self.youngest or self.shared is not None:
+            turns = self._last_turns = Turns()
+            self.append(turns)
+        return turns
+
     # Laws -------------------------------------------------------------------------------------------------
+
+    def listed_pages(self) -> list[tuple[int, int]]:
+        """Return the group and page of each part that is listed, in order; of a snapshot the page before it."""
+        pages: list[tuple[int, int]] = []
+        low: dict[int, int] = {}
+        for entry in self.entries():
+            if isinstance(entry, PartRun):
+                pages += [(entry.group, page) for page in range(entry.end - 1, entry.start - 1, -1)]
+            elif isinstance(entry, Turns):
+                for stream in entry.streams[entry.at :]:
+                    page = low.get(id(stream), stream.low)
+                    low[id(stream)] = page + 1
+                    if not stream.is_hole(page):
+                        pages.append((stream.group, page))
+        return pages
 
     def check(self, holdings: Sequence[RunHolding]) -> None:
         """Assert that bytes are conserved, and that runs are held exactly as often as sequences say."""
         groups = self.groups
         used, cached = [0] * len(groups), [0] * len(groups)
-        listed = {id(run) for run in self._released}
+        for index, _ in self.listed_pages():
+            cached[index] += 1
         held: dict[int, int] = {}
         for holding in holdings:
             for index, runs in enumerate(holding.held):
-                used[index] += holding.num_states[index] if groups[index].is_state else holding.num_open
+                stream = holding.streams[index]
+                if stream is not None:
+                    self.decodes.catch_up(stream)
+                if groups[index].is_state:
+                    used[index] += holding.num_states[index]
+                else:
+                    num_taken = holding.num_taken
+                    if holding.is_decoding:
+                        num_taken = -(-(holding.base + self.decodes.step) // self.page_size)
+                    used[index] += num_taken - holding.first_open[index]
                 for run in runs:
-                    held[id(run)] = held.get(id(run), 0) + 1
-                    assert run in run.span.copies[index], "L1: a part in use cannot be found"
+                    count = held.get(id(run), 0)
+                    held[id(run)] = count + 1
+                    if not count:
+                        used[index] += run.end - run.start
+                    assert holding in run.holders, "L2: a part is held, and does not say so"
+                    assert run.span is None or run in run.span.parts[index], "L1: a part in use cannot be found"
         todo = list(self._tree.roots.values())
         while todo:
             span = todo.pop()
             todo += span.children.values()
             for child in span.children.values():
                 assert child.parent is span and child.start == span.end, "L3: a span does not follow the one before"
-            for index, runs in enumerate(span.copies):
+            for runs in span.parts:
                 for run in runs:
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
-                    assert (id(run) in listed) == (not run.holders), "L2: a part is listed, and held"
-                    counts = used if run.holders else cached
-                    counts[index] += 1 if groups[index].is_state else run.end - span.start
-                    assert run.end == span.end or (span.is_eaten and not run.holders), "L1: a run in use was eaten"
+                    is_listed = run.newer is not None or run.stream is not None
+                    assert is_listed == (not run.holders), "L2: a part is listed, and held"
+                    assert span.start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
         assert used == self.num_used, f"L1: {used} parts used, counted {self.num_used}"
         assert cached == self.num_cached, f"L1: {cached} parts cached, counted {self.num_cached}"
-        sizes = self._part_bytes
+        sizes = self.part_bytes
         assert sum(map(int.__mul__, cached, sizes)) == self.cached_bytes, "L1: cached bytes"
         in_use = sum(map(int.__mul__, used, sizes))
         assert in_use + self.cached_bytes + self.empty_bytes == self.total_bytes, "L1: bytes are lost"

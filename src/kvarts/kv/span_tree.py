@@ -1,136 +1,166 @@
-"""Which parts are found: spans in a tree for each tenant, and how they are split."""
+"""Which parts are found: spans in a tree for each tenant, and the longest prefix that every group can go on from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import gcd
 
 from kvarts.content import Content
+from kvarts.kv.decodes import Decodes
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.node import NOTHING
-from kvarts.kv.spans import PartRing, PartRun, RunMatch, Span
+from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 
 __all__ = ["SpanTree"]
 
 
 class SpanTree:
-    """Owner of all spans. `released`: runs that nothing holds, which are split with their spans."""
+    """Owner of all spans. `decodes`: says how far the runs of streams have come."""
 
-    def __init__(self, memory: GroupMemory, page_size: int, released: PartRing) -> None:
+    def __init__(self, memory: GroupMemory, page_size: int, decodes: Decodes) -> None:
         groups = self.groups = memory.groups
         self.page_size = page_size
         self.roots: dict[str | None, Span] = {}
         """What is before the first page of each tenant."""
-        self._released = released
-        self._is_state = [group.is_state for group in groups]
-        self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
+        self._decodes = decodes
         self._whole = [index for index, group in enumerate(groups) if group.layer.kind in ("full", "latent")]
-        self._less = [index for index, group in enumerate(groups) if index not in self._whole]
-        self._chunk_spans = [group.layer.span or 1 for group in groups if group.layer.kind == "chunk"]
-
-    # What groups need -------------------------------------------------------------------------------------
+        self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        self._states = [index for index, group in enumerate(groups) if group.is_state]
+        self._first_seen = [group.layer.first_seen for group in groups]
+        self._chunks = [group.layer.kind == "chunk" for group in groups]
+        self._lengths = [group.layer.span or 1 for group in groups]
+        """The tokens of the window or chunk of each group."""
+        self._sinks = [-(-group.layer.sink // page_size) for group in groups]
 
     def needed(self, index: int, num_tokens: int) -> tuple[int, int]:
         """Return (s, f): of the pages of `num_tokens` tokens, later ones need the first s and those from page f on."""
-        group = self.groups[index]
-        if group.is_state:
+        if self.groups[index].is_state:
             is_page_end = num_tokens and not num_tokens % self.page_size
             return 0, num_tokens // self.page_size - 1 if is_page_end else -(-num_tokens // self.page_size)
-        first = group.layer.first_seen(num_tokens) // self.page_size
-        return min(-(-group.layer.sink // self.page_size), first), first
+        first = self._first_seen[index](num_tokens) // self.page_size
+        return min(self._sinks[index], first), first
+
+    # Matching ---------------------------------------------------------------------------------------------
 
     def match(self, content: Content, limit: int) -> RunMatch:
         """Return the longest prefix of `content`, at most `limit` full pages, that every group can go on from."""
         root = span = self.root(content.salt)
         spans: list[Span] = []
-        stretches = dict.fromkeys(self._less, 0)
-        """For each group that keeps less, the page from which on it has all up to here."""
-        heads = dict(stretches)
-        """Pages in a row from the first on."""
-        longest = num_spans = page = 0
+        page = 0
         while page < limit:
             child = span.children.get(content.key(page))
             if child is None:
                 break
-            if child.is_eaten:
-                child = self._whole_part(child)
-            end = _common(child, content, min(limit, child.end))
-            copies = child.copies
-            if not all(copies[index] for index in self._whole):
+            if child.is_moving:
+                self._decodes.look(child)
+            common = end = _common(child, content, min(limit, child.end))
+            for index in self._whole:
+                end = _covered_to(child.parts[index], page, end)
+            if end > page:
+                spans.append(child)
+                page = end
+            if end < common or common < child.end:
                 break
-            spans.append(child)
-            for index in self._less:
-                if not self._is_state[index] and copies[index]:
-                    if stretches[index] == 0:
-                        heads[index] = end
-                else:
-                    stretches[index] = end
-            for length in self._candidates(page, end):
-                if self._can_go_on(child, length, stretches, heads):
-                    longest, num_spans = length, len(spans)
-                    break
-            if end < child.end:
+            span = child
+        length = self._longest(spans, page) if page else 0
+        while spans and spans[-1].start >= length:
+            spans.pop()
+        return RunMatch(root, spans, length)
+
+    def _longest(self, spans: list[Span], length: int) -> int:
+        """Return the largest number of pages, at most `length`, that groups that keep less can go on from as well."""
+        settled = -1
+        while length != settled:
+            settled = length
+            for index in self._bounded:
+                length = self._longest_of(index, spans, length)
+            if self._states:
+                length = self._longest_of_states(spans, length)
+            if not self._whole and length and not self._has_page(spans, length - 1):
+                length -= 1
+        return length
+
+    def _longest_of(self, index: int, spans: list[Span], length: int) -> int:
+        """Return the same for one group with windows or chunks."""
+        page_size, span_tokens = self.page_size, self._lengths[index]
+        while length:
+            sink, first = self.needed(index, length * page_size)
+            if first < length:
+                begin = _covered_from(index, spans, length, first)
+                if begin > first:
+                    # No shorter prefix can go on with the pages from `begin` on, but where a chunk ends nothing is
+                    # needed of it.
+                    shorter = begin if begin < length else _covered_end(index, spans, length)
+                    if self._chunks[index]:
+                        num_pages = span_tokens // gcd(span_tokens, page_size)
+                        shorter = max(shorter, (length - 1) // num_pages * num_pages)
+                    length = shorter
+                    continue
+            if not sink or (head := self._head(index, spans, sink)) >= sink:
+                return length
+            # Only a prefix that needs no more of the sink than is there.
+            length = min(length - 1, ((head + 1) * page_size + span_tokens - 2) // page_size)
+        return 0
+
+    def _longest_of_states(self, spans: list[Span], length: int) -> int:
+        """Return the same for groups of states, all of which need a snapshot."""
+        while length:
+            ends = [_last_end(index, spans, length) for index in self._states]
+            if min(ends) == length:
+                return length
+            length = min(ends)
+        return 0
+
+    def _head(self, index: int, spans: list[Span], sink: int) -> int:
+        """Return how many pages a group has from the first on, up to `sink`."""
+        page = 0
+        for span in spans:
+            page = _covered_to(span.parts[index], page, min(span.end, sink))
+            if page < span.end:
                 break
-            span, page = child, end
-        return RunMatch(root, spans[:num_spans], longest)
+        return page
 
-    def _candidates(self, start: int, end: int) -> Iterable[int]:
-        """Return lengths in (start, end], longest first, one of which is the longest to go on from, if any is.
+    def _has_page(self, spans: list[Span], page: int) -> bool:
+        """Return whether any group has `page`."""
+        return any(
+            run.start <= page < run.end
+            for span in spans
+            if span.start <= page < span.end
+            for runs in span.parts
+            for run in runs
+        )
 
-        If all of a window is there for a length, it is for the lengths after it, and so for those of one chunk. Where a
-        chunk ends nothing of it is needed.
-        """
-        if not self._chunk_spans:
-            return (end,)
-        if len(self._chunk_spans) > 1:
-            return range(end, start, -1)
-        span = self._chunk_spans[0]
-        num_pages = span // gcd(span, self.page_size)
-        last = end // num_pages * num_pages
-        return (end, last) if start < last < end else (end,)
+    # What is found ----------------------------------------------------------------------------------------
 
-    def _can_go_on(self, span: Span, length: int, stretches: dict[int, int], heads: dict[int, int]) -> bool:
-        """Return whether every group can go on after `length` pages, the last of which is one of `span`."""
-        of_page = self._of_tokens if length < span.end else range(len(self.groups))
-        if not any(span.copies[index] for index in of_page):
-            return False
-        for index in self._less:
-            if self._is_state[index]:
-                if length != span.end or not span.copies[index]:
-                    return False
-                continue
-            sink, first = self.needed(index, length * self.page_size)
-            # Where `span` has no parts of a group, the stretch begins after it.
-            if first < length and stretches[index] > first:
-                return False
-            if heads[index] < sink:
-                return False
-        return True
+    def pieces(self, match: RunMatch) -> list[list[tuple[PartRun, int, int]]]:
+        """Return what a sequence begins with after `match`, for each group by page; of copies the oldest."""
+        if match.pieces is None:
+            length = match.num_pages
+            match.pieces = pieces = []
+            for index in range(len(self.groups)):
+                sink, first = self.needed(index, length * self.page_size)
+                found: list[tuple[PartRun, int, int]] = []
+                for span in match.spans:
+                    if span.start < sink:
+                        _find(span.parts[index], span.start, min(sink, span.end), found)
+                    if span.end > first and first < length:
+                        _find(span.parts[index], max(first, span.start), min(length, span.end), found)
+                pieces.append(found)
+        return match.pieces
 
     def num_shared(self, match: RunMatch, index: int, first_page: int) -> int:
         """Return how many of the parts that a sequence begins with after `match` others hold.
 
         Only those that a token counts which needs pages from `first_page` on, and those of the sink.
         """
-        length = match.num_pages
-        sink, first = self.needed(index, length * self.page_size)
-        all_sink = -(-self.groups[index].layer.sink // self.page_size)
-        count = 0
-        for span in match.spans:
-            copies = span.copies[index]
-            if not copies or not copies[0].holders:
-                continue
-            start, end = span.start, min(span.end, length)
-            count += max(0, min(end, sink) - start)
-            start = max(start, first)
-            if start < end:
-                count += max(0, min(end, all_sink) - start)
-                count += max(0, end - max(start, first_page, min(end, all_sink)))
+        count, sink = 0, self._sinks[index]
+        for run, start, end in self.pieces(match)[index]:
+            if run.holders:
+                count += max(0, min(end, sink) - start) + max(0, end - max(start, sink, first_page))
         return count
 
     def num_idle(self, match: RunMatch, index: int) -> int:
         """Return how many snapshots of a group of states a sequence begins with after `match` that nothing holds."""
-        return int(bool(match.spans) and not match.spans[-1].copies[index][0].holders)
+        return sum(not run.holders for run, _, _ in self.pieces(match)[index])
 
     # Spans ------------------------------------------------------------------------------------------------
 
@@ -142,71 +172,132 @@ class SpanTree:
         return root
 
     def split(self, span: Span, page: int) -> Span:
-        """Split `span` before `page`; return the first part, a new one. The rest keeps its identity, and snapshots."""
+        """Split `span`, which was looked at, before `page`; return the first part, a new one."""
         parent, content = span.parent, span.content
         assert parent is not None and span.start < page < span.end
         head = Span(content, span.key, span.start, page, parent, len(self.groups))
         parent.children[span.key] = head
         span.key = content.key(page)
         head.children[span.key] = span
+        head.is_moving = span.is_moving
         span.parent, span.start = head, page
-        head.is_eaten = span.is_eaten
-        for index in self._of_tokens:
-            runs = span.copies[index]
-            if not runs:
-                continue
-            for run in runs:
+        for index, runs in enumerate(span.parts):
+            for run in tuple(runs):
                 if run.end <= page:
-                    run.span = head
-                    head.copies[index].append(run)
+                    first = run
+                elif run.start < page:
+                    first = run.split(page)
+                else:
                     continue
-                first = PartRun(index, head, run.holders.copy(), is_kept=run.is_kept)
-                head.copies[index].append(first)
-                for holder in run.holders:
-                    held = holder.held[index]
-                    held.insert(held.index(run), first)
-                if run.newer is not None:
-                    self._released.put_after(run, first)
-            if span.is_eaten:
-                span.copies[index] = [run for run in runs if run.span is span]
-        if span.is_eaten:
-            span.prune()  # nothing may be left of it
+                runs.remove(first)
+                first.span = head
+                head.parts[index].append(first)
+        if not (span.num_users or span.children or any(span.parts)):
+            del head.children[span.key]  # what it had was evicted
         return head
 
-    def _whole_part(self, span: Span) -> Span:
-        """Split `span`, of which runs were eaten, where the first of them ends; return the first part.
-
-        The rest is split where it is looked at.
-        """
-        ends = {run.end for index in self._of_tokens for run in span.copies[index]}
-        first = min(ends, default=span.end)
-        if first < span.end:
-            head = self.split(span, first)
-            span.is_eaten = len(ends) > 2 or (len(ends) == 2 and span.end not in ends)
-            span = head
-        span.is_eaten = False
-        return span
-
-    def after(self, span: Span, content: Content, start: int, end: int) -> Span:
-        """Return a span of pages from `start` on, after `span`, that ends at `end` or before; made if need be."""
-        key = content.key(start)
-        child = span.children.get(key)
-        if child is None:
-            child = span.children[key] = Span(content, key, start, end, span, len(self.groups))
-            return child
-        common = _common(child, content, min(end, child.end))
-        return child if common == child.end else self.split(child, common)
-
-    def cut(self, last: Span, page: int) -> None:
-        """Let a span that `last` is or follows begin with `page`, if one has it."""
-        span = last
-        while span.start > page and span.parent is not None:
-            span = span.parent
-        if span.start < page < span.end:
-            self.split(span, page)
+    def extend(self, holding: RunHolding, end: int) -> list[tuple[Span, int, int]]:
+        """Let the pages of `holding` up to `end` have spans, made if need be; return these with the pages of each."""
+        content, last, page = holding.content, holding.last, holding.num_named
+        holding.num_named = end
+        if last.content is content and last.num_users == 1 and not last.children and last.end == page:
+            last.end = end
+            return [(last, page, end)]
+        before = last
+        spans: list[tuple[Span, int, int]] = []
+        while page < end:
+            key = content.key(page)
+            child = last.children.get(key)
+            if child is not None and child.is_moving:
+                self._decodes.look(child)
+                child = last.children.get(key)  # nothing may be left of it
+            if child is None:
+                child = last.children[key] = Span(content, key, page, end, last, len(self.groups))
+            else:
+                common = _common(child, content, min(end, child.end))
+                if common < child.end:
+                    child = self.split(child, common)
+            spans.append((child, page, child.end))
+            last, page = child, child.end
+        before.num_users -= 1
+        last.num_users += 1
+        holding.last = last
+        return spans
 
 
 def _common(span: Span, content: Content, end: int) -> int:
     """Return up to which page, at most `end`, `span` and `content` are the same; they are in its first page."""
     common = span.content.common_pages(content, span.start + 1, end) if span.start + 1 < end else end
     return max(common, span.start + 1)
+
+
+def _covered_to(runs: list[PartRun], page: int, end: int) -> int:
+    """Return the first page from `page` on, at most `end`, that none of `runs` has."""
+    is_found = True
+    while is_found and page < end:
+        is_found = False
+        for run in runs:
+            if run.start <= page < run.end:
+                page, is_found = run.end, True
+                if page >= end:
+                    break
+    return min(page, end)
+
+
+def _covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
+    """Return the first page from which on a group has all pages up to `end`; `first` or less if it has those."""
+    page = end
+    for span in reversed(spans):
+        if span.start >= page:
+            continue
+        runs = span.parts[index]
+        is_found = True
+        while is_found and page > first:
+            is_found = False
+            for run in runs:
+                if run.start < page <= run.end:
+                    page, is_found = run.start, True
+        if page > span.start or page <= first:
+            break
+    return page
+
+
+def _covered_end(index: int, spans: list[Span], length: int) -> int:
+    """Return the largest number of pages, at most `length`, the last of which a group has; 0 for none."""
+    for span in reversed(spans):
+        best = 0
+        for run in span.parts[index]:
+            if run.start < length and run.end > best:
+                best = run.end
+        if best:
+            return min(best, length)
+    return 0
+
+
+def _last_end(index: int, spans: list[Span], length: int) -> int:
+    """Return the largest number of pages, at most `length`, after which a group of states has a snapshot."""
+    return max((run.end for span in spans for run in span.parts[index] if run.end <= length), default=0)
+
+
+def _find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, int, int]]) -> None:
+    """Add the runs that have pages [start, end) to `found`; of copies the oldest."""
+    todo = [(start, end)]
+    pieces: list[tuple[PartRun, int, int]] = []
+    for run in runs:
+        left: list[tuple[int, int]] = []
+        for begin, stop in todo:
+            first, last = max(begin, run.start), min(stop, run.end)
+            if first >= last:
+                left.append((begin, stop))
+                continue
+            pieces.append((run, first, last))
+            if begin < first:
+                left.append((begin, first))
+            if last < stop:
+                left.append((last, stop))
+        todo = left
+        if not todo:
+            break
+    if len(pieces) > 1:
+        pieces.sort(key=lambda piece: piece[1])
+    found += pieces

@@ -1,49 +1,96 @@
 """Runs of parts in KV groups, and the spans of pages by which they are found.
 
-A span is a run of pages with one history in every group: where one of its pages was taken, given back, found or
-evicted, all were. Wherever that ends to be so it is split, in all groups at once; but what is evicted from its tail is
-only noted at the run, until the span is looked at again. Most never are.
+A span is a run of pages that sequences have in common from its first page to its last: it is split where two of them
+differ, and nowhere else. In each group it has runs of parts, each with a beginning and an end of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 from kvarts.content import Content, PageKey
-from kvarts.kv.node import NOTHING
+from kvarts.kv.part_account import Listed, PartAccount
+from kvarts.kv.streams import Stream
 
-__all__ = ["PartRing", "PartRun", "RunHolding", "RunMatch", "Span"]
+__all__ = ["PartRun", "RunHolding", "RunMatch", "Span"]
 
 
-class PartRun:
-    """The parts of the pages of `span` in one group, or a snapshot of states at the end of its last page.
+class PartRun(Listed):
+    """The parts of pages [start, end) in one group; a snapshot of states is that of the last page before it.
 
-    `end`: the page after its last; before that of the span where parts were evicted. `holders`: the sequences that hold
-    it; without any it is listed, between `older` and `newer`, since `stamp` where ages are known. `is_kept`: it is
-    listed when nothing holds it any more; else it is empty then.
+    `span`: where it can be found; None of pages that only the sequence itself will find, until that has given back
+    everything. `holders`: the sequences that hold it; without any it is listed, by itself or as a piece of `stream`.
+    `is_kept`: it is listed when nothing holds it any more; else it is empty then.
     """
 
-    __slots__ = ("end", "group", "holders", "is_kept", "newer", "older", "span", "stamp")
+    __slots__ = ("end", "group", "holders", "is_kept", "span", "start", "stream")
 
-    def __init__(self, group: int, span: Span, holders: list[RunHolding], *, is_kept: bool) -> None:
+    def __init__(
+        self, group: int, span: Span | None, start: int, end: int, holders: list[RunHolding], *, is_kept: bool
+    ) -> None:
+        super().__init__()
         self.group = group
         self.span = span
-        self.end = span.end
+        self.start = start
+        self.end = end
         self.holders = holders
         self.is_kept = is_kept
-        self.older: PartRun | None = None
-        self.newer: PartRun | None = None
-        self.stamp = 0
+        self.stream: Stream | None = None
+
+    def next_bytes(self, account: PartAccount) -> int:
+        """Return the bytes of all its parts."""
+        return (self.end - self.start) * account.part_bytes[self.group]
+
+    def eat(self, account: PartAccount, num_bytes: int) -> None:
+        """Evict parts of it, the last first, until `num_bytes` are empty or it has none."""
+        index = self.group
+        count = self.end - self.start
+        num_enough = -(-(num_bytes - account.empty_bytes) // account.part_bytes[index])
+        if num_enough < count:
+            count = num_enough
+            self.end -= count
+        else:
+            self.unlist()
+            self.forget()
+        account.note_evicted(index, count)
+
+    def forget(self) -> None:
+        """Let it be found no more; it has no parts left."""
+        self.start = self.end
+        span = self.span
+        if span is not None:
+            self.span = None
+            span.parts[self.group].remove(self)
+            if not (span.num_users or span.children):
+                span.prune()
+
+    def split(self, page: int) -> PartRun:
+        """Split it before `page`; return the first part, a new run. The rest keeps its identity, and is evicted first.
+
+        Of a stream, that is the other way round.
+        """
+        index = self.group
+        head = PartRun(index, self.span, self.start, page, self.holders.copy(), is_kept=self.is_kept)
+        self.start = page
+        if self.span is not None:
+            runs = self.span.parts[index]
+            runs.insert(runs.index(self), head)
+        for holder in self.holders:
+            held = holder.held[index]
+            held.insert(held.index(self), head)
+        if self.newer is not None:
+            head.list_after(self)
+        elif self.stream is not None:
+            self.stream.insert(head, before=self)
+        return head
 
 
 class Span:
-    """Pages [start, end) of `content`. `copies`: for each group the resident runs of their parts, the oldest first.
+    """Pages [start, end) of `content`. `parts`: for each group the runs that are resident, the oldest first.
 
     `key` names its first page among its siblings. `num_users`: sequences of which it has the last full pages.
-    `is_eaten`: parts were evicted from the tail of a run.
+    `is_moving`: runs of streams may be behind what has happened.
     """
 
-    __slots__ = ("children", "content", "copies", "end", "is_eaten", "key", "num_users", "parent", "start")
+    __slots__ = ("children", "content", "end", "is_moving", "key", "num_users", "parent", "parts", "start")
 
     def __init__(
         self, content: Content, key: PageKey, start: int, end: int, parent: Span | None, num_groups: int
@@ -54,104 +101,74 @@ class Span:
         self.end = end
         self.parent = parent
         self.children: dict[PageKey, Span] = {}
-        self.copies: list[list[PartRun]] = [[] for _ in range(num_groups)]
+        self.parts: list[list[PartRun]] = [[] for _ in range(num_groups)]
         self.num_users = 0
-        self.is_eaten = False
+        self.is_moving = False
 
     def prune(self) -> None:
         """Forget it if nothing needs it, and then those before it."""
         span = self
-        while not (span.num_users or span.children or any(span.copies)) and span.parent is not None:
+        while not (span.num_users or span.children or any(span.parts)) and span.parent is not None:
             del span.parent.children[span.key]
             span = span.parent
-
-    def chain(self) -> list[Span]:
-        """Return the spans from the first page to its last."""
-        spans = []
-        span = self
-        while span.parent is not None:
-            spans.append(span)
-            span = span.parent
-        spans.reverse()
-        return spans
 
 
 class RunMatch:
     """The first `num_pages` pages that every group can go on from; the last of `spans` may reach beyond."""
 
-    __slots__ = ("num_pages", "root", "spans")
+    __slots__ = ("num_pages", "pieces", "root", "spans")
 
     def __init__(self, root: Span, spans: list[Span], num_pages: int) -> None:
         self.root = root
         self.spans = spans
         self.num_pages = num_pages
+        self.pieces: list[list[tuple[PartRun, int, int]]] | None = None
+        """For each group, what a sequence begins with: the run and its pages. Found when it is asked for."""
 
 
 class RunHolding:
-    """What one running sequence holds. Written by RunCache.
+    """What one running sequence holds. Written by RunCache and what belongs to it.
 
-    `num_tokens`: tokens that are computed, or are about to be in this step. `last`: the span of its last full page.
-    `held`: for each group, runs in order of position. `num_open`: pages after these that cannot be found, with a part
-    in every group that keeps tokens. `num_states`: for each group, its own states, 0 or 1.
+    `num_tokens`: tokens that are computed, or are about to be in this step; of a decode as of when it began. `last`:
+    the span of its last full page that can be found, of `num_named`. `num_taken`: pages for which parts were taken.
+    `held`: for each group, runs in order of position. `first_open`: for each group, the first page after these that
+    cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`: listed runs
+    that cannot be found yet.
+
+    Of a decode: `base` and the steps done are the tokens computed, `admission` its place among the decodes, `streams`
+    and `odd_steps` how each group gives back, see Decodes.
     """
 
-    __slots__ = ("content", "held", "is_open", "last", "num_open", "num_states", "num_tokens")
+    __slots__ = (
+        "admission",
+        "base",
+        "content",
+        "first_open",
+        "given",
+        "held",
+        "is_decoding",
+        "is_open",
+        "last",
+        "num_named",
+        "num_states",
+        "num_taken",
+        "num_tokens",
+        "odd_steps",
+        "streams",
+    )
 
-    def __init__(self, content: Content, last: Span, num_tokens: int, num_groups: int) -> None:
+    def __init__(self, content: Content, last: Span, num_pages: int, page_size: int, num_groups: int) -> None:
         self.content = content
         self.last = last
-        self.num_tokens = num_tokens
+        self.num_named = self.num_taken = num_pages
+        self.num_tokens = num_pages * page_size
         self.held: list[list[PartRun]] = [[] for _ in range(num_groups)]
-        self.num_open = 0
+        self.first_open = [num_pages] * num_groups
         self.num_states = [0] * num_groups
+        self.given: list[PartRun] = []
         self.is_open = True
-
-
-class PartRing:
-    """Runs that nothing holds, the least recently released first. Of a run, the last page goes first."""
-
-    __slots__ = ("_ring", "tick")
-
-    def __init__(self) -> None:
-        self.tick: Callable[[], int] | None = None
-        """Answers the stamp of a run as it is released, where ages are to be known."""
-        # One sentinel closes the list to a ring: newer of it is the oldest run, older of it the youngest.
-        ring = PartRun(-1, Span(NOTHING, b"", 0, 0, None, 0), [], is_kept=True)
-        ring.older = ring.newer = ring
-        self._ring = ring
-
-    def __iter__(self) -> Iterator[PartRun]:
-        run = self._ring.newer
-        while run is not self._ring:
-            assert run is not None
-            yield run
-            run = run.newer
-
-    def append(self, run: PartRun) -> None:
-        """List `run` as the youngest."""
-        youngest = self._ring.older
-        assert youngest is not None
-        self.put_after(youngest, run)
-        if self.tick is not None:
-            run.stamp = self.tick()
-
-    def put_after(self, older: PartRun, run: PartRun) -> None:
-        """List `run` right after `older`, as old as that."""
-        newer = older.newer
-        assert newer is not None
-        run.older, run.newer = older, newer
-        older.newer = newer.older = run
-        run.stamp = older.stamp
-
-    def remove(self, run: PartRun) -> None:
-        """Unlist `run`."""
-        older, newer = run.older, run.newer
-        assert older is not None and newer is not None
-        older.newer, newer.older = newer, older
-        run.older = run.newer = None
-
-    def oldest(self) -> PartRun:
-        """Return the run that is evicted next. There is one."""
-        run = self._ring.newer
-        assert run is not None and run is not self._ring, "parts are missing, and none is cached"
-        return run
+        self.is_decoding = False
+        self.base = 0
+        self.admission = -1
+        self.streams: list[Stream | None] = [None] * num_groups
+        self.odd_steps = [-1] * num_groups

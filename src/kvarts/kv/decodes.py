@@ -1,0 +1,265 @@
+"""Decodes as a cache with KV groups sees them: which take a page, and which give one back, in which steps.
+
+Each decode computes one token a step. So in the steps of one *slot*, out of page_size, the same decodes begin a page,
+and the same windows pass one. What they give back is a Stream as long as it is regular: nothing else holds what the
+window goes over, and all of it is listed, or none. What is not is *odd*: it is due in one step, and done by itself.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from heapq import heappop, heappush
+
+from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.part_account import PartAccount
+from kvarts.kv.spans import PartRun, RunHolding, Span
+from kvarts.kv.streams import Stream
+
+__all__ = ["Decodes"]
+
+
+class Decodes:
+    """Owner of what holdings note of their decode, and of `step`, the step that is done next.
+
+    By slot: `num_due` decodes begin a page; `keeping` are the streams that list a part, in the order of admission,
+    `num_kept` their number in each group; `num_emptied` parts of each group are empty at once; `filling` are decodes
+    that fill a page which others may find.
+    """
+
+    def __init__(self, memory: GroupMemory, page_size: int, account: PartAccount) -> None:
+        groups = memory.groups
+        self.page_size = page_size
+        self.step = 0
+        self.num_due = [0] * page_size
+        self.keeping: list[list[Stream]] = [[] for _ in range(page_size)]
+        self.num_kept = [[0] * len(groups) for _ in range(page_size)]
+        self.num_emptied = [[0] * len(groups) for _ in range(page_size)]
+        self.filling: list[list[RunHolding]] = [[] for _ in range(page_size)]
+        self.num_filling = 0
+        self._account = account
+        self._keeps_all = memory.keeps == "all"
+        self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        self._first_seen = [group.layer.first_seen for group in groups]
+        self._is_chunk = [group.layer.kind == "chunk" for group in groups]
+        self._lengths = [group.layer.span or 1 for group in groups]
+        self._sinks = [-(-group.layer.sink // page_size) for group in groups]
+        self._odd: dict[int, list[tuple[int, int, RunHolding]]] = {}
+        self._odd_steps: list[int] = []
+        """The steps of these, as a heap."""
+
+    def join(self, holding: RunHolding, admission: int) -> None:
+        """Add a holding that computes a token in each step from now on."""
+        page_size, base = self.page_size, holding.num_tokens - self.step
+        holding.is_decoding = True
+        holding.base = base
+        holding.admission = admission
+        self.num_due[-base % page_size] += 1
+        if holding.content.num_known_pages > holding.num_named:
+            self.num_filling += 1
+            insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
+        for index in self._bounded:
+            self.begin(holding, index)
+
+    def leave(self, holding: RunHolding) -> None:
+        """Remove a holding that ended or is preempted; what it gave back before this step is known then."""
+        page_size, base = self.page_size, holding.base
+        self.num_due[-base % page_size] -= 1
+        filling = self.filling[(-1 - base) % page_size]
+        if self.num_filling and holding in filling:
+            self.num_filling -= 1
+            filling.remove(holding)
+        for index in self._bounded:
+            self.stop(holding, index)
+        holding.is_decoding = False
+        holding.num_tokens = base + self.step
+
+    # Streams ----------------------------------------------------------------------------------------------
+
+    def begin(self, holding: RunHolding, index: int) -> None:
+        """Let a group give back from the next step on, regularly if that is possible."""
+        step, base, length = self.step, holding.base, self._lengths[index]
+        if self._is_chunk[index]:
+            self._expect(holding, index, (base + step) // length * length + length - 1 - base)
+            return
+        page_size, sink = self.page_size, self._sinks[index]
+        page = self._first_seen[index](base + step) // page_size
+        if page < sink:
+            page = sink
+        first_step = self._last_step(holding, index, page)
+        if first_step - step >= page_size:
+            self._expect(holding, index, first_step)  # it is not full yet
+            return
+        keeps = self._keeps_all
+        stop_step = -1
+        end = 0
+        for run in holding.held[index]:
+            if run.end <= sink:
+                continue
+            if run.start < sink or len(run.holders) > 1 or (end and run.is_kept != keeps):
+                self._expect(holding, index, first_step)
+                return
+            keeps = run.is_kept
+            end = run.end
+            if run.span is not None:
+                run.span.is_moving = True
+        if sink and holding.first_open[index] < sink:
+            self._expect(holding, index, first_step)
+            return
+        slot = first_step % page_size
+        stream = holding.streams[index] = Stream(holding, index, page, slot, keeps=keeps)
+        if keeps:
+            insort(self.keeping[slot], stream, key=_turn)
+            self.num_kept[slot][index] += 1
+            if not self._keeps_all:
+                stop_step = self._last_step(holding, index, end - 1)
+        else:
+            self.num_emptied[slot][index] += 1
+        if stop_step >= 0:
+            self._expect(holding, index, stop_step)  # what is generated is not kept
+
+    def stop(self, holding: RunHolding, index: int) -> None:
+        """End what a group gives back regularly, or expects to."""
+        holding.odd_steps[index] = -1
+        stream = holding.streams[index]
+        if stream is None:
+            return
+        self.catch_up(stream)
+        holding.streams[index] = None
+        if stream.keeps:
+            self.keeping[stream.slot].remove(stream)
+            self.num_kept[stream.slot][index] -= 1
+        else:
+            self.num_emptied[stream.slot][index] -= 1
+        stream.last = stream.high
+        stream.set_gate()
+
+    def disturb(self, run: PartRun) -> None:
+        """Let those that hold `run`, which another begins to hold, give it back by themselves."""
+        index = run.group
+        for holding in run.holders:
+            stream = holding.streams[index]
+            if stream is not None:
+                self.stop(holding, index)
+                self._expect(
+                    holding, index, (stream.last + 1) * self.page_size + self._lengths[index] - 2 - holding.base
+                )
+
+    def _last_step(self, holding: RunHolding, index: int, page: int) -> int:
+        """Return the step whose token is the last to attend to `page`, in a group with windows."""
+        return (page + 1) * self.page_size + self._lengths[index] - 2 - holding.base
+
+    def _expect(self, holding: RunHolding, index: int, step: int) -> None:
+        holding.odd_steps[index] = step
+        odd = self._odd.get(step)
+        if odd is None:
+            odd = self._odd[step] = []
+            heappush(self._odd_steps, step)
+        odd.append((holding.admission, index, holding))
+
+    def odd_now(self) -> list[tuple[int, int, RunHolding]]:
+        """Return what is odd at the end of this step, by admission and group; none of it is expected any more."""
+        if not self._odd_steps or self._odd_steps[0] > self.step:
+            return []
+        odd = self._odd.pop(heappop(self._odd_steps))
+        found: list[tuple[int, int, RunHolding]] = []
+        for admission, index, holding in odd:
+            if holding.odd_steps[index] == self.step and holding.is_decoding and holding.admission == admission:
+                self.stop(holding, index)
+                found.append((admission, index, holding))
+        if len(found) > 1:
+            found.sort(key=_place)
+        return found
+
+    # How far they have come -------------------------------------------------------------------------------
+
+    def catch_up(self, stream: Stream) -> None:
+        """Let the runs of `stream`, and of its holding, be as after the last step."""
+        holding, index = stream.holding, stream.group
+        page = self._first_seen[index](holding.base + self.step) // self.page_size
+        at = stream.high
+        if page <= at:
+            return
+        held, sink = holding.held[index], self._sinks[index]
+        place = 0
+        while sink and place < len(held) and held[place].end <= sink:
+            place += 1
+        while at < page and place < len(held):
+            run = held[place]
+            end = run.end
+            if end <= page:
+                del held[place]
+                run.holders.clear()
+            else:
+                end = page
+                run.start = page
+            self._give(stream, run, at, end)
+            at = end
+        if at < page:
+            holding.first_open[index] = page
+            self._give(stream, None, at, page)
+        stream.high = page
+        stream.set_gate()
+
+    def _give(self, stream: Stream, run: PartRun | None, start: int, end: int) -> None:
+        """Let `stream` have pages [start, end) of `run`, which nothing holds any more if they reach its end.
+
+        `run`: None for pages that cannot be found.
+        """
+        runs, low = stream.runs, stream.low
+        span = None if run is None else run.span
+        is_left = run is not None and end < run.end
+        if not stream.keeps or end <= low:
+            if run is not None and not is_left:
+                run.forget()
+            return
+        last = runs[-1] if runs else None
+        if last is not None and last.span is span and last.end == start:
+            last.end = end
+            if run is not None and not is_left:
+                run.forget()
+            return
+        if start < low:
+            start = low
+        if run is not None and not is_left:
+            run.start = start
+            stream.add(run)
+            return
+        piece = PartRun(stream.group, span, start, end, [], is_kept=True)
+        if run is None:
+            stream.holding.given.append(piece)
+        elif span is not None:
+            siblings = span.parts[stream.group]
+            siblings.insert(siblings.index(run), piece)
+        stream.add(piece)
+
+    def look(self, span: Span) -> None:
+        """Let the runs of `span` be as after the last step."""
+        span.is_moving = False
+        for index in self._bounded:
+            for run in tuple(span.parts[index]):
+                for holding in run.holders:
+                    of_holder = holding.streams[index]
+                    if of_holder is not None:
+                        self.catch_up(of_holder)
+                        span.is_moving = True
+                stream = run.stream
+                if stream is not None and not stream.trim(run):
+                    stream.runs.remove(run)
+                    run.stream = None
+                    run.forget()
+                    stream.set_gate()
+            for run in span.parts[index]:
+                if run.stream is not None:
+                    span.is_moving = True
+
+
+def _admission(holding: RunHolding) -> int:
+    return holding.admission
+
+
+def _turn(stream: Stream) -> tuple[int, int]:
+    return stream.admission, stream.group
+
+
+def _place(odd: tuple[int, int, RunHolding]) -> tuple[int, int]:
+    return odd[0], odd[1]

@@ -1,0 +1,220 @@
+"""The bytes of a memory with KV groups: which parts are used, cached and empty, and what is evicted next.
+
+Parts that nothing holds are one list of entries, the least recently released first. Empty bytes are taken before
+anything is evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.shared_memory import SharedMemory
+
+__all__ = ["Listed", "PartAccount"]
+
+
+class Listed:
+    """An entry of the list of a PartAccount, between `older` and `newer`; both are None while it is not listed.
+
+    `stamp`: when its parts were released, where ages are known.
+    """
+
+    __slots__ = ("newer", "older", "stamp")
+
+    def __init__(self) -> None:
+        self.older: Listed | None = None
+        self.newer: Listed | None = None
+        self.stamp = 0
+
+    def next_bytes(self, account: PartAccount) -> int:
+        """Return the bytes of the part of it that is evicted next, and of those that go right after; 0 for none."""
+        raise AssertionError("no part is cached")
+
+    def eat(self, account: PartAccount, num_bytes: int) -> None:
+        """Evict parts of it until `num_bytes` are empty or it has none; then unlist it."""
+        raise AssertionError("parts are missing, and none is cached")
+
+    def list_after(self, older: Listed) -> None:
+        """List it right after `older`, as old as that."""
+        newer = older.newer
+        assert newer is not None
+        self.stamp = older.stamp
+        self.older, self.newer = older, newer
+        older.newer = newer.older = self
+
+    def unlist(self) -> None:
+        """Take it off the list."""
+        older, newer = self.older, self.newer
+        assert older is not None and newer is not None
+        older.newer, newer.older = newer, older
+        self.older = self.newer = None
+
+
+class PartAccount:
+    """Owner of the counts of all parts in `total_bytes`, and of the list.
+
+    Where it shares its memory, `total_bytes` is what it has of it now.
+    """
+
+    def __init__(self, memory: GroupMemory, *, total_bytes: int) -> None:
+        groups = self.groups = memory.groups
+        self.total_bytes = total_bytes
+        self.empty_bytes = total_bytes
+        self.cached_bytes = 0
+        self.num_used = [0] * len(groups)
+        """Parts in use, by group."""
+        self.num_cached = [0] * len(groups)
+        """Parts that can be found and are not in use, by group."""
+        self.num_evicted = [0] * len(groups)
+        self.evicted_bytes = self.released_bytes = 0
+        """Bytes of parts that were evicted, and of those that have gone out of use, since the beginning."""
+        self.part_bytes = [group.part_bytes for group in groups]
+        self.page_bytes = memory.page_bytes
+        """The bytes of a page with all its parts."""
+        self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
+        self.shared: SharedMemory | None = None
+        """The memory that all bytes come from, if others have parts in it as well."""
+        # One sentinel closes the list to a ring: newer of it is the oldest entry, older of it the youngest.
+        self._ring = Listed()
+        self._ring.older = self._ring.newer = self._ring
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be taken now: empty or cached."""
+        return self.empty_bytes + self.cached_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of parts that sequences hold."""
+        return self.total_bytes - self.free_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that can be taken now, whoever has them: the same as `free_bytes`, unless the memory is shared."""
+        return self.free_bytes if self.shared is None else self.shared.num_free_bytes
+
+    # A memory that others share ---------------------------------------------------------------------------
+
+    def share(self, memory: SharedMemory) -> None:
+        """Take all bytes from `memory` from now on, and give what is empty back to it; nothing was taken yet."""
+        assert self.empty_bytes == self.total_bytes, "what is to be shared is in use"
+        self.shared = memory
+        self.resize(-self.total_bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        """Add `num_bytes` empty bytes; below 0, take so many away."""
+        self.total_bytes += num_bytes
+        self.empty_bytes += num_bytes
+
+    @property
+    def next_stamp(self) -> int:
+        """When the part was released that is evicted next; something is cached, and the memory is shared."""
+        return self._oldest().stamp
+
+    @property
+    def next_bytes(self) -> int:
+        """The bytes of that part, and of those that go right after it."""
+        return self._oldest().next_bytes(self)
+
+    def _oldest(self) -> Listed:
+        """Return the oldest entry that has parts."""
+        ring = self._ring
+        oldest = ring.newer
+        assert oldest is not None
+        while oldest is not ring and not oldest.next_bytes(self):
+            oldest.unlist()
+            oldest = ring.newer
+            assert oldest is not None
+        return oldest
+
+    # The list ---------------------------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Listed]:
+        """Return what is listed, the oldest first."""
+        entry = self._ring.newer
+        while entry is not self._ring:
+            assert entry is not None
+            yield entry
+            entry = entry.newer
+
+    @property
+    def youngest(self) -> Listed | None:
+        """The entry that was listed last."""
+        return self._ring.older
+
+    def append(self, entry: Listed) -> None:
+        """List `entry` as the youngest; its parts are counted by the caller."""
+        ring = self._ring
+        youngest = ring.older
+        assert youngest is not None
+        entry.older, entry.newer = youngest, ring
+        youngest.newer = ring.older = entry
+        if self.shared is not None:
+            entry.stamp = self.shared.tick()
+
+    # Counts -----------------------------------------------------------------------------------------------
+
+    def take(self, index: int, count: int) -> None:
+        """Take `count` parts of a group, which must be free."""
+        num_bytes = count * self.part_bytes[index]
+        if self.empty_bytes < num_bytes:
+            self.make_room(num_bytes)
+        self.empty_bytes -= num_bytes
+        self.num_used[index] += count
+
+    def take_pages(self, count: int) -> None:
+        """Take the parts of `count` pages in every group that keeps tokens."""
+        num_bytes = count * self.page_bytes
+        if self.empty_bytes < num_bytes:
+            self.make_room(num_bytes)
+        self.empty_bytes -= num_bytes
+        num_used = self.num_used
+        for index in self._of_tokens:
+            num_used[index] += count
+
+    def make_room(self, num_bytes: int) -> None:
+        """See to it that `num_bytes` bytes are empty, which are free."""
+        if self.shared is None:
+            self.evict(num_bytes)
+        else:
+            self.shared.make_room(num_bytes)
+
+    def evict(self, num_bytes: int) -> None:
+        """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
+        ring = self._ring
+        while self.empty_bytes < num_bytes:
+            oldest = ring.newer
+            assert oldest is not None
+            oldest.eat(self, num_bytes)
+
+    def note_evicted(self, index: int, count: int) -> None:
+        """Count parts of a group that were cached as evicted."""
+        num_bytes = count * self.part_bytes[index]
+        self.num_cached[index] -= count
+        self.num_evicted[index] += count
+        self.evicted_bytes += num_bytes
+        self.cached_bytes -= num_bytes
+        self.empty_bytes += num_bytes
+
+    def note_cached(self, index: int, count: int) -> None:
+        """Count parts of a group that were used as cached."""
+        num_bytes = count * self.part_bytes[index]
+        self.num_used[index] -= count
+        self.num_cached[index] += count
+        self.released_bytes += num_bytes
+        self.cached_bytes += num_bytes
+
+    def note_empty(self, index: int, count: int) -> None:
+        """Count parts of a group that were used as empty."""
+        num_bytes = count * self.part_bytes[index]
+        self.num_used[index] -= count
+        self.released_bytes += num_bytes
+        self.empty_bytes += num_bytes
+
+    def note_used(self, index: int, count: int) -> None:
+        """Count parts of a group that were cached as used."""
+        num_bytes = count * self.part_bytes[index]
+        self.num_used[index] += count
+        self.num_cached[index] -= count
+        self.cached_bytes -= num_bytes

@@ -1,0 +1,132 @@
+"""What windows of decodes give back, a page at a time, in steps that come at regular distances.
+
+Nothing is done for a page when it is given back: the stream that it belongs to is listed once more, see Turns, and that
+stands for its next page. How far a stream has come follows from the step, and is worked out when its runs are looked
+at.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvarts.kv.part_account import Listed, PartAccount
+
+if TYPE_CHECKING:
+    from kvarts.kv.spans import PartRun, RunHolding
+
+__all__ = ["NEVER", "Stream", "Turns"]
+
+NEVER = 1 << 62
+MOST_EATEN = 1 << 12
+"""Turns that were evicted and still have a place."""
+
+
+class Stream:
+    """Pages that `holding` gives back in a group, in order. `keeps`: they are listed; else they are empty at once.
+
+    `slot`: that of the steps in which it does. `low`: the page that is evicted next. `high`: the first that is not
+    given back, as far as `runs` know: these have the pages between, but for the ranges of `holes`, which are not listed
+    by it any more. `last`: no page from there on is given back; NEVER as long as it goes on. `gate`: the page at which
+    the first of `runs` has nothing left, if that is known.
+    """
+
+    __slots__ = ("admission", "gate", "group", "high", "holding", "holes", "keeps", "last", "low", "runs", "slot")
+
+    def __init__(self, holding: RunHolding, group: int, page: int, slot: int, *, keeps: bool) -> None:
+        self.holding = holding
+        self.admission = holding.admission
+        self.group = group
+        self.slot = slot
+        self.keeps = keeps
+        self.low = self.high = page
+        self.last = NEVER
+        self.gate = NEVER
+        self.runs: list[PartRun] = []
+        self.holes: list[tuple[int, int]] = []
+
+    def add(self, run: PartRun) -> None:
+        """Add `run`, which follows the others."""
+        run.stream = self
+        self.runs.append(run)
+
+    def insert(self, run: PartRun, before: PartRun) -> None:
+        """Add `run`, which was split off the beginning of another."""
+        run.stream = self
+        self.runs.insert(self.runs.index(before), run)
+        self.set_gate()
+
+    def set_gate(self) -> None:
+        """Forget runs of which nothing is left; find out where the first of the others ends."""
+        runs = self.runs
+        while runs and runs[0].end <= self.low:
+            run = runs.pop(0)
+            run.stream = None
+            run.forget()
+        self.gate = runs[0].end if len(runs) > 1 or (runs and self.last != NEVER) else NEVER
+
+    def trim(self, run: PartRun) -> bool:
+        """Take what is evicted off the beginning of one of its runs; return whether something is left of it."""
+        if run.start < self.low:
+            run.start = min(self.low, run.end)
+        return run.start < run.end
+
+    def take_out(self, run: PartRun) -> None:
+        """List one of its runs no more."""
+        self.holes.append((run.start, run.end))
+        self.runs.remove(run)
+        run.stream = None
+        self.set_gate()
+
+    def is_hole(self, page: int) -> bool:
+        """Return whether a page is not listed by it any more."""
+        return any(start <= page < end for start, end in self.holes)
+
+
+class Turns(Listed):
+    """Streams in the order in which they gave back a page each; the turns before `at` are evicted."""
+
+    __slots__ = ("at", "streams")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+        self.at = 0
+
+    def next_bytes(self, account: PartAccount) -> int:
+        """Return the bytes of its next part; turns that have none are passed over."""
+        while self.at < len(self.streams):
+            stream = self.streams[self.at]
+            if not stream.is_hole(stream.low):
+                return account.part_bytes[stream.group]
+            self.at += 1
+            stream.low += 1
+        return 0
+
+    def eat(self, account: PartAccount, num_bytes: int) -> None:
+        """Evict the pages of its first turns until `num_bytes` are empty or there are no more."""
+        streams, at = self.streams, self.at
+        end = len(streams)
+        part_bytes, num_cached, num_evicted = account.part_bytes, account.num_cached, account.num_evicted
+        missing = num_bytes - account.empty_bytes
+        evicted = 0
+        while evicted < missing and at < end:
+            stream = streams[at]
+            at += 1
+            page = stream.low
+            stream.low = page + 1
+            if not stream.holes or not stream.is_hole(page):
+                index = stream.group
+                evicted += part_bytes[index]
+                num_cached[index] -= 1
+                num_evicted[index] += 1
+            if page + 1 >= stream.gate:
+                stream.set_gate()
+        account.evicted_bytes += evicted
+        account.cached_bytes -= evicted
+        account.empty_bytes += evicted
+        if at == end:
+            self.unlist()
+        elif at > MOST_EATEN:
+            del streams[:at]
+            at = 0
+        self.at = at
