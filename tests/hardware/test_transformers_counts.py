@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 # One of each family that is not in `tests/llm`; the others take as long again.
 FEW = {"gemma-3-1b", "gemma-3n-e4b", "llama-4-maverick", "glm-4.7", "nemotron-3-nano-30b-a3b", "granite-4.0-h-tiny"}
-FEW |= {"qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "gemma-4-26b-a4b"}
+FEW |= {"qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "gemma-4-26b-a4b", "deepseek-v3.2"}
 NAMES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in preset_names()]
 
 
@@ -52,6 +52,25 @@ SMALL = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 8, "shared_intermediate_size": 64}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+INDEXER = {
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -73,6 +92,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 16,
     },
+    "deepseek_v32": {**LATENT, **INDEXER},
+    "glm_moe_dsa": {**LATENT, **INDEXER, "indexer_types": ["full", "full", "shared", "full"]},
     "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 16},
     "qwen3_5_text": DELTA,
     "granitemoehybrid": {
@@ -133,6 +154,6 @@ def test_bytes_are_those_of_the_caches(tmp_path: Path, family: str) -> None:
 
 def states_of(layer: Any) -> list[Any]:
     """Return the tensors of a layer of a cache."""
-    tensors = [getattr(layer, name, None) for name in ("keys", "values")]
+    tensors = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
     tensors += [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
     return [tensor for tensor in tensors if tensor is not None]

@@ -151,7 +151,7 @@ def _rows(
         ("model", f"{geometry.name} ({geometry.source})"),
         ("parameters", parameters),
         ("weights", f"{geometry.weight_bytes:,} bytes"),
-        ("layers", ", ".join(layers_text(group.layer, group.num_layers) for group in geometry.kv_groups)),
+        ("layers", layers_text(geometry)),
     ]
     if geometry.state_bytes:
         rows.append(("states", f"{geometry.state_bytes:,} bytes a sequence"))

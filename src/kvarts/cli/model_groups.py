@@ -12,16 +12,24 @@ if TYPE_CHECKING:
 __all__ = ["group_values", "layers_text", "numbers_text", "sequence_rows"]
 
 
-def layers_text(layer: KvLayer, count: int) -> str:
-    """Return what `count` layers do with the tokens before."""
+def layers_text(geometry: Geometry) -> str:
+    """Return what layers do with the tokens before, and how many of them."""
+    counts: dict[str, int] = {}
+    for group in geometry.kv_groups:
+        what = _what(group.layer)
+        counts[what] = counts.get(what, 0) + group.num_layers
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
+
+
+def _what(layer: KvLayer) -> str:
     if layer.kind == "chunk":
-        return f"{count} that attend to chunks of {layer.span:,} tokens"
+        return f"that attend to chunks of {layer.span:,} tokens"
     if layer.kind == "state":
-        return f"{count} that keep a state"
+        return "that keep a state"
     if layer.kind == "none":
-        return f"{count} that see one token at a time"
+        return "that see one token at a time"
     seen = "all tokens" if layer.span is None else f"the last {layer.span:,} tokens"
-    text = f"{count} that attend to {seen}"
+    text = f"that attend to {seen}"
     return f"{text} in the KV of other layers" if layer.kind == "shared" else text
 
 
@@ -38,7 +46,9 @@ def numbers_text(geometry: Geometry, tensor_parallel: int, pipeline_parallel: in
         if geometry.latent is None:
             text += f"2 x {-(-heads // tensor_parallel)} KV heads x {numbers // 2}"
         else:
-            text += f"({geometry.latent.kv_rank} latent + {geometry.latent.rope_dim} rotary)"
+            text += f"({geometry.latent.kv_rank} latent + {geometry.latent.rope_dim} rotary"
+            index = numbers - geometry.latent.kv_rank - geometry.latent.rope_dim
+            text += f" + {index} index)" if index else ")"
         terms.append(text)
     return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
 

@@ -52,6 +52,12 @@ class ConfigFields(msgspec.Struct):
     qk_nope_head_dim: Some = 0
     qk_rope_head_dim: Some = 0
     v_head_dim: Some = 0
+    index_head_dim: Count = 128
+    index_n_heads: Count | None = None
+    indexer_types: list[str] | None = None
+    index_topk_pattern: str | list[str] | None = None
+    index_topk_freq: Count = 1
+    index_skip_topk_offset: Some = 2
     # Experts.
     num_local_experts: Some | None = None
     num_experts: Some | None = None
@@ -123,6 +129,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {},
     "deepseek_v3": {},
     "deepseek_v2": {},
+    "deepseek_v32": {},
+    "glm_moe_dsa": {},
     "kimi_k2": {},
     "glm4_moe": {"has_output_bias": False},
     "nemotron_h": {"num_norms": 1, "mlp_matrices": 2, "has_qkv_bias": False, "has_output_bias": False},

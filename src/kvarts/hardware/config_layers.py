@@ -16,6 +16,8 @@ __all__ = ["num_layers_of", "read_extra", "read_layers", "read_state"]
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "gpt_oss": 2}
 _INTERVALS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+# Families with an indexer beside latent attention, which chooses the tokens that are attended to, and its heads.
+_INDEXED = {"deepseek_v32": 64, "glm_moe_dsa": 32}
 _OTHER_NAMES = {"attention": "full_attention", "mamba": "linear_attention"}
 
 
@@ -42,6 +44,8 @@ def block_types(config: ConfigFields, num_layers: int, path: Path | None) -> lis
         known = {"full_attention", "chunked_attention"}
     elif config.model_type in _STATES:
         known = {"full_attention", "linear_attention"}
+    elif config.model_type in _INDEXED:
+        known |= {"indexed_attention"}
     if config.model_type == "nemotron_h":
         known |= {"mlp", "moe"}
     if strange := sorted(set(types) - known):
@@ -89,6 +93,7 @@ def read_layers(
     window = None if config.use_sliding_window is False else config.sliding_window
     kinds = {
         "full_attention": _global_layer(config) if config.model_type == "gemma4_text" else full,
+        "indexed_attention": full,
         "sliding_attention": _bounded(full, "window", window, path),
         "chunked_attention": _bounded(full, "chunk", config.attention_chunk_size, path),
         "linear_attention": KvLayer(kind="state", state_bytes=state_bytes),
@@ -97,6 +102,11 @@ def read_layers(
     }
     types = block_types(config, num_layers, path)
     layers = [kinds[kind] for kind in types]
+    if config.model_type in _INDEXED:
+        # An indexer keeps a key of its own for every token.
+        has_indexer = _indexers(config, num_layers, path)
+        indexed = KvLayer(kind=full.kind, num_heads=1, head_numbers=full.head_numbers + config.index_head_dim)
+        layers = [indexed if has else layer for layer, has in zip(layers, has_indexer, strict=True)]
     num_own = max(0, num_layers - config.num_kv_shared_layers)
     own_types = set(types[:num_own])
     for index in range(num_own, num_layers):
@@ -113,6 +123,30 @@ def read_layers(
     if not any(layer.keeps_tokens for layer in layers):
         raise ConfigError("has no layer that keeps tokens", path=path, field="layer_types")
     return tuple(layers)
+
+
+def _indexers(config: ConfigFields, num_layers: int, path: Path | None) -> list[bool]:
+    """Return for each layer whether it has an indexer; the others attend to what the one before them chose.
+
+    Raise InputError and ConfigError for what cannot be.
+    """
+    modes, field = config.indexer_types, "indexer_types"
+    if modes is None and config.index_topk_pattern is not None:
+        field = "index_topk_pattern"
+        modes = [{"F": "full", "S": "shared"}.get(mode, mode) for mode in config.index_topk_pattern]
+    if config.kv_lora_rank is None or config.q_lora_rank is None:
+        missing = "kv_lora_rank" if config.kv_lora_rank is None else "q_lora_rank"
+        raise InputError("is missing beside an indexer", path=path, field=missing)
+    if config.model_type == "deepseek_v32":
+        return [True] * num_layers
+    if modes is None:
+        offset = config.index_skip_topk_offset
+        return [max(layer - offset + 1, 0) % config.index_topk_freq == 0 for layer in range(num_layers)]
+    if len(modes) != num_layers:
+        raise InputError(f"names {len(modes)} layers of {num_layers}", path=path, field=field)
+    if strange := sorted(set(modes) - {"full", "shared"}):
+        raise ConfigError(f"{strange[0]!r} is not understood", path=path, field=field)
+    return [mode == "full" for mode in modes]
 
 
 def _global_layer(config: ConfigFields) -> KvLayer:
@@ -213,12 +247,23 @@ _STATES: dict[str, Callable[[ConfigFields], State]] = {
 
 
 def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -> Extra:
-    """Return what Gemma 3n and 4 have beside attention and feed-forward layers, and where their layers differ."""
+    """Return what layers have beside attention, feed-forward layers and states, and where they differ."""
+    if config.model_type in _INDEXED:
+        return _indexing(config, layers)
     if config.model_type == "gemma3n_text":
         return _gemma_3n(config, len(layers))
     if config.model_type == "gemma4_text":
         return _gemma_4(config, layers, head_dim)
     return Extra()
+
+
+def _indexing(config: ConfigFields, layers: Sequence[KvLayer]) -> Extra:
+    """Add indexers: queries from the latent ones, a key and its norm, and a weight for each head."""
+    num_indexers = sum(_indexers(config, len(layers), None))
+    hidden, width = config.hidden_size, config.index_head_dim
+    heads = config.index_n_heads or _INDEXED[config.model_type]
+    matrix = (config.q_lora_rank or 0) * heads * width + hidden * (width + heads)
+    return Extra(matrix=num_indexers * matrix, small=num_indexers * 2 * width)
 
 
 def _second_inputs(config: ConfigFields, num_layers: int) -> Extra:
