@@ -7,7 +7,6 @@ from typing import Protocol
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
-from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.block_pages import BlockPages
@@ -148,23 +147,28 @@ def build_grouped_engine(
     *,
     num_blocks: int,
     readers: Sequence[EventReader] = (),
+    num_waiting: int = 1,
     policy: AdmissionPolicy | None = None,
     audit: bool = False,
 ) -> Engine:
     """Return an engine around an executor of a model with KV groups, in `num_blocks` blocks of `memory`.
 
-    `policy` and `readers`: see `build_engine`. `audit`: assert the laws of page accounting after every step. Raise
-    ConfigError for a reader of page and request events: what is found and evicted of a page in part has no event.
+    What else there is says `build_engine`. Raise ConfigError for an audit if the room `audit` is not installed.
     """
-    assert executor.needs_page_ids, "in virtual time parts are counted, see kvarts.sim.grouped_replica"
-    log = EventLog(readers)
-    if log.tell_details is not None:
-        raise ConfigError(
-            "is not told of KV groups yet: pages are found and evicted in part",
-            field="readers",
-            hint="Leave out what reads events of pages, or set kv_groups to off.",
+    if audit:
+        groups = tuple(
+            from_room("audit.part_ledger", "AuditedGroup", field="audit")(
+                group.layer.kind, group.part_bytes // memory.block_bytes, group.layer.span, group.layer.sink
+            )
+            for group in memory.groups
         )
-    cache = BlockPages(memory, num_blocks=num_blocks, page_size=config.page_size)
-    rows = GroupBatch(cache, config.max_num_seqs)
-    scheduler = GroupedScheduler(config, cache, PriorityPolicy() if policy is None else policy, rows=rows)
+        auditor = from_room("audit.group_auditor", "GroupAuditor", field="audit")(
+            groups, num_blocks, config.page_size, keeps_all=memory.keeps == "all", part_counts=lambda: cache
+        )
+        readers = (*readers, auditor)
+    log = EventLog(readers, num_waiting=num_waiting)
+    tell = log.tell_details
+    cache: BlockPages = BlockPages(memory, num_blocks=num_blocks, page_size=config.page_size, tell=tell)
+    rows = GroupBatch(cache, config.max_num_seqs) if executor.needs_page_ids else None
+    scheduler = GroupedScheduler(config, cache, PriorityPolicy() if policy is None else policy, rows=rows, tell=tell)
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=executor.needs_page_ids)

@@ -3,6 +3,9 @@
 Page events are about runs, pages [start_page, end_page) of a content, so that an event costs no more than the operation
 it reports. Requests are named by `index`, their place in arrival order. Times are integer nanoseconds. Page and request
 events are in the order in which they happened, after the `StepStarted` or `StepEnded` that they belong to.
+
+Of a cache with KV groups, a page event is about the parts of its pages in one `group`, counted from 0; a state is at
+the page that it was taken at the end of. Numbers of pages that requests lack, or that are used, are then in blocks.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ __all__ = [
     "PageEvent",
     "PagesRemoved",
     "PagesStored",
+    "PartsGivenBack",
     "Preemption",
     "Rejected",
     "StepDone",
@@ -58,12 +62,14 @@ class PagesStored(msgspec.Struct, frozen=True, gc=False):
     end_page: int
     parent: Content | None
     medium: str = "device"
+    group: int | None = None
 
 
 class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
     """A run of cached pages was evicted, the last page first; it can no longer be found. `medium`: the tier.
 
     `is_held`: transfers still hold its pages, which are empty when these end; what is before it is evicted next.
+    `is_dropped`: they were not evicted to make room: nothing keeps what windows leave behind.
     """
 
     content: Content
@@ -71,18 +77,35 @@ class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
     end_page: int
     medium: str = "device"
     is_held: bool = False
+    group: int | None = None
+    is_dropped: bool = False
 
 
 class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
     """A run of cached pages was evicted, the last page first; another copy can still be found.
 
-    `copy`: which of the resident copies, counted from 0 in the order in which they were made.
+    `copy`: which of the resident copies, counted from 0 in the order in which they were made. `is_dropped`: as in
+    PagesRemoved.
     """
 
     content: Content
     start_page: int
     end_page: int
     copy: int
+    group: int | None = None
+    is_dropped: bool = False
+
+
+class PartsGivenBack(msgspec.Struct, frozen=True, gc=False):
+    """No later token of a running request sees these pages in this KV group: it gives its parts back, the last first.
+
+    `content`: that of the request.
+    """
+
+    content: Content
+    start_page: int
+    end_page: int
+    group: int
 
 
 class StoreStarted(msgspec.Struct, frozen=True, gc=False):
@@ -150,7 +173,7 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     time_ns: int
 
 
-PageEvent = PagesStored | PagesRemoved | CopiesRemoved
+PageEvent = PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack
 
 # Requests -------------------------------------------------------------------------------------------------
 
@@ -227,12 +250,15 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     """A request began to run, and found its first `num_hit_pages` pages.
 
     `by_tier`: how many of these, the last ones, had to be loaded from each tier below the device; None if none.
+    `reach`: of a cache with KV groups, as far as any of them has a part of a page: from how many pages each group by
+    itself could have gone on.
     """
 
     request: int
     content: Content
     num_hit_pages: int
     by_tier: tuple[tuple[str, int], ...] | None = None
+    reach: tuple[int, ...] = ()
 
 
 class ChunkComputed(msgspec.Struct, frozen=True, gc=False):

@@ -1,7 +1,8 @@
 """The form of a journal: every event of one engine as a line of JSON, numbered without gaps.
 
 Page events stay runs: pages [start_page, end_page) of a request's sequence. The line of an arrival carries the sequence
-itself, so a page can be named, compared and hashed from the journal alone.
+itself, so a page can be named, compared and hashed from the journal alone. With KV groups, the head names them, memory
+is counted in blocks, and a line about pages is about their parts in one group.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ __all__ = [
     "ComputedLine",
     "DraftedLine",
     "FinishedLine",
+    "GivenBackLine",
     "Head",
+    "JournalGroup",
     "Line",
     "LoadedLine",
     "LoadingLine",
@@ -83,10 +86,14 @@ class BlockedLine(Line, tag="blocked", frozen=True, kw_only=True, gc=False):
 
 
 class AdmittedLine(Line, tag="admitted", frozen=True, kw_only=True, gc=False):
-    """It began to run. `loaded_pages`: those of its hit pages, the last ones, that each tier below the device had."""
+    """It began to run. `loaded_pages`: those of its hit pages, the last ones, that each tier below the device had.
+
+    `reach`: from how many pages each KV group by itself could have gone on.
+    """
 
     hit_pages: Count
     loaded_pages: dict[str, Count] = {}
+    reach: list[Count] = []
 
 
 class ComputedLine(Line, tag="computed", frozen=True, kw_only=True, gc=False):
@@ -129,6 +136,15 @@ class StoredLine(Line, tag="stored", frozen=True, kw_only=True, gc=False):
 
     start_page: Count
     end_page: Count
+    group: Count | None = None
+
+
+class GivenBackLine(Line, tag="given_back", frozen=True, kw_only=True, gc=False):
+    """It gave parts of its pages back, which none of its later tokens sees."""
+
+    start_page: Count
+    end_page: Count
+    group: Count
 
 
 class StoringLine(Line, tag="storing", frozen=True, kw_only=True, gc=False):
@@ -181,11 +197,16 @@ class LoadedLine(Line, tag="loaded", frozen=True, kw_only=True, gc=False):
 
 
 class RemovedLine(Line, tag="removed", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence were evicted, the last first. `is_copy`: another copy can still be found."""
+    """Pages of its sequence were evicted, the last first. `is_copy`: another copy can still be found.
+
+    `is_dropped`: nothing was short: what windows leave behind is not kept.
+    """
 
     start_page: Count
     end_page: Count
     is_copy: bool = False
+    group: Count | None = None
+    is_dropped: bool = False
 
 
 AnyLine = (
@@ -200,6 +221,7 @@ AnyLine = (
     | CancelledLine
     | StoredLine
     | RemovedLine
+    | GivenBackLine
     | StoringLine
     | StoreFailedLine
     | StoredBelowLine
@@ -209,9 +231,38 @@ AnyLine = (
 )
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line."""
+class JournalGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A KV group: what its layers keep, how many they are, and the blocks of a part. `tokens`: of a window or chunk."""
+
+    kind: str
+    layers: Count
+    part_blocks: Count
+    tokens: Count | None = None
+    sink: Count = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.tokens is None else f"{self.kind} {self.tokens:,}"
+
+    def needed(self, num_pages: int, page_size: int) -> tuple[range, range]:
+        """Return the pages that are needed to go on from so many, at least one: of the sink, and after it.
+
+        Of a state, that of its snapshot.
+        """
+        if self.kind == "state":
+            return range(0), range(num_pages - 1, num_pages)
+        position = num_pages * page_size
+        first = 0
+        if self.tokens is not None:
+            first = position - position % self.tokens if self.kind == "chunk" else max(0, position + 1 - self.tokens)
+        first_page = first // page_size
+        return range(min(first_page, -(-self.sink // page_size))), range(first_page, num_pages)
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The first line. `kv_groups`: empty where pages are whole."""
 
     kvarts_journal: int
     block_size_tokens: Count
     total_blocks: Count
+    kv_groups: list[JournalGroup] = []
+    block_bytes: Count = 0

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from hypothesis import strategies as st
+from collections.abc import Sequence
+from typing import Any
 
+from hypothesis import strategies as st
+from msgspec.structs import astuple
+
+from kvarts.content import Content
+from kvarts.events import Event
 from kvarts.hardware.kv_groups import KvKind, KvLayer
 from kvarts.kv.group_memory import PartGroup
+from kvarts.report.report import Report
 from kvarts.report.requests import REJECTED
 from kvarts.sim.replay import replay
 
 from builders.case import Case
+from builders.rooms import HAS_AUDIT, timelines_json
 from oracles.naive import NaiveRequest, polynomial_ns, run_naive
 from oracles.naive_group_engine import NaiveGroupEngine
 
@@ -60,10 +68,43 @@ def naive_run(
     return requests, engines
 
 
+class Told:
+    """Keeps every event."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self.events += events
+
+    def plain(self) -> list[tuple[Any, ...]]:
+        """The events as values that compare: contents by their requests."""
+        return [
+            (type(event), *(value.owner if isinstance(value, Content) else value for value in astuple(event)))
+            for event in self.events
+        ]
+
+
+def told_by(case: Case, groups: tuple[PartGroup, ...], keeps: str, **changes: Any) -> tuple[Report, list[Told]]:
+    """A case through kvarts, and all that its engines told."""
+    config = case.config(kv_groups=keeps, groups=groups, **changes)
+    told = [Told() for _ in range(config.replicas)]
+    return replay(case.trace(), config, observers_of=lambda replica: [told[replica]]), told
+
+
+def assert_same_outcome(report: Report, other: Report) -> None:
+    """To the byte: report, requests, steps and timelines."""
+    assert report.to_json() == other.to_json()
+    assert report.requests_jsonl() == other.requests_jsonl()
+    assert timelines_json(report) == timelines_json(other)
+    for name, column in report.steps.items():
+        assert column.tobytes() == other.steps[name].tobytes(), name
+
+
 def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """Requests, steps, parts of every group at every step, and evictions."""
     requests, engines = naive_run(case, groups, keeps)
-    config = case.config(kv_groups=keeps, groups=groups, audit=True)
+    config = case.config(kv_groups=keeps, groups=groups)
     report = replay(case.trace(), config)
     block_bytes = config.memory.block_bytes
     columns = report.request_columns
@@ -90,3 +131,4 @@ def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps:
         for group, _ in naive.groups.evicted:
             evicted[group] += 1
     assert [group["num_evicted_parts"] for group in report.summary["kv_groups"]] == evicted
+    assert_same_outcome(report, replay(case.trace(), case.config(kv_groups=keeps, groups=groups, audit=HAS_AUDIT)))

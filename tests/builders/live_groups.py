@@ -17,6 +17,7 @@ from kvarts.kv.group_memory import GroupMemory
 from kvarts.request import Request, RequestState
 from kvarts.sched.plan import StepPlan, StepResult
 
+from builders.rooms import HAS_AUDIT
 from oracles.naive import NaiveRequest
 from oracles.naive_kv_groups import seen_by
 
@@ -121,7 +122,7 @@ class LiveRun:
             self.tokens.append((request.tenant, [int(str(token)) for token in (*request.tokens, *request.output)]))
         self.executor = ReadingExecutor(memory, config, self.tokens)
         self.engine: Engine = build_grouped_engine(
-            config, memory, self.executor, num_blocks=num_blocks, readers=[self.steps], audit=True
+            config, memory, self.executor, num_blocks=num_blocks, readers=[self.steps], audit=HAS_AUDIT
         )
         self.requests = [self._request(request, config) for request in requests]
 

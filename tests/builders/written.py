@@ -15,6 +15,8 @@ def journals_of(case: Case, **changes: Any) -> list[bytes]:
     """What the journals of each replica say."""
     config = case.config(**changes)
     files = [io.BytesIO() for _ in range(config.replicas)]
-    writers = [JournalWriter(file, total_blocks=config.num_pages, block_size_tokens=config.page_size) for file in files]
+    memory = None if config.kv_groups == "off" else config.memory.to_builtins()
+    sizes: dict[str, Any] = {"total_blocks": config.num_blocks, "block_size_tokens": config.page_size}
+    writers = [JournalWriter(file, **sizes, memory=memory) for file in files]
     replay(case.trace(), config, observers_of=lambda replica: [writers[replica]])
     return [file.getvalue() for file in files]

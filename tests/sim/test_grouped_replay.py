@@ -21,7 +21,6 @@ from kvarts.traffic.workload import FixedLength, Workload
 from builders.case import Case, Row
 from builders.command_line import parsed
 from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive
-from builders.kept import Kept
 from builders.rooms import HAS_OFFLOAD
 
 GROUPS = (PartGroup(FULL, 1), WINDOW)
@@ -174,9 +173,3 @@ def test_advice_names_no_tier_where_none_can_be() -> None:
     whole = {name: value for name, value in summary.items() if name != "kv_groups"}
     assert "--host-pages" in (advice(whole, tier_flag="--host-pages") or "")
     assert "--host-pages" not in (advice(summary, tier_flag="--host-pages") or "")
-
-
-def test_page_events_are_refused_rather_than_told_wrongly() -> None:
-    config = ReplayConfig(num_pages=40, page_size=4, kv_groups="all", groups=GROUPS)
-    with pytest.raises(ConfigError, match="not told of KV groups yet"):
-        replay(traffic(), config, observers_of=lambda _: [Kept()])

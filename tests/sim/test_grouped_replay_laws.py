@@ -15,7 +15,7 @@ from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
-from builders.grouped import FULL, assert_grouped_as_in_naive, part_groups
+from builders.grouped import FULL, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
 
@@ -57,6 +57,17 @@ def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, .
         assert fast.requests_jsonl() == slow.requests_jsonl()
         for name, column in fast.steps.items():
             assert column.tobytes() == slow.steps[name].tobytes(), name
+
+
+@given(cases(max_requests=24), part_groups(), st.sampled_from(["all", "tails"]))
+def test_who_reads_every_event_changes_nothing(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+    """L5, of two substrates: by runs of pages, in leaps; and page by page and step by step, for readers of details."""
+    case.profile = "default"
+    for changes in ({}, {"concurrency": 3}, {"router": "prefix", "replicas": 2}):
+        report, told = told_by(case, groups, keeps, **changes)
+        assert_same_outcome(report, replay(case.trace(), case.config(kv_groups=keeps, groups=groups, **changes)))
+        _, told_slowly = told_by(case, groups, keeps, step_by_step=True, **changes)
+        assert [replica.plain() for replica in told] == [replica.plain() for replica in told_slowly]
 
 
 @given(cases(max_requests=40), st.sampled_from([1, 3]), st.sampled_from(["all", "tails"]))

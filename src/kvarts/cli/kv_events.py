@@ -115,6 +115,16 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
     )
 
 
+def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) -> KvEventsConfig:
+    """Return the same for an engine with these KV groups."""
+    import msgspec
+
+    from kvarts.serve.kv_events.config import EventGroup
+
+    told = tuple(EventGroup(group["kind"], group.get("tokens")) for group in groups)
+    return msgspec.structs.replace(config, groups=told)
+
+
 class KvEventsPart(Part):
     """KV events over ZMQ."""
 
@@ -144,6 +154,8 @@ class KvEventsPart(Part):
             return None
         if model is not None:
             raise ConfigError("is for one model", field="kv_events", hint="Replay each model for itself.")
+        if config.kv_groups != "off":
+            published = _with_groups(published, config.memory.to_builtins()["kv_groups"])
         return Publishing(published, config.replicas, places)
 
 

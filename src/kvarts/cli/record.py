@@ -13,7 +13,7 @@ import click
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.parts import Part
 from kvarts.cli.paths import DERIVED, OUTPUT
-from kvarts.errors import ConfigError, OutputError
+from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file
 from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica
 
@@ -92,13 +92,6 @@ class Recordings:
     ) -> None:
         self._config = config
         self._every = timeline_every
-        counts_groups = config.kv_groups != "off"
-        if counts_groups and events_file is not None:
-            raise ConfigError(
-                "is not written of a replay that counts KV groups: pages are found and evicted in part",
-                field="--events",
-                hint="Leave it out, or set kv_groups to off.",
-            )
         self._timelines = [list(per_replica(path, config.replicas)) for path in (timeline_file,) if path is not None]
         self._journals = [list(per_replica(path, config.replicas)) for path in (events_file,) if path is not None]
         if self._timelines:
@@ -112,8 +105,7 @@ class Recordings:
             check_writable(path)
         if run_dir is not None:
             self._timelines.append(list(per_replica(run_dir / TIMELINE, config.replicas)))
-            if not counts_groups:
-                self._journals.append(list(per_replica(run_dir / EVENTS, config.replicas)))
+            self._journals.append(list(per_replica(run_dir / EVENTS, config.replicas)))
 
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
@@ -129,15 +121,17 @@ class Recordings:
             return
         from kvarts.record.journal import JournalWriter
 
+        memory = None if self._config.kv_groups == "off" else self._config.memory.to_builtins()
         with ExitStack() as stack:
             closing = []
             for paths in self._journals:
                 for replica, path in enumerate(paths):
                     writer = JournalWriter(
                         stack.enter_context(whole_file(path)),
-                        total_blocks=self._config.num_pages,
+                        total_blocks=self._config.num_blocks,
                         block_size_tokens=self._config.page_size,
                         is_packed=path.suffix == ".gz",
+                        memory=memory,
                     )
                     writers[replica].append(writer)
                     closing.append(writer)

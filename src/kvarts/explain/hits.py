@@ -5,9 +5,12 @@ Every prompt token of every admitted request is one of these:
 * `device_hit`: found in pages that others had left;
 * `host_hit`, `disk_hit`: found in a tier below the device, where there are such tiers;
 * `never_seen`: no sequence before it had computed this prefix up to this token;
-* `evicted`: some had, the page could be found once, and is gone;
+* `evicted`: some had, the page could be found once, and is gone; with KV groups: some group had to have a part to go
+  on from there or later, and it is gone;
 * `alignment`: some had, but not a whole page of it could be found: the page was never full, or it is the last page of
   the prompt, of which the last token is always computed;
+* `not_kept`: with KV groups, some had, and had nothing been evicted, it could not have been found all the same: windows
+  had left it behind, or no snapshot of a state was taken there or later;
 * `recomputed`: it had been in this request's own pages, and was computed again after a preemption;
 * `not_computed`: the request ended before it came to it.
 
@@ -37,10 +40,13 @@ from kvarts.journal import (
     StoredLine,
 )
 
-__all__ = ["BELOW", "KINDS", "HitLedger", "hit_ledger"]
+__all__ = ["BELOW", "KINDS", "NOT_KEPT", "HitLedger", "hit_ledger"]
 
 BELOW = ("host_hit", "disk_hit")
 KINDS = ("device_hit", "never_seen", "evicted", "alignment", "recomputed", "not_computed")
+NOT_KEPT = "not_kept"
+"""Beside KINDS, of journals with KV groups."""
+MISSED = ("alignment", "evicted", NOT_KEPT)
 
 
 class HitLedger(msgspec.Struct, frozen=True):
@@ -94,6 +100,10 @@ class _Node:
         self.children: dict[bytes | int, _Node] = {}
 
 
+HERE, LEFT = np.inf, -np.inf
+"""Marks of parts that can be found, and of those that windows left behind; a time is when a part was evicted."""
+
+
 class _Seen:
     """Everything that was ever computed, as runs of tokens, and when each page of it was last evicted.
 
@@ -103,8 +113,8 @@ class _Seen:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._roots: dict[str | None, _Node] = {}
-        self._removed_ms: dict[int, Column] = {}
-        """By the owner of the run that a page's last token is in: for each of its pages; NaN for never."""
+        self._marks: dict[tuple[int, int | None], Column] = {}
+        """By the owner of the run that a page's last token is in, and the group: for each of its pages."""
 
     def path(self, content: Content, end: int) -> tuple[list[tuple[_Node, int]], int]:
         """Return the longest seen prefix of `content` up to `end`: its runs, where each ends there, and its length."""
@@ -143,32 +153,36 @@ class _Seen:
                 return
         last.children[content.key(position)] = _Node(content, position, end)
 
-    def remove(self, content: Content, start_page: int, end_page: int, time_ms: float) -> None:
-        """Take note that pages were evicted."""
-        for removed_ms, first, last in self._slices(content, start_page, end_page):
-            removed_ms[first:last] = time_ms
+    def mark(
+        self, content: Content, start_page: int, end_page: int, time_ms: float, *, group: int | None = None
+    ) -> None:
+        """Take note that pages were evicted, or of what has become of their parts in a group: HERE, LEFT, or when."""
+        for marks, first, last in self._slices(content, start_page, end_page, group):
+            marks[first:last] = time_ms
 
-    def removed_ms(self, content: Content, start_page: int, end_page: int) -> Column:
-        """Return when pages were last evicted; NaN for those that never were."""
+    def marks(self, content: Content, start_page: int, end_page: int, *, group: int | None = None) -> Column:
+        """Return when pages were last evicted, or what has become of their parts; NaN for those without a mark."""
         out = np.full(end_page - start_page, np.nan)
-        for removed_ms, first, last in self._slices(content, start_page, end_page):
-            out[first - start_page : last - start_page] = removed_ms[first:last]
+        for marks, first, last in self._slices(content, start_page, end_page, group):
+            out[first - start_page : last - start_page] = marks[first:last]
         return out
 
-    def _slices(self, content: Content, start_page: int, end_page: int) -> list[tuple[Column, int, int]]:
+    def _slices(
+        self, content: Content, start_page: int, end_page: int, group: int | None
+    ) -> list[tuple[Column, int, int]]:
         size = self._page_size
         out = []
         for node, at in self.path(content, end_page * size)[0]:
             # A page belongs to the run that its last token is in.
             first, last = max(start_page, node.start // size), min(end_page, at // size)
             if first < last:
-                owner = node.content.owner
-                pages = self._removed_ms.get(owner)
+                owner = node.content.owner, group
+                pages = self._marks.get(owner)
                 if pages is None or len(pages) < last:
                     grown = np.full(max(last, node.content.num_known_tokens // size), np.nan)
                     if pages is not None:
                         grown[: len(pages)] = pages
-                    pages = self._removed_ms[owner] = grown
+                    pages = self._marks[owner] = grown
                 out.append((pages, first, last))
         return out
 
@@ -238,10 +252,15 @@ class _Reading:
                 self._end(line.request, line.step)
             case StoredLine():
                 self._seen.add(content, line.end_page * size)
+                if line.group is not None:
+                    self._mark(line, content, HERE)
             case RemovedLine() if not line.is_copy:
-                end_page = min(line.end_page, content.num_known_tokens // size)
-                if line.start_page < end_page:
-                    self._seen.remove(content, line.start_page, end_page, line.t_ms)
+                self._mark(line, content, LEFT if line.is_dropped else line.t_ms)
+
+    def _mark(self, line: StoredLine | RemovedLine, content: Content, mark: float) -> None:
+        end_page = min(line.end_page, content.num_known_tokens // self._page_size)
+        if line.start_page < end_page:
+            self._seen.mark(content, line.start_page, end_page, mark, group=line.group)
 
     def _admit(self, line: AdmittedLine, content: Content) -> None:
         size = self._page_size
@@ -269,17 +288,57 @@ class _Reading:
         request.seen = []
         first = line.hit_pages
         if first < findable:
-            removed_ms = self._seen.removed_ms(content, first, findable)
-            gone = ~np.isnan(removed_ms)
-            # Runs of pages that were evicted, and of pages that never could be found.
-            edges = np.flatnonzero(np.diff(gone)) + 1
-            for end in [*edges.tolist(), len(gone)]:
-                request.seen.append(((first + end) * size, "evicted" if gone[end - 1] else "alignment"))
+            kinds, removed_ms = self._missed(content, first, findable)
+            # Runs of pages that were missed for one reason.
+            edges = np.flatnonzero(np.diff(kinds)) + 1
+            for end in [*edges.tolist(), len(kinds)]:
+                request.seen.append(((first + end) * size, MISSED[kinds[end - 1]]))
             new = np.arange(first, findable) * size >= request.furthest
-            ago = (line.t_ms - removed_ms)[gone & new]
+            ago = (line.t_ms - removed_ms)[(kinds == 1) & new]
             if len(ago):
                 self._evicted_ago_ms.append(ago)
         request.seen += [(seen_end, "alignment"), (prompt, "never_seen")]
+
+    def _missed(self, content: Content, first: int, end: int) -> tuple[Column, Column]:
+        """Return for pages [first, end), seen and not hit, why, as a place in MISSED, and when they were evicted."""
+        groups = self._journal.groups
+        if not groups:
+            removed_ms = self._seen.marks(content, first, end)
+            return (~np.isnan(removed_ms)).astype(np.int64), removed_ms
+        marks = np.stack([self._seen.marks(content, 0, end, group=group) for group in range(len(groups))])
+        was_evicted, is_gone = np.isfinite(marks), np.isnan(marks) | (marks == LEFT)
+        num_gone = np.concatenate((np.zeros((len(groups), 1), np.int64), np.cumsum(is_gone, axis=1)), axis=1)
+        length = end
+        while length > first and not self._had_been_hit(length, num_gone):
+            length -= 1
+        kinds = np.where(np.isnan(marks[:, first:]).all(axis=0), 0, 2)
+        kinds[: length - first] = 1
+        times = np.where(was_evicted, marks, LEFT)
+        last_ms = max((times[index, pages].max() for index, pages in self._needed(length) if len(pages)), default=LEFT)
+        own_ms = times.max(axis=0)[first:]
+        return kinds, np.where(own_ms == LEFT, last_ms, own_ms)
+
+    def _had_been_hit(self, length: int, num_gone: Column) -> bool:
+        """Return whether so many pages would have been a hit if nothing had been evicted.
+
+        `num_gone`: for each group and page, the pages before it that had no part then either.
+        """
+        has_last = (num_gone[:, length] == num_gone[:, length - 1]).any()
+        return bool(has_last) and all(
+            num_gone[index, pages.stop] == num_gone[index, pages.start] for index, pages in self._needed(length)
+        )
+
+    def _needed(self, length: int) -> list[tuple[int, range]]:
+        """Return the pages that are needed to go on from so many, each run of them with its group."""
+        if not length:
+            return []
+        size = self._page_size
+        return [
+            (index, pages)
+            for index, group in enumerate(self._journal.groups)
+            for pages in group.needed(length, size)
+            if pages
+        ]
 
     def _compute(self, line: ComputedLine) -> None:
         request = self._requests[line.request]
@@ -310,6 +369,8 @@ class _Reading:
     def ledger(self) -> HitLedger:
         by_request = {index: self._account(request) for index, request in sorted(self._requests.items())}
         kinds = (KINDS[0], *BELOW, *KINDS[1:]) if self._has_tiers else KINDS
+        if self._journal.groups:
+            kinds = (*kinds[:-2], NOT_KEPT, *kinds[-2:])
         tokens = {kind: sum(account.get(kind, 0) for account in by_request.values()) for kind in kinds}
         ago = None
         if self._evicted_ago_ms:

@@ -41,8 +41,8 @@ class Wait(msgspec.Struct, frozen=True):
 class Overview(msgspec.Struct, frozen=True):
     """Of all replicas of a run together. `waits`: the longest, the longest first.
 
-    `evictions`: the end of each of equal stretches of time, in ms, and the pages that were evicted in it. `notes`: what
-    is missing in the journals.
+    `evictions`: the end of each of equal stretches of time, in ms, and the pages that were evicted in it; with KV
+    groups, the blocks. `notes`: what is missing in the journals.
     """
 
     prompt_tokens: int
@@ -85,10 +85,10 @@ def _waits(journals: Sequence[Journal]) -> list[Wait]:
 
 def _evictions(journals: Sequence[Journal]) -> list[tuple[float, int]]:
     removed = [
-        (line.t_ms, line.end_page - line.start_page)
+        (line.t_ms, (line.end_page - line.start_page) * _num_blocks(journal, line.group))
         for journal in journals
         for line in journal.lines
-        if isinstance(line, RemovedLine) and not line.is_copy
+        if isinstance(line, RemovedLine) and not line.is_copy and not line.is_dropped
     ]
     end_ms = max((line.t_ms for journal in journals for line in journal.lines[-1:]), default=0.0)
     if not removed or end_ms <= 0:
@@ -98,3 +98,7 @@ def _evictions(journals: Sequence[Journal]) -> list[tuple[float, int]]:
     )
     pages = np.bincount(at, weights=[count for _, count in removed], minlength=NUM_STRETCHES)
     return [(end_ms * (index + 1) / NUM_STRETCHES, int(count)) for index, count in enumerate(pages.tolist())]
+
+
+def _num_blocks(journal: Journal, group: int | None) -> int:
+    return 1 if group is None else journal.groups[group].part_blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,9 @@ from kvarts.journal import (
     ComputedLine,
     DraftedLine,
     FinishedLine,
+    GivenBackLine,
     Head,
+    JournalGroup,
     RejectedLine,
     RemovedBelowLine,
     RemovedLine,
@@ -33,18 +35,28 @@ __all__ = ["Journal", "load_journal"]
 
 LARGEST_LINE_BYTES = 1 << 28
 BLOCK_BYTES = 1 << 16
-RunLine = StoredLine | RemovedLine | StoringLine | StoreFailedLine | StoredBelowLine | RemovedBelowLine
+RunLine = StoredLine | RemovedLine | GivenBackLine | StoringLine | StoreFailedLine | StoredBelowLine | RemovedBelowLine
 """Lines about pages [start_page, end_page) of a request."""
 
 
 class Journal:
     """A journal in memory. `contents` and `names` are by request; a rejected request has no content.
 
+    `groups`: the KV groups, empty where pages are whole; memory, `num_pages` too, is counted in blocks where there are.
     `note`: what is missing at its end, in words; None where every request of it has ended.
     """
 
-    def __init__(self, lines: list[AnyLine], *, page_size: int, num_pages: int, is_torn: bool = False) -> None:
+    def __init__(
+        self,
+        lines: list[AnyLine],
+        *,
+        page_size: int,
+        num_pages: int,
+        is_torn: bool = False,
+        groups: Sequence[JournalGroup] = (),
+    ) -> None:
         self.lines = lines
+        self.groups = tuple(groups)
         self.note = _note(lines, is_torn=is_torn)
         self.page_size = page_size
         self.num_pages = num_pages
@@ -66,6 +78,27 @@ class Journal:
                     owner=line.request,
                     salt=line.tenant,
                 )
+
+    def name_of_group(self, group: int) -> str:
+        """Return what a KV group is called: what its layers keep, and its number where others keep alike."""
+        name = str(self.groups[group])
+        is_only = sum(str(other) == name for other in self.groups) == 1
+        return name if is_only else f"{name} (group {group})"
+
+    @property
+    def groups_of_pages(self) -> tuple[int | None, ...]:
+        """The KV groups in which a page that is computed has a part: all but those of states; None for whole pages."""
+        return tuple(index for index, group in enumerate(self.groups) if group.kind != "state") or (None,)
+
+    def needed_by(self, num_pages: int, page: int) -> tuple[int | None, ...]:
+        """Return the KV groups in which a request that goes on from `num_pages` pages needs this one of them."""
+        if not self.groups:
+            return (None,)
+        return tuple(
+            index
+            for index, group in enumerate(self.groups)
+            if any(page in pages for pages in group.needed(num_pages, self.page_size))
+        )
 
     def request(self, name: str) -> int:
         """Return the request that goes by `name`. Raise InputError if there is none."""
@@ -101,7 +134,11 @@ def load_journal(path: Path | str, *, on_progress: Callable[[int], object] | Non
     head = reading.head
     try:
         return Journal(
-            reading.lines, page_size=head.block_size_tokens, num_pages=head.total_blocks, is_torn=text.is_torn
+            reading.lines,
+            page_size=head.block_size_tokens,
+            num_pages=head.total_blocks,
+            is_torn=text.is_torn,
+            groups=head.kv_groups,
         )
     except (ConfigError, OverflowError) as error:
         raise InputError(f"has units that are no tokens: {error}", path=path) from error
@@ -140,6 +177,8 @@ class _Reading:
                 raise InputError(f"is a journal of version {self.head.kvarts_journal}", path=self._path)
             if self.head.block_size_tokens < 1:
                 raise InputError("must be at least 1", path=self._path, line=1, field="block_size_tokens")
+            if any(group.tokens == 0 for group in self.head.kv_groups):
+                raise InputError("must be at least 1", path=self._path, line=1, field="kv_groups.tokens")
             return
         line = self._decoder.decode(text)
         what = self._wrong_with(line)
@@ -168,8 +207,10 @@ class _Reading:
         most_pages = max(known, most) // self.head.block_size_tokens + 1
         if isinstance(line, AdmittedLine):
             self._admitted.add(line.request)
-            if max(line.hit_pages, *line.loaded_pages.values(), 0) > most_pages:
+            if max(line.hit_pages, *line.loaded_pages.values(), *line.reach, 0) > most_pages:
                 return f"hit_pages: request {line.request} has {most_pages} pages at most"
+            if line.reach and len(line.reach) != len(self.head.kv_groups):
+                return f"reach: is of {len(line.reach)} KV groups, and there are {len(self.head.kv_groups)}"
         elif isinstance(line, ComputedLine):
             if line.request not in self._admitted:
                 return f"computes for request {line.request}, which was never admitted"
@@ -182,6 +223,16 @@ class _Reading:
                 return "accepts more tokens than were drafted"
         elif isinstance(line, RunLine) and not line.start_page < line.end_page <= most_pages:
             return f"pages {line.start_page} to {line.end_page} are not there: it has {most_pages} at most"
+        return self._wrong_group(line)
+
+    def _wrong_group(self, line: AnyLine) -> str | None:
+        """Return what is wrong with the KV group that a line about parts of pages names."""
+        assert self.head is not None
+        if not isinstance(line, StoredLine | RemovedLine | GivenBackLine):
+            return None
+        num_groups = len(self.head.kv_groups)
+        if (line.group is None) != (not num_groups) or (line.group is not None and line.group >= num_groups):
+            return f"group: is {line.group}, and there are {num_groups} KV groups"
         return None
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 from kvarts.content import Content
+from kvarts.event_log import Tell
 from kvarts.kv.cache import Holding
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.grouped_cache import GroupedCache
@@ -68,12 +69,12 @@ class HeldByOthers:
 class BlockPages(PartPages):
     """PartPages of `num_blocks` blocks with ids, held page by page, see GroupedCache.
 
-    Blocks can be taken by themselves as well, for what is no part of a page.
+    Blocks can be taken by themselves as well, for what is no part of a page. `tell` receives events of parts.
     """
 
     __slots__ = ("_num_given", "_num_keeping", "parts")
 
-    def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int) -> None:
+    def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int, tell: Tell | None = None) -> None:
         blocks = IdPool(num_blocks)
         super().__init__(blocks, memory, page_size=page_size)
         self.parts = GroupedCache(
@@ -82,6 +83,7 @@ class BlockPages(PartPages):
             total_bytes=num_blocks * self.block_bytes,
             keeps=memory.keeps,
             blocks=blocks,
+            tell=tell,
         )
         self._num_given = 0
         """Blocks that `give` gave back since the beginning."""
@@ -129,6 +131,10 @@ class BlockPages(PartPages):
         """Return the longest prefix that every group can go on from, and what of it others hold."""
         match = self.parts.match(content, limit)
         return BlockMatch(content, match), HeldByOthers(self.parts, match)
+
+    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
+        """Return for each group from how many of at most `limit` full pages it could go on by itself."""
+        return self.parts.reach(content, limit)
 
     def num_pages_of(self, match: Match) -> int:
         """Return how many blocks a sequence holds that begins with what was found."""

@@ -84,6 +84,8 @@ class GroupMemory(msgspec.Struct, frozen=True):
             said: dict[str, Any] = {"kind": group.layer.kind, "layers": group.num_layers}
             if group.layer.span is not None:
                 said["tokens"] = group.layer.span
+            if group.layer.sink:
+                said["sink"] = group.layer.sink
             groups.append({**said, "part_blocks": group.part_bytes // self.block_bytes})
         return {"block_bytes": self.block_bytes, "kv_groups": groups}
 

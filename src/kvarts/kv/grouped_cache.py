@@ -21,11 +21,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import get_args
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.event_log import Tell
 from kvarts.kv.group_memory import PartGroup, Retention
+from kvarts.kv.part_events import PartEvents, reach
 from kvarts.kv.parts import GroupedHolding, GroupMatch, PageName, PageNames, Part
 from kvarts.kv.pool import IdPool, PageError, PageId
 from kvarts.kv.shared_memory import SharedMemory
@@ -39,6 +42,7 @@ class GroupedCache:
 
     `groups` are given back and taken from in their order, which decides what is evicted first of what one sequence
     releases. `blocks`: the memory as blocks with ids, of a size that divides every part; left out, bytes are counted.
+    `tell` receives events of parts.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class GroupedCache:
         total_bytes: int,
         keeps: Retention = "all",
         blocks: IdPool | None = None,
+        tell: Tell | None = None,
     ) -> None:
         check_whole(page_size, "page_size", most=MOST_PAGE_TOKENS)
         check_whole(total_bytes, "total_bytes", least=0, most=MOST_BYTES)
@@ -82,6 +87,7 @@ class GroupedCache:
         self._shared: SharedMemory | None = None
         self._released: OrderedDict[Part, int] = OrderedDict()
         """Cached parts, with the stamps of their release where the memory is shared."""
+        self._events = None if tell is None else PartEvents(tell)
 
     @property
     def free_bytes(self) -> int:
@@ -156,6 +162,15 @@ class GroupedCache:
                 longest = length
         return GroupMatch(names[:longest])
 
+    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
+        """Return for each group from how many pages of `content`, at most `limit`, it could go on by itself.
+
+        As far as any group has a part of a page: what `match` finds is no longer than the least of these.
+        """
+        return reach(
+            self._names.known(content, limit), [partial(self._needed, group) for group in self.groups], self.page_size
+        )
+
     # Taking and giving back -------------------------------------------------------------------------------
 
     # What runs for every page and group is spelled out in few loops.
@@ -164,19 +179,23 @@ class GroupedCache:
         """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
         if self.empty_bytes >= num_bytes:
             return
-        sizes, released, drop = self._part_bytes, self._released, self._names.drop
+        sizes, released, drop, events = self._part_bytes, self._released, self._names.drop, self._events
         empty_bytes, num_evicted, num_cached = self.empty_bytes, self.num_evicted, self.num_cached
         emptied: list[PageId] = []
         while empty_bytes < num_bytes:
             part, _ = released.popitem(last=False)
             group, name = part.group, part.name
             assert name is not None, "a part that cannot be found was cached"
+            if events is not None:
+                events.goes(part, is_dropped=False)
             empty_bytes += sizes[group]
             num_evicted[group] += 1
             num_cached[group] -= 1
             name.copies[group].remove(part)
             drop(name)
             emptied += part.blocks
+        if events is not None:
+            events.told()
         self.cached_bytes -= empty_bytes - self.empty_bytes
         self.empty_bytes = empty_bytes
         if self._blocks is not None:
@@ -192,6 +211,8 @@ class GroupedCache:
     def _forget(self, part: Part) -> None:
         name = part.name
         assert name is not None
+        if self._events is not None:
+            self._events.goes(part, is_dropped=True)
         name.copies[part.group].remove(part)
         self._names.drop(name)
 
@@ -235,6 +256,8 @@ class GroupedCache:
             emptied += part.blocks
         if emptied and self._blocks is not None:
             self._blocks.give(len(emptied), emptied)
+        if self._events is not None:
+            self._events.told()
         self.num_used[group] -= num_empty + num_cached
         self.num_released[group] += num_empty + num_cached
         self.num_cached[group] += num_cached
@@ -385,6 +408,8 @@ class GroupedCache:
                 if page >= sink:
                     given.append(page)
             if given:
+                if self._events is not None:
+                    self._events.given_back(holding.content, index, given)
                 self._release(index, [parts.pop(page) for page in reversed(given)])
 
     def missing_bytes(self, holding: GroupedHolding, num_new: int) -> int:
@@ -436,6 +461,7 @@ class GroupedCache:
             for index, (group, parts) in enumerate(zip(self.groups, holding.parts, strict=True))
             if not group.is_state
         ]
+        events = self._events
         for page in range(len(names), end_page):
             name = self._names.after(name, content)
             name.num_users += 1
@@ -443,9 +469,13 @@ class GroupedCache:
             for index, parts in by_group:
                 part = parts.get(page)
                 if part is not None:
+                    if events is not None:
+                        events.comes(content, index, name)
                     part.name = name
                     name.copies[index].append(part)
                     name.num_users += 1
+        if events is not None:
+            events.told()
 
     def _keep_snapshots(self, holding: GroupedHolding) -> None:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
@@ -456,6 +486,9 @@ class GroupedCache:
         self.num_published += 1
         for index in missing:
             (part,) = self._take(index, 1)
+            if self._events is not None:
+                self._events.comes(holding.content, index, name)
+                self._events.told()
             self._publish(part, name)
             self._release(index, (part,))  # a copy that nothing holds
 

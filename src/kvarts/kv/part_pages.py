@@ -71,6 +71,13 @@ class PartPages(PageCache):
         """
         raise NotImplementedError
 
+    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
+        """Return for each group from how many of at most `limit` full pages it could go on by itself.
+
+        As far as any group has a part of a page. It explains why a hit was no longer.
+        """
+        raise NotImplementedError
+
     def open(self, match: Match) -> Holding:
         """Hold what was found, for a sequence that begins with it; the cache must not have changed since."""
         raise NotImplementedError

@@ -33,13 +33,16 @@ class Part:
 class PageName:
     """One full page. `copies`: for each KV group, the resident copies of its part, the oldest first.
 
-    `num_users`: copies, holders and pages after it, which keep the name.
+    `num_users`: copies, holders and pages after it, which keep the name. `content`: one that the page is of.
     """
 
-    __slots__ = ("children", "copies", "key", "num_users", "page", "parent")
+    __slots__ = ("children", "content", "copies", "key", "num_users", "page", "parent")
 
-    def __init__(self, parent: PageName | None, key: PageKey, page: int, num_groups: int) -> None:
+    def __init__(
+        self, parent: PageName | None, key: PageKey, page: int, num_groups: int, content: Content | None
+    ) -> None:
         self.parent = parent
+        self.content = content
         self.key = key
         self.page = page
         self.children: dict[PageKey, PageName] = {}
@@ -85,7 +88,7 @@ class PageNames:
         """Return what is before the first page of a tenant."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = PageName(None, b"", -1, 0)
+            root = self._roots[salt] = PageName(None, b"", -1, 0, None)
         return root
 
     def known(self, content: Content, limit: int) -> list[PageName]:
@@ -106,7 +109,7 @@ class PageNames:
         key = content.key(page)
         child = name.children.get(key)
         if child is None:
-            child = name.children[key] = PageName(name, key, page, self._num_groups)
+            child = name.children[key] = PageName(name, key, page, self._num_groups, content)
             name.num_users += 1
         return child
 

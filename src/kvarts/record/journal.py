@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import msgspec
@@ -23,6 +23,7 @@ from kvarts.events import (
     LoadStarted,
     PagesRemoved,
     PagesStored,
+    PartsGivenBack,
     Preemption,
     Rejected,
     StepEnded,
@@ -40,7 +41,9 @@ from kvarts.journal import (
     ComputedLine,
     DraftedLine,
     FinishedLine,
+    GivenBackLine,
     Head,
+    JournalGroup,
     Line,
     LoadedLine,
     LoadingLine,
@@ -62,7 +65,8 @@ NS_PER_MS = 1e6
 class JournalWriter:
     """An EventReader that writes lines to `file`, which stays the caller's. `is_packed`: with gzip; then `close` it.
 
-    `is_live`: every batch of events is flushed, so that a killed run leaves what happened.
+    `is_live`: every batch of events is flushed, so that a killed run leaves what happened. `memory`: what is said of
+    one with KV groups; `total_blocks` are then blocks of it.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class JournalWriter:
         block_size_tokens: int,
         is_packed: bool = False,
         is_live: bool = False,
+        memory: Mapping[str, Any] | None = None,
     ) -> None:
         self._file = file
         # As gzip writes it, but without a time: the same run gives the same bytes.
@@ -84,7 +89,14 @@ class JournalWriter:
         self._time_ns = 0
         self._num_units: dict[int, int] = {}
         self._storing: dict[int, StoreStarted] = {}
-        head = Head(kvarts_journal=JOURNAL_VERSION, block_size_tokens=block_size_tokens, total_blocks=total_blocks)
+        memory = memory or {}
+        head = Head(
+            kvarts_journal=JOURNAL_VERSION,
+            block_size_tokens=block_size_tokens,
+            total_blocks=total_blocks,
+            kv_groups=msgspec.convert(memory.get("kv_groups", []), list[JournalGroup]),
+            block_bytes=memory.get("block_bytes", 0),
+        )
         self._write(self._encoder.encode(head) + b"\n")
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -215,12 +227,20 @@ def _drafted(_: JournalWriter, event: DraftJudged, place: dict[str, Any]) -> Lin
 
 def _admitted(_: JournalWriter, event: Admitted, place: dict[str, Any]) -> Line:
     loaded = {name: count for name, count in event.by_tier or () if count}
-    return AdmittedLine(**place, request=event.request, hit_pages=event.num_hit_pages, loaded_pages=loaded)
+    hit_pages, reach = event.num_hit_pages, list(event.reach)
+    return AdmittedLine(**place, request=event.request, hit_pages=hit_pages, loaded_pages=loaded, reach=reach)
 
 
 def _stored(_: JournalWriter, event: PagesStored, place: dict[str, Any]) -> Line:
     place.update(request=event.content.owner, start_page=event.start_page, end_page=event.end_page)
-    return StoredLine(**place) if event.medium == "device" else StoredBelowLine(**place, tier=event.medium)
+    if event.medium == "device":
+        return StoredLine(**place, group=event.group)
+    return StoredBelowLine(**place, tier=event.medium)
+
+
+def _given_back(_: JournalWriter, event: PartsGivenBack, place: dict[str, Any]) -> Line:
+    place.update(request=event.content.owner, start_page=event.start_page, end_page=event.end_page)
+    return GivenBackLine(**place, group=event.group)
 
 
 def _loading(_: JournalWriter, event: LoadStarted, place: dict[str, Any]) -> Line:
@@ -248,6 +268,8 @@ def _removed(_: JournalWriter, event: PagesRemoved | CopiesRemoved, place: dict[
         start_page=event.start_page,
         end_page=event.end_page,
         is_copy=isinstance(event, CopiesRemoved),
+        group=event.group,
+        is_dropped=event.is_dropped,
     )
 
 
@@ -266,4 +288,5 @@ _MAKERS: dict[type, Callable[[JournalWriter, Any, dict[str, Any]], Line]] = {
     PagesStored: _stored,
     PagesRemoved: _removed,
     CopiesRemoved: _removed,
+    PartsGivenBack: _given_back,
 }

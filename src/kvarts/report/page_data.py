@@ -33,6 +33,7 @@ COLOURS = {
     "never_seen": "grey",
     "evicted": "red",
     "alignment": "orange",
+    "not_kept": "blue",
     "recomputed": "violet",
     "not_computed": "line",
 }
@@ -43,6 +44,7 @@ LABELS = {
     "never_seen": "never seen before",
     "evicted": "seen, but evicted",
     "alignment": "lost to page alignment",
+    "not_kept": "seen, but not kept by a window or a state",
     "recomputed": "recomputed after preemption",
     "not_computed": "never computed: the request ended before",
 }

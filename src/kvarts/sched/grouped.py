@@ -14,7 +14,8 @@ from __future__ import annotations
 from math import gcd
 
 from kvarts.config import EngineConfig
-from kvarts.events import Blocked
+from kvarts.event_log import Tell
+from kvarts.events import Admitted, Blocked, ChunkComputed
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_pages import PartPages
 from kvarts.request import Request, RequestState
@@ -64,8 +65,9 @@ class GroupPreemptor(Preemptor):
         pages: PageSource,
         mark: PageMark,
         page_blocks: int,
+        tell: Tell | None,
     ) -> None:
-        super().__init__(running, waiting, cache, pages, mark, None)
+        super().__init__(running, waiting, cache, pages, mark, tell)
         self._parts = cache
         self._page_blocks = page_blocks
 
@@ -94,8 +96,9 @@ class GroupPrefill(Prefill):
         own_pages: OwnPagesInUse,
         preemptor: Preemptor,
         rows: GroupBatch | None,
+        tell: Tell | None,
     ) -> None:
-        super().__init__(running, cache, own_pages, preemptor, loads=None, batch=rows, tell=None)
+        super().__init__(running, cache, own_pages, preemptor, loads=None, batch=rows, tell=tell)
         self._parts = cache
         self._rows = rows
 
@@ -131,6 +134,8 @@ class GroupPrefill(Prefill):
         running, rows = self._running, self._rows
         start = request.num_computed
         end = request.num_computed = start + num_tokens
+        if self._tell is not None:
+            self._tell(ChunkComputed(request.index, start, end, num_known))
         holding = request.holding
         assert holding is not None
         self._parts.extend(holding, end, is_end=end == num_known)
@@ -163,17 +168,24 @@ class GroupedScheduler(Scheduler):
     """
 
     def __init__(
-        self, config: EngineConfig, cache: PartPages, policy: AdmissionPolicy, *, rows: GroupBatch | None = None
+        self,
+        config: EngineConfig,
+        cache: PartPages,
+        policy: AdmissionPolicy,
+        *,
+        rows: GroupBatch | None = None,
+        tell: Tell | None = None,
     ) -> None:
         pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
-        super().__init__(config, cache, pages, policy, batch=rows)
+        super().__init__(config, cache, pages, policy, batch=rows, tell=tell)
         self.parts = cache
         self.needs = GroupNeeds(cache.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         self.running = GroupRunning(cache, self.wheel, rows)
         self.group_mark = GroupMark(cache)
         self.mark = self.group_mark
-        self.preemptor = GroupPreemptor(self.running, self.waiting, cache, pages, self.mark, self.needs.page_blocks)
-        self._prefill = GroupPrefill(self.running, cache, self.own_pages, self.preemptor, rows)
+        page_blocks = self.needs.page_blocks
+        self.preemptor = GroupPreemptor(self.running, self.waiting, cache, pages, self.mark, page_blocks, tell)
+        self._prefill = GroupPrefill(self.running, cache, self.own_pages, self.preemptor, rows, tell)
         self._places = _places(cache.memory, config.page_size)
         self._lacking: tuple[Request, int, int] | None = None
         """The head that last lacked memory, how often parts had become findable, and the blocks that it needs."""
@@ -220,7 +232,7 @@ class GroupedScheduler(Scheduler):
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit the head of the waiting queue while `max_num_seqs`, budget and memory allow."""
         waiting, cache, running = self.waiting, self.parts, self.running
-        page_size, max_num_seqs = self._page_size, self.config.max_num_seqs
+        page_size, max_num_seqs, tell = self._page_size, self.config.max_num_seqs, self._tell
         admitted: list[int] = []
         self.blocked = Blocked.NOT
         while waiting.num_waiting:
@@ -246,11 +258,17 @@ class GroupedScheduler(Scheduler):
                 break
             waiting.remove(request)
             self._lacking = None
+            if tell is not None:
+                self._told_blocked = None
+                reach = cache.reach(request.content, (num_known - 1) // page_size)
+                tell(Admitted(request.index, request.content, match.num_pages, reach=reach))
             request.holding = cache.open(match)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if self.blocked is not Blocked.NOT:
             self.blocked_head = request
+            if tell is not None:
+                self._tell_blocked(tell, request)
         return tuple(admitted)
 
     def _still_lacks(self, head: Request) -> bool:

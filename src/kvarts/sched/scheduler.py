@@ -418,11 +418,16 @@ class Scheduler:
             admitted.append(request.index)
         if self.blocked is not NOT_BLOCKED:
             self.blocked_head = request
-            if tell is not None and self._told_blocked != (request.index, self.blocked):
-                self._told_blocked = request.index, self.blocked
-                num_pages_short = max(0, self.num_pages_wanted - cache.num_free)
-                tell(HeadBlocked(request.index, self.blocked, num_pages_short))
+            if tell is not None:
+                self._tell_blocked(tell, request)
         return tuple(admitted)
+
+    def _tell_blocked(self, tell: Tell, head: Request) -> None:
+        """Tell that `head` is not admitted, and why, unless that was told."""
+        if self._told_blocked != (head.index, self.blocked):
+            self._told_blocked = head.index, self.blocked
+            num_pages_short = max(0, self.num_pages_wanted - self.cache.num_free)
+            tell(HeadBlocked(head.index, self.blocked, num_pages_short))
 
     # Inside: ends -----------------------------------------------------------------------------------------
 

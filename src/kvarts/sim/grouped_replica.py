@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvarts.build import build_grouped_engine
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
-from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader
 from kvarts.events import StepDone
 from kvarts.executor.base import VirtualExecutor
@@ -32,10 +32,6 @@ class GroupedReplica(Replica):
     ) -> None:
         super().__init__(engine, executor, step_by_step=step_by_step)
         self._grouped = scheduler
-
-    def num_evicted_parts(self) -> tuple[int, ...]:
-        """Return how many parts of each KV group were evicted."""
-        return self._grouped.num_evicted_parts()
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the first of many steps would end if many alike could start now; else None."""
@@ -98,21 +94,27 @@ def open_grouped(
     policy: AdmissionPolicy,
     step_by_step: bool,
     audit: bool,
-) -> GroupedReplica:
+) -> Replica:
     """Build an engine of a model with KV groups.
 
-    Its memory is that of `config.num_pages` pages with parts in every group of `memory`. `audit`: assert the laws of
-    page accounting after every step. Raise ConfigError for a reader of page and request events: what is found and
-    evicted of a page in part has no event.
+    Its memory is that of `config.num_pages` pages with parts in every group of `memory`. Where something reads page and
+    request events, parts are accounted for page by page, and every step is scheduled: what these say is what happened.
+    `audit`: assert the laws of page accounting after every step, and check every event against a second bookkeeping.
     """
+    num_blocks = memory.num_blocks(config.num_pages)
     log = EventLog(readers, num_waiting=num_waiting)
-    if log.tell_details is not None:
-        raise ConfigError(
-            "is not told of KV groups yet: pages are found and evicted in part",
-            field="events",
-            hint="Leave out what reads events of pages, or set kv_groups to off.",
+    if audit or log.tell_details is not None:
+        engine = build_grouped_engine(
+            config,
+            memory,
+            executor,
+            num_blocks=num_blocks,
+            readers=readers,
+            num_waiting=num_waiting,
+            policy=policy,
+            audit=audit,
         )
+        return Replica(engine, executor, step_by_step=step_by_step)
     cache = GroupPages(memory, num_pages=config.num_pages, page_size=config.page_size)
     scheduler = LeapingScheduler(config, cache, policy)
-    engine = Engine(config, scheduler, executor, log, audit=audit)
-    return GroupedReplica(engine, scheduler, executor, step_by_step=step_by_step)
+    return GroupedReplica(Engine(config, scheduler, executor, log), scheduler, executor, step_by_step=step_by_step)

@@ -63,7 +63,7 @@ class Replica:
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return how many parts of each KV group were evicted; none where pages are counted whole."""
-        return ()
+        return self.scheduler.num_evicted_parts()
 
     def wake(self, now_ns: int) -> None:
         """End a pause at `now_ns`, because a request arrives."""

@@ -10,12 +10,19 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.keys import VLLM_DEFAULT_SEED, KeyAlgorithm
 
-__all__ = ["Form", "KvEventsConfig", "at_rank"]
+__all__ = ["EventGroup", "Form", "KvEventsConfig", "at_rank"]
 
 Form = Literal["map", "array"]
 
 MAX_PORT = 65_535
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+")
+
+
+class EventGroup(msgspec.Struct, frozen=True):
+    """A KV group as events tell of it: what its layers keep, and the tokens of a window or a chunk."""
+
+    kind: Literal["full", "latent", "window", "chunk", "state"]
+    tokens: int | None = None
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +34,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     rank; a TCP port is that of rank 0 plus `rank`. `hash_bytes`: hashes are 32 bytes, not their last eight as a number.
     `seed` is vLLM's PYTHONHASHSEED, if that is set there. `state_on_subscribe`: a new subscriber makes the publisher
     tell everything again, to all. `state_on_replay`: a replay that asks for more than is left begins with everything.
+    `groups`: the KV groups of an engine that counts them.
     """
 
     endpoint: str
@@ -42,6 +50,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     hash_bytes: bool = False
     state_on_subscribe: bool = False
     state_on_replay: bool = False
+    groups: tuple[EventGroup, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("endpoint", "replay_endpoint"):

@@ -51,7 +51,7 @@ class ZmqPublisher:
         self._config = config
         self._outbox = outbox
         self._source = source
-        self._wire = Wire(config.form, rank=config.rank, hash_bytes=config.hash_bytes)
+        self._wire = Wire(config.form, rank=config.rank, hash_bytes=config.hash_bytes, groups=config.groups)
         self._topic = config.topic.encode()
         self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self.num_sent = 0

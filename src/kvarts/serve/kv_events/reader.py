@@ -11,7 +11,7 @@ from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored, StepEnded, StepStarted, TransferEnded
 from kvarts.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm
 from kvarts.serve.kv_events.names import BlockNames
-from kvarts.serve.kv_events.resident import Place, ResidentBlocks, runs_of
+from kvarts.serve.kv_events.resident import Part, Place, ResidentBlocks, runs_of
 from kvarts.serve.kv_events.told import Batch, Cleared, Removed, Stored, Told
 
 __all__ = ["MEDIA", "KvEventReader", "Sink"]
@@ -61,7 +61,7 @@ class KvEventReader:
         self._time_s = 0.0
         self._told: list[Told] = []
         self._removed: list[BlockKey] = []
-        self._removed_from = ""
+        self._removed_from: Part = "", None
         self.num_batches = 0
         """Batches so far, and the number of the next."""
         self.num_unnamed_pages = 0
@@ -92,8 +92,8 @@ class KvEventReader:
         Any thread may ask.
         """
         with self._lock:
-            seq, time_s, media = self.num_batches - 1, self.time_s, self._resident.copy()
-        return Batch(seq, time_s, _everything(media))
+            seq, time_s, parts = self.num_batches - 1, self.time_s, self._resident.copy()
+        return Batch(seq, time_s, _everything(parts))
 
     def announce(self) -> None:
         """Tell of everything that there is, in a batch of its own, as if it had been stored anew."""
@@ -120,7 +120,7 @@ class KvEventReader:
         keys = self._names.of(content, start, end, event.parent)
         parent = self._parent(content, start, event.parent)
         self._tell_removed()
-        run = Stored(content, start, keys, parent, MEDIA.get(event.medium, event.medium))
+        run = Stored(content, start, keys, parent, MEDIA.get(event.medium, event.medium), event.group)
         self._resident.add(run)
         self._told.append(run)
 
@@ -128,17 +128,17 @@ class KvEventReader:
         return self._names.of(content, start - 1, start, before)[0] if start else None
 
     def _remove(self, event: PagesRemoved) -> None:
-        medium = MEDIA.get(event.medium, event.medium)
+        part = MEDIA.get(event.medium, event.medium), event.group
         content = event.content
         end = min(event.end_page, content.num_known_pages)
         if end <= event.start_page:
             return
         keys = self._names.of(content, event.start_page, end)
         keys.reverse()  # the last page goes first
-        if medium != self._removed_from:
+        if part != self._removed_from:
             self._tell_removed()
-            self._removed_from = medium
-        self._removed += self._resident.remove(medium, keys)
+            self._removed_from = part
+        self._removed += self._resident.remove(part, keys)
 
     def _tell_removed(self) -> None:
         if not self._removed:
@@ -146,13 +146,13 @@ class KvEventReader:
         if self._clears and not self._resident.num_blocks:
             self._told.append(Cleared())
         else:
-            self._told.append(Removed(tuple(self._removed), self._removed_from))
+            self._told.append(Removed(tuple(self._removed), *self._removed_from))
         self._removed = []
 
 
-def _everything(media: Mapping[str, Mapping[BlockKey, Place]]) -> list[Told]:
+def _everything(parts: Mapping[Part, Mapping[BlockKey, Place]]) -> list[Told]:
     """Return what clears, and then stores what is in each medium."""
     told: list[Told] = [Cleared()]
-    for medium, blocks in media.items():
-        told += runs_of(blocks, medium)
+    for part, blocks in parts.items():
+        told += runs_of(blocks, part)
     return told

@@ -8,47 +8,53 @@ from kvarts.content import Content
 from kvarts.keys import BlockKey
 from kvarts.serve.kv_events.told import Stored
 
-__all__ = ["Place", "ResidentBlocks", "runs_of"]
+__all__ = ["Part", "Place", "ResidentBlocks", "runs_of"]
+
+Part = tuple[str, int | None]
+"""A medium, and the KV group of the parts there; None where blocks are whole."""
 
 Place = tuple[Content, int, BlockKey | None]
 """A content and page that a block names, and the block before it."""
 
 
 class ResidentBlocks:
-    """Owner of the set of blocks in each of `media`, the fastest first."""
+    """Owner of the set of blocks in each of `media`, the fastest first; with KV groups, in each group."""
 
     def __init__(self, media: Sequence[str]) -> None:
-        self._media: dict[str, dict[BlockKey, Place]] = {medium: {} for medium in media}
+        self._media = media
+        self._parts: dict[Part, dict[BlockKey, Place]] = {}
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in all media together."""
-        return sum(map(len, self._media.values()))
+        """Blocks in all media together, or parts of them."""
+        return sum(map(len, self._parts.values()))
 
     def has(self, key: BlockKey) -> bool:
         """Return whether a block is in any medium."""
-        return any(key in blocks for blocks in self._media.values())
+        return any(key in blocks for blocks in self._parts.values())
 
     def add(self, run: Stored) -> None:
         """Take note that blocks are in a medium."""
-        blocks = self._media[run.medium]
+        blocks = self._parts.setdefault((run.medium, run.group), {})
         content, page, before = run.content, run.start_page, run.parent
         for key in run.keys:
             blocks[key] = content, page, before
             page += 1
             before = key
 
-    def remove(self, medium: str, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Take note that blocks left `medium`; return those of them that were there."""
-        blocks = self._media[medium]
+    def remove(self, part: Part, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Take note that blocks left a medium, or a group there; return those of them that were there."""
+        blocks = self._parts.get(part, {})
         return [key for key in keys if blocks.pop(key, None) is not None]
 
-    def copy(self) -> dict[str, dict[BlockKey, Place]]:
-        """Return all blocks, by medium, as they are now."""
-        return {medium: blocks.copy() for medium, blocks in self._media.items()}
+    def copy(self) -> dict[Part, dict[BlockKey, Place]]:
+        """Return all blocks, by medium and group, as they are now."""
+        order = {medium: place for place, medium in enumerate(self._media)}
+        parts = sorted(self._parts, key=lambda part: (order[part[0]], -1 if part[1] is None else part[1]))
+        return {part: self._parts[part].copy() for part in parts}
 
 
-def runs_of(blocks: Mapping[BlockKey, Place], medium: str) -> list[Stored]:
+def runs_of(blocks: Mapping[BlockKey, Place], part: Part) -> list[Stored]:
     """Return runs that store `blocks`, each after the runs that it follows."""
     runs: list[Stored] = []
     open_runs: dict[BlockKey, list[BlockKey]] = {}
@@ -57,8 +63,8 @@ def runs_of(blocks: Mapping[BlockKey, Place], medium: str) -> list[Stored]:
         keys = None if before is None else open_runs.pop(before, None)
         if keys is None:
             keys = []
-            runs.append(Stored(content, page, keys, before, medium))
+            runs.append(Stored(content, page, keys, before, *part))
         keys.append(key)
         open_runs[key] = keys
     # The content of a run's first page may end before the run does: that of the last has the tokens of all.
-    return [Stored(blocks[run.keys[-1]][0], run.start_page, tuple(run.keys), run.parent, medium) for run in runs]
+    return [Stored(blocks[run.keys[-1]][0], run.start_page, tuple(run.keys), run.parent, *part) for run in runs]

@@ -15,7 +15,7 @@ __all__ = ["Batch", "Cleared", "Removed", "Stored", "Told"]
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """Pages of `content` from `start_page` on, one for each of `keys`, can be found.
 
-    `parent`: the block before them.
+    `parent`: the block before them. `group`: of a cache with KV groups, the one that these parts of them are in.
     """
 
     content: Content
@@ -23,13 +23,15 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     keys: Sequence[BlockKey]
     parent: BlockKey | None
     medium: str
+    group: int | None = None
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks can no longer be found in `medium`."""
+    """Blocks can no longer be found in `medium`, or the parts of them that are in `group`."""
 
     keys: Sequence[BlockKey]
     medium: str
+    group: int | None = None
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from kvarts.keys import BlockKey
-from kvarts.serve.kv_events.config import Form
+from kvarts.serve.kv_events.config import EventGroup, Form
 from kvarts.serve.kv_events.told import Removed, Stored, Told
 
 __all__ = ["Wire"]
 
-GROUP = 0
-"""Of the layers that keep alike: a cache of pages has one group."""
-KIND = "full_attention"
+ONE_GROUP = EventGroup("full")
+"""Of the layers that keep alike: a cache of whole pages has one group."""
+KINDS = MappingProxyType(
+    {
+        "full": "full_attention",
+        "latent": "mla_attention",
+        "window": "sliding_window",
+        "chunk": "chunked_local_attention",
+        "state": "mamba",
+    }
+)
+"""vLLM's names of what the layers of a group keep."""
 
 
 class Wire:
-    """Encodes batches of one engine in one form. `rank`: its data-parallel rank; `hash_bytes`: hashes are whole."""
+    """Encodes batches of one engine in one form. `rank`: its data-parallel rank; `hash_bytes`: hashes are whole.
 
-    def __init__(self, form: Form, *, rank: int = 0, hash_bytes: bool = False) -> None:
+    `groups`: its KV groups, if it has several; then arrays have the fields for these, too.
+    """
+
+    def __init__(
+        self, form: Form, *, rank: int = 0, hash_bytes: bool = False, groups: Sequence[EventGroup] = ()
+    ) -> None:
+        self._groups = tuple(groups)
         self._rank = rank
         self._hash_bytes = hash_bytes
         self._encode = msgspec.msgpack.Encoder().encode
@@ -43,25 +59,39 @@ class Wire:
                 "medium": told.medium,
                 "lora_name": None,
                 "extra_keys": _extra_keys(told),
-                "group_idx": GROUP,
-                "kv_cache_spec_kind": KIND,
+                "group_idx": told.group or 0,
+                **self._kept_by(told),
             }
         if isinstance(told, Removed):
             return {
                 "type": "BlockRemoved",
                 "block_hashes": self._hashes(told.keys),
                 "medium": told.medium,
-                "group_idx": GROUP,
+                "group_idx": told.group or 0,
             }
         return {"type": "AllBlocksCleared"}
 
     def _as_array(self, told: Told) -> list[Any]:
         if isinstance(told, Stored):
             hashes, parent = self._hashes(told.keys), self._parent(told)
-            return ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium, None]
+            stored = ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium, None]
+            return (
+                stored
+                if told.group is None
+                else [*stored, _extra_keys(told), told.group, *self._kept_by(told).values()]
+            )
         if isinstance(told, Removed):
-            return ["BlockRemoved", self._hashes(told.keys), told.medium]
+            removed = ["BlockRemoved", self._hashes(told.keys), told.medium]
+            return removed if told.group is None else [*removed, told.group]
         return ["AllBlocksCleared"]
+
+    def _kept_by(self, told: Stored) -> dict[str, Any]:
+        """Return what the layers keep that blocks are of."""
+        group = ONE_GROUP if told.group is None else self._groups[told.group]
+        kept: dict[str, Any] = {"kv_cache_spec_kind": KINDS[group.kind]}
+        if group.kind == "window":
+            kept["kv_cache_spec_sliding_window"] = group.tokens
+        return kept
 
     def _hashes(self, keys: Sequence[BlockKey]) -> Sequence[int | bytes]:
         return keys if self._hash_bytes else [int.from_bytes(key[-8:], "big") for key in keys]

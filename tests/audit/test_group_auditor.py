@@ -1,0 +1,300 @@
+"""The audit of KV groups finds what is damaged, rule by rule, and any event that is changed, lost or told twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from msgspec.structs import replace as changed
+
+from kvarts.audit.finding import AuditError, Finding
+from kvarts.audit.group_auditor import GroupAuditor
+from kvarts.audit.part_ledger import AuditedGroup, PartLedger
+from kvarts.events import (
+    Admitted,
+    ChunkComputed,
+    CopiesRemoved,
+    Event,
+    Finished,
+    PagesRemoved,
+    PagesStored,
+    PartsGivenBack,
+    Preemption,
+    StepDone,
+)
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.grouped_cache import GroupedCache
+from kvarts.sim.replay import replay
+
+from builders.case import Case, Row, cases
+from builders.grouped import FULL, WINDOW, part_groups, told_by
+from oracles.naive_grouped import needed_pages
+
+STATE = PartGroup(KvLayer(kind="state", state_bytes=1), 2)
+GROUPS = (PartGroup(FULL, 2), WINDOW, STATE)
+
+
+def audited(groups: Sequence[PartGroup], case: Case, keeps: str, events: Sequence[Event]) -> list[Finding]:
+    """What the audit finds in what one engine told."""
+    memory = GroupMemory(tuple(groups))
+    facts = tuple(
+        AuditedGroup(
+            group.layer.kind,  # type: ignore[arg-type]  # of layers that keep something
+            group.part_bytes // memory.block_bytes,
+            group.layer.span,
+            group.layer.sink,
+        )
+        for group in groups
+    )
+    auditor = GroupAuditor(facts, memory.num_blocks(case.num_pages), case.page_size, keeps_all=keeps == "all")
+    auditor.observe(events)
+    return auditor.findings
+
+
+@given(part_groups(), st.integers(1, 6), st.integers(0, 60))
+def test_what_tokens_need_is_what_a_look_at_every_token_says(
+    groups: tuple[PartGroup, ...], page_size: int, num_tokens: int
+) -> None:
+    for group in groups:
+        kind: Any = group.layer.kind
+        sink, others = AuditedGroup(kind, 1, group.layer.span, group.layer.sink).needed(num_tokens, page_size)
+        assert not set(sink) & set(others)
+        needed = set(needed_pages(group.layer, num_tokens, page_size))
+        if num_tokens % page_size and not group.is_state:
+            needed.add(num_tokens // page_size)  # the next token goes there
+        assert {*sink, *others} == needed if kind != "full" else others == range(-(-num_tokens // page_size))
+
+
+# Damaged logs, one for each rule --------------------------------------------------------------------------
+
+PROMPT = list(range(1, 17))
+LONGER = [Row(5 * turn, [*PROMPT, *range(50 * turn, 50 * turn + 6)], 22, 16, None, 0, None) for turn in range(1, 5)]
+CASE = Case([Row(0, PROMPT, 16, 16, None, 0, None), *LONGER], 1, 2, 20, 16, 3, "default", 1)
+"""Prompts that share their beginning, in a memory that is short: hits, preemptions, evictions, snapshots."""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[Event]]:
+    return {keeps: told_by(CASE, GROUPS, keeps)[1][0].events for keeps in ("all", "tails")}
+
+
+def first(events: Sequence[Event], kind: type, is_it: Callable[[Any], bool] = lambda event: True) -> int:
+    return next(index for index, event in enumerate(events) if isinstance(event, kind) and is_it(event))
+
+
+@pytest.mark.parametrize("keeps", ["all", "tails"])
+def test_a_run_as_it_was_passes_and_has_everything(told: dict[str, list[Event]], keeps: str) -> None:
+    events = told[keeps]
+    assert audited(GROUPS, CASE, keeps, events) == []
+    kinds = {type(event) for event in events}
+    assert kinds >= {Admitted, ChunkComputed, PagesStored, PagesRemoved, PartsGivenBack, Preemption, Finished, StepDone}
+    assert any(isinstance(event, PagesStored) and event.group == 2 for event in events), "a snapshot"
+    assert any(isinstance(event, Admitted) and event.num_hit_pages for event in events)
+    assert any(isinstance(event, PagesRemoved) and event.is_dropped for event in events) == (keeps == "tails")
+
+
+def damage(events: list[Event], index: int, **fields: Any) -> list[Event]:
+    return [*events[:index], changed(events[index], **fields), *events[index + 1 :]]
+
+
+DAMAGES: dict[str, tuple[Callable[[list[Event]], list[Event]], str]] = {
+    "a hit that is longer than a window can go on from": (
+        lambda events: damage(events, hit(events), num_hit_pages=events[hit(events)].num_hit_pages + 1),  # type: ignore[union-attr]
+        "has no part of it",
+    ),
+    "a hit that is shorter than it might be": (
+        lambda events: damage(events, hit(events), num_hit_pages=0),
+        "every group could go on from",
+    ),
+    "a group that is said to end a hit and did not": (
+        lambda events: damage(events, hit(events), reach=(0, 0, 0)),
+        "and the engine says (0, 0, 0)",
+    ),
+    "a part of a window that is given back too early": (
+        lambda events: damage(events, given_back(events), end_page=events[given_back(events)].end_page + 1),  # type: ignore[union-attr]
+        "a later token sees it",
+    ),
+    "a part of a window that is not given back": (
+        lambda events: [*events[: given_back(events)], *events[given_back(events) + 1 :]],
+        "no later token sees it",
+    ),
+    "a part that is evicted out of turn": (
+        lambda events: damage(events, run(events), end_page=events[run(events)].end_page - 1),  # type: ignore[union-attr]
+        "and it was the turn of page",
+    ),
+    "a part that is evicted and not told": (
+        lambda events: [*events[: gone(events)], *events[gone(events) + 1 :]],
+        "was evicted in group",
+    ),
+    "a part that is evicted while it is in use": (
+        lambda events: [
+            *events[: (at := first(events, StepDone)) + 1],
+            PagesRemoved(stored(events).content, 0, 1, group=0),
+            *events[at + 1 :],
+        ],
+        "while it is in use",
+    ),
+    "a part that can be found and is not told": (
+        lambda events: [*events[: last_stored(events)], *events[last_stored(events) + 1 :]],
+        "was stored in group 1 (window 6) and no event says so",
+    ),
+    "a snapshot of a state that is not told": (
+        lambda events: [*events[: snapshot(events)], *events[snapshot(events) + 1 :]],
+        "was stored in group 2 (state) and no event says so",
+    ),
+    "a preemption for what was free": (
+        lambda events: damage(events, first(events, Preemption), num_pages_asked=0),
+        "that were free",
+    ),
+    "tokens that a preemption did not lose": (
+        lambda events: damage(events, first(events, Preemption), num_computed_tokens=1),
+        "lost 1 tokens; it had",
+    ),
+    "prompt tokens that are counted twice": (
+        lambda events: damage(events, chunk(events), start=0),
+        "computes tokens from 0 of",
+    ),
+    "a step that counts other parts": (
+        lambda events: damage(events, first(events, StepDone), tiers=(1, 0, 1, 0, 1, 0)),
+        "the step counts",
+    ),
+    "a page that does not follow the one before": (
+        lambda events: damage(events, later(events), parent=None),
+        "after a page that does not precede it",
+    ),
+    "a group that is not there": (
+        lambda events: damage(events, first(events, PagesStored), group=3),
+        "group 3, which is not there",
+    ),
+    "parts that nobody has to give back": (
+        lambda events: [
+            *events[: given_back(events) + 1],
+            events[given_back(events)],
+            *events[given_back(events) + 1 :],
+        ],
+        "and was not held",
+    ),
+}
+
+
+def hit(events: Sequence[Event]) -> int:
+    return first(events, Admitted, lambda event: event.num_hit_pages > 0)
+
+
+def given_back(events: Sequence[Event]) -> int:
+    return first(events, PartsGivenBack, lambda event: event.group == 1)
+
+
+def gone(events: Sequence[Event]) -> int:
+    return first(events, PagesRemoved, lambda event: not event.is_dropped and event.group < 2)
+
+
+def run(events: Sequence[Event]) -> int:
+    return first(events, PagesRemoved, lambda event: event.end_page - event.start_page > 1)
+
+
+def last_stored(events: Sequence[Event]) -> int:
+    """The first one of a window with no other after it."""
+    stored = enumerate(pairwise(events))
+    return next(
+        index
+        for index, (event, after) in stored
+        if isinstance(event, PagesStored) and event.group == 1 and not isinstance(after, PagesStored)
+    )
+
+
+def snapshot(events: Sequence[Event]) -> int:
+    return first(events, PagesStored, lambda event: event.group == 2)
+
+
+def stored(events: Sequence[Event]) -> PagesStored:
+    event = events[first(events, PagesStored)]
+    assert isinstance(event, PagesStored)
+    return event
+
+
+def later(events: Sequence[Event]) -> int:
+    return first(events, PagesStored, lambda event: event.start_page > 0)
+
+
+def chunk(events: Sequence[Event]) -> int:
+    return first(events, ChunkComputed, lambda event: event.start > 0)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found(told: dict[str, list[Event]], name: str) -> None:
+    make, says = DAMAGES[name]
+    findings = audited(GROUPS, CASE, "all", make(told["all"]))
+    assert findings and says in str(findings[0]), [str(finding) for finding in findings[:3]]
+
+
+def test_what_is_not_kept_must_be_told(told: dict[str, list[Event]]) -> None:
+    events = told["tails"]
+    index = first(events, PagesRemoved, lambda event: event.is_dropped)
+    findings = audited(GROUPS, CASE, "tails", [*events[:index], *events[index + 1 :]])
+    assert "was dropped in group 1 (window 6) and no event says so" in str(findings[0])
+
+
+def test_an_engine_that_counts_other_parts_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: it forgets to give back what windows have passed, and says nothing of it."""
+    monkeypatch.setattr(GroupedCache, "_settle", lambda cache, holding: None)
+    with pytest.raises(AuditError, match="no later token sees it"):
+        replay(CASE.trace(), CASE.config(kv_groups="all", groups=GROUPS, audit=True))
+
+
+def test_a_part_does_not_fit_where_all_is_held() -> None:
+    ledger = PartLedger((AuditedGroup("full", 2),), 4, keeps_all=True)
+    parts = [ledger.take(0) for _ in range(3)]
+    assert parts[1] is not None and parts[2] is None
+
+
+# Any change -----------------------------------------------------------------------------------------------
+
+AUDITED = (Admitted, ChunkComputed, PagesStored, PagesRemoved, CopiesRemoved, PartsGivenBack, Preemption)
+NUMBERS = (
+    "num_hit_pages",
+    "start",
+    "end",
+    "start_page",
+    "end_page",
+    "group",
+    "num_computed_tokens",
+    "num_used_pages",
+    "copy",
+    "num_known_tokens",
+)
+
+
+@pytest.mark.laws
+@given(cases(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]), st.data())
+def test_any_event_that_is_changed_lost_or_told_twice_is_found(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str, data: st.DataObject
+) -> None:
+    case.profile, case.replicas = "default", 1
+    case.num_pages = max(1, case.num_pages * 2 // 3)
+    events = told_by(case, groups, keeps)[1][0].events
+    assert audited(groups, case, keeps, events) == []
+    places = [index for index, event in enumerate(events) if isinstance(event, AUDITED)]
+    assume(places)
+    index = data.draw(st.sampled_from(places))
+    event = events[index]
+    how = data.draw(st.sampled_from(["lost", "twice", "changed"]))
+    if how == "lost":
+        damaged = [*events[:index], *events[index + 1 :]]
+    elif how == "twice":
+        damaged = [*events[: index + 1], *events[index:]]
+    else:
+        names = [name for name in NUMBERS if getattr(event, name, None) is not None]
+        name = data.draw(st.sampled_from(names))
+        value = getattr(event, name) + data.draw(st.sampled_from([-1, 1]))
+        assume(value >= 0)
+        damaged = damage(list(events), index, **{name: value})
+    try:
+        assert audited(groups, case, keeps, damaged), event
+    except (KeyError, IndexError, AssertionError) as error:
+        pytest.fail(f"{how}: {error!r} of {event}")

@@ -1,0 +1,131 @@
+"""KV events of an engine with KV groups: each tells of the parts in one group, in vLLM's fields for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.content import Content
+from kvarts.events import Event, PagesRemoved, PagesStored
+from kvarts.kv.group_memory import PartGroup
+from kvarts.serve.kv_events.config import EventGroup
+from kvarts.serve.kv_events.reader import KvEventReader
+from kvarts.serve.kv_events.told import Batch
+from kvarts.serve.kv_events.wire import Wire
+from kvarts.sim.replay import replay
+
+from builders.case import Case, cases
+from builders.grouped import part_groups
+from builders.kv_events import Names
+from oracles.naive_kv_events import chain
+
+FIELDS = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+        "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+}  # fmt: skip
+
+
+def named(event: Any) -> dict[str, Any]:
+    """An event by the names of its fields, in whichever form it came."""
+    if isinstance(event, dict):
+        return event
+    kind, *values = event
+    return {"type": kind, **dict(zip(FIELDS.get(kind, ()), values, strict=False))}
+
+
+class Consumer:
+    """Reads the same events twice: as they are, and as bytes."""
+
+    wants_details = True
+
+    def __init__(self, groups: Sequence[PartGroup], form: Any) -> None:
+        told = [EventGroup(group.layer.kind, group.layer.span) for group in groups]  # type: ignore[arg-type]
+        self.wire = Wire(form, groups=told)
+        self.reader = KvEventReader(self)
+        self.names = Names()
+        self.here: set[tuple[int, Any]] = set()
+        """What events of the engine say: groups, and names of blocks."""
+        self.decoded: set[tuple[int, Any]] = set()
+
+    def put(self, batch: Batch) -> None:
+        self.apply(self.decoded, self.wire.encode(batch.told, batch.time_s))
+
+    def pace(self) -> None:
+        pass
+
+    def apply(self, there: set[tuple[int, Any]], payload: bytes) -> None:
+        for event in map(named, msgspec.msgpack.decode(payload)[1]):
+            if event["type"] == "AllBlocksCleared":
+                there.clear()
+                continue
+            blocks = {(event["group_idx"], name) for name in event["block_hashes"]}
+            if event["type"] == "BlockStored":
+                assert not there & blocks, "stored twice"
+                assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]
+                there |= blocks
+            else:
+                assert there >= blocks, "removed, and was not there"
+                there -= blocks
+
+    def observe(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, PagesStored | PagesRemoved):
+                assert event.group is not None
+                known = self.names.of(event.content)[event.start_page : event.end_page]
+                blocks = {(event.group, name) for name in known}
+                self.here = self.here | blocks if isinstance(event, PagesStored) else self.here - blocks
+        self.reader.observe(events)
+        assert self.decoded == self.here
+        late: set[tuple[int, Any]] = set()
+        state = self.reader.snapshot()
+        self.apply(late, self.wire.encode(state.told, state.time_s))
+        assert late == self.here
+
+
+@pytest.mark.laws
+@given(cases(max_requests=16), part_groups(), st.sampled_from(["all", "tails"]), st.sampled_from(["map", "array"]))
+def test_a_consumer_holds_in_every_group_what_the_cache_holds(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str, form: str
+) -> None:
+    case.profile = "default"
+    config = case.config(kv_groups=keeps, groups=groups)
+    consumers = [Consumer(groups, form) for _ in range(case.replicas)]
+    replay(case.trace(), config, observers_of=lambda replica: [consumers[replica]])
+
+
+def test_an_event_names_its_group_and_what_that_keeps() -> None:
+    of = Content.from_tokens([1, 2, 3, 4], page_size=2, owner=0)
+    names = [int.from_bytes(name[24:], "big") for name in chain([1, 2, 3, 4], 2)]
+    batches: list[Batch] = []
+
+    class Sink:
+        def put(self, batch: Batch) -> None:
+            batches.append(batch)
+
+        def pace(self) -> None:
+            pass
+
+    reader = KvEventReader(Sink())
+    reader.observe([PagesStored(of, 0, 2, None, group=0), PagesStored(of, 1, 2, of, group=1)])
+    reader.observe([PagesRemoved(of, 1, 2, group=1, is_dropped=True)])
+    wire = Wire("map", groups=[EventGroup("full"), EventGroup("window", 64)])
+    stored, of_window = msgspec.msgpack.decode(wire.encode(batches[0].told, 0.0))[1]
+    assert (stored["group_idx"], stored["kv_cache_spec_kind"]) == (0, "full_attention")
+    assert "kv_cache_spec_sliding_window" not in stored
+    assert of_window["block_hashes"] == names[1:] and of_window["parent_block_hash"] == names[0]
+    kept = of_window["group_idx"], of_window["kv_cache_spec_kind"], of_window["kv_cache_spec_sliding_window"]
+    assert kept == (1, "sliding_window", 64)
+    (removed,) = msgspec.msgpack.decode(wire.encode(batches[1].told, 0.0))[1]
+    assert removed == {"type": "BlockRemoved", "block_hashes": names[1:], "medium": "GPU", "group_idx": 1}
+    array = Wire("array", groups=[EventGroup("full"), EventGroup("window", 64)])
+    told = msgspec.msgpack.decode(array.encode(batches[0].told, 0.0))[1]
+    assert told[1][7:] == [None, [None], 1, "sliding_window", 64]
+    assert msgspec.msgpack.decode(array.encode(batches[1].told, 0.0))[1] == [["BlockRemoved", names[1:], "GPU", 1]]
