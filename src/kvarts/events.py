@@ -394,7 +394,9 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
     """Consecutive steps that are alike: decodes only.
 
     `durations_ns` and `pages_taken` are for each step; `num_used` and `num_cached` as before the first. `turns`: only
-    for an engine that shares its device.
+    for an engine that shares its device. `counts`: only of a cache with KV groups, for each step the blocks used,
+    cached and released, and the parts used and cached in each group; `pages_taken` is then by how much what is used
+    grew since the step before, and `num_used` and what follows it are of the first step.
     """
 
     step: int
@@ -411,6 +413,7 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
     turns: Turns | None = None
     num_reserved: int = 0
     num_loading: int = 0
+    counts: list[int] | None = None
 
 
 class AtRest(msgspec.Struct, frozen=True, gc=False):

@@ -13,6 +13,7 @@ from kvarts.kv.node import HeldPages
 from kvarts.kv.part_pages import Held, PartPages
 from kvarts.kv.pool import CountPool
 from kvarts.kv.run_cache import RunCache
+from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import RunHolding, RunMatch
 
 __all__ = ["GroupPages", "PartHolding", "PartMatch"]
@@ -125,6 +126,36 @@ class GroupPages(PartPages):
         """Give back what no token from `num_tokens` on attends to. `count` must follow."""
         self.parts.settle(cast(PartHolding, holding).parts, num_tokens)
 
+    # Decodes that are counted and not named: see RunCache.start_decoding.
+
+    def take_due(self, num_pages: int) -> None:
+        """Take the parts of `num_pages` pages that decodes begin, which are free."""
+        self.parts.take_pages(num_pages)
+        self.count()
+
+    def start_decoding(self, holding: Holding, admission: int) -> None:
+        """Let a settled sequence compute a token in every step from the next on."""
+        self.parts.start_decoding(cast(PartHolding, holding).parts, admission)
+
+    def fill_due(self) -> None:
+        """Make pages findable that decodes fill in this step, and that others may find."""
+        self.parts.fill_pages()
+
+    def fills_known_page(self) -> bool:
+        """Return whether there are such pages in this step."""
+        decodes = self.parts.decodes
+        return bool(decodes.filling[decodes.step % self.page_size])
+
+    def end_step(self) -> None:
+        """Let decodes give back what none of their later tokens sees. `count` must follow."""
+        self.parts.end_step()
+
+    def leap(self, most_steps: int, num_wanted: int, counts: list[int]) -> int:
+        """Do up to `most_steps` steps of decodes, see RunCache; return how many. `counts` are in bytes and parts."""
+        num_steps = leap(self.parts, most_steps, num_wanted * self.block_bytes, counts)
+        self.count()
+        return num_steps
+
     def count(self) -> None:
         """Take note of what was taken and given back."""
         parts, block_bytes = self.parts, self.block_bytes
@@ -144,7 +175,7 @@ class GroupPages(PartPages):
 
     def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
         """Release everything that a request holds: parts of its full pages that can be found become cached."""
-        self.parts.close(cast(PartHolding, holding).parts, num_full_pages)
+        self.parts.close(cast(PartHolding, holding).parts, num_full_pages, num_pages)
         holding.is_open = False
         self.count()
 

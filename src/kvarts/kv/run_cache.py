@@ -30,6 +30,8 @@ class RunCache(PartAccount):
         self.page_size = page_size
         self.num_published = 0
         """How often something of known tokens, which others may find, became findable since the beginning."""
+        self.has_ended = False
+        """Whether decodes have given back already what they do at the end of the step that is under way."""
         self.decodes = Decodes(memory, page_size, self)
         self._last_turns = Turns()
         self._keeps_all = memory.keeps == "all"
@@ -115,7 +117,7 @@ class RunCache(PartAccount):
         holding.num_taken += 1
 
     def fill_page(self, holding: RunHolding, num_tokens: int) -> None:
-        """Make the page of a decode findable that ends with `num_tokens` tokens."""
+        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
         holding.num_tokens = num_tokens
         self._name(holding, num_tokens // self.page_size)
 
@@ -182,13 +184,13 @@ class RunCache(PartAccount):
     def close(self, holding: RunHolding, num_full_pages: int, num_taken: int | None = None) -> None:
         """Release everything, group by group, the deepest part first: what can be found is cached, the rest empty.
 
-        `num_taken`: the pages for which parts were taken, of a decode. Raise PageError for a holding that is closed.
+        `num_taken`: the pages for which a decode has taken parts. Raise PageError for a holding that is closed.
         """
         if not holding.is_open:
             raise PageError("the holding is closed")
         if holding.is_decoding:
             self.decodes.leave(holding)
-        if num_taken is not None:
+            assert num_taken is not None
             holding.num_taken = num_taken
         if num_full_pages > holding.num_named:
             self._name(holding, num_full_pages)
@@ -315,8 +317,24 @@ class RunCache(PartAccount):
 
     # Steps of decodes -------------------------------------------------------------------------------------
 
+    def start_decoding(self, holding: RunHolding, admission: int) -> None:
+        """Let a settled sequence compute a token in every step from the next on; its place is that of `admission`.
+
+        Its pages are taken by `take_pages`, and what no later token attends to is given back by `end_step`.
+        """
+        self.decodes.join(holding, admission)
+
+    def fill_pages(self) -> None:
+        """Make pages findable that decodes fill in this step, and that others may find."""
+        decodes = self.decodes
+        for holding in decodes.filling[decodes.step % self.page_size]:
+            self._name(holding, (holding.base + decodes.step + 1) // self.page_size)
+
     def end_step(self) -> None:
         """Let decodes give back what none of their later tokens attends to, in the order of admission."""
+        if self.has_ended:
+            self.has_ended = False
+            return
         decodes = self.decodes
         slot = decodes.step % self.page_size
         odd = decodes.odd_now()

@@ -338,8 +338,8 @@ class Report:
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
         groups = []
         for index, (group, num_evicted) in enumerate(zip(memory["kv_groups"], self._num_evicted_parts, strict=True)):
-            used = [span[f"group{index}_used"] for span in spans]
-            part_ns = sum(dot(of_log, span["duration_ns"]) for of_log, span in zip(used, spans, strict=True))
+            used = [log.of_each(f"group{index}_used") for log in logs]
+            part_ns = sum(dot(of_log, log.durations_ns) for of_log, log in zip(used, logs, strict=True))
             groups.append(
                 {
                     **group,

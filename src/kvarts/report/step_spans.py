@@ -71,6 +71,8 @@ class StepSpans:
         self._rests = Rows(len(self._rest_fields))
         self._durations_ns = PackedColumn("q")
         self._pages_taken = PackedColumn("i")
+        # Of the steps of leaps with KV groups: pages used, cached and released, and what the group fields say.
+        self._leap_counts = Rows(3 + len(self.group_fields))
         self._num_reserved = 0
         # Of the pages reserved, only where they change: the step, and the pages from then on.
         self._reserved = Rows(2)
@@ -126,6 +128,8 @@ class StepSpans:
                     event.num_loading,
                 )
                 spans += event.tiers
+                if event.counts is not None:
+                    self._leap_counts.add(event.counts)
                 durations_ns += event.durations_ns
                 pages_taken += event.pages_taken
             elif isinstance(event, AtRest):

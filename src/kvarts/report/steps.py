@@ -99,8 +99,22 @@ class StepLog(StepSpans):
         """When the last step ended; 0 if there is none."""
         return int(self.spans["start_ns"][-1] + self.spans["duration_ns"][-1]) if len(self) else 0
 
+    @cached_property
+    def _leap_columns(self) -> dict[str, Column]:
+        """Of leaps with KV groups: what is told of each of their steps, by name, one row a step of a leap."""
+        names = ("used", "cached", "released", *self.group_fields)
+        return dict(zip(names, self._leap_counts.take_columns(), strict=True))
+
+    def of_each(self, name: str) -> Column:
+        """Return a column of the steps in which those of a leap differ, where KV groups are counted."""
+        column = self.of_steps(name)
+        column[self.of_steps("is_leap", np.int8) != 0] = self._leap_columns[name]
+        return column
+
     def cached(self) -> Column:
         """Return the pages cached in each step."""
+        if self.num_groups:
+            return self.of_each("cached")
         # In a leap, a cached page is evicted only for what empty pages do not cover.
         cached = self.of_steps("cached")
         return np.where(self.of_steps("is_leap"), np.minimum(cached, self.num_pages - self.used()), cached)
@@ -128,6 +142,8 @@ class StepLog(StepSpans):
         """Integer columns by name, one row a step."""
         made = ("num_steps", "released", "is_leap", "start_ns", "used", "cached")
         steps = {name: self.of_steps(name) for name in self._span_fields if name not in made}
+        for name in self.group_fields:
+            steps[name] = self.of_each(name)
         steps["start_ns"] = self.starts_ns
         steps["duration_ns"] = self.durations_ns
         steps["used"] = self.used()
@@ -136,6 +152,8 @@ class StepLog(StepSpans):
 
     def released(self) -> Column:
         """Return the pages that had gone out of use, up to each step."""
+        if self.num_groups:
+            return self.of_each("released")
         return np.repeat(self.spans["released"], self.spans["num_steps"])
 
     @cached_property

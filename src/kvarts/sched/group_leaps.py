@@ -1,68 +1,134 @@
-"""The scheduler of a model with KV groups in virtual time, which knows when steps are alike.
+"""The scheduler of a model with KV groups in virtual time, which does steps that are alike at once.
 
-Steps that are alike are done one after the other by `take_alike` and `pass_alike`, and not scheduled.
+Its decodes are counted, by the steps in which they take pages and give some back, and not asked one by one.
 """
 
 from __future__ import annotations
 
+from kvarts.config import EngineConfig
 from kvarts.events import Blocked
-from kvarts.sched.grouped import GroupedScheduler
+from kvarts.kv.group_pages import GroupPages
+from kvarts.request import Request, RequestState
+from kvarts.sched.grouped import GroupedScheduler, GroupPreemptor, GroupPrefill
+from kvarts.sched.page_source import PageSource
+from kvarts.sched.policy import AdmissionPolicy, WaitingQueue
+from kvarts.sched.preemption import PageMark
+from kvarts.sched.running import Running
 
 __all__ = ["LeapingScheduler"]
 
 
+class CountingPreemptor(GroupPreemptor):
+    """A GroupPreemptor that takes the pages of all decodes at once, if they are free."""
+
+    __slots__ = ("_counted",)
+
+    def __init__(
+        self,
+        running: Running,
+        waiting: WaitingQueue,
+        cache: GroupPages,
+        pages: PageSource,
+        mark: PageMark,
+        page_blocks: int,
+    ) -> None:
+        super().__init__(running, waiting, cache, pages, mark, page_blocks, None)
+        self._counted = cache
+
+    def take_due(self, num_due: int, now_ns: int) -> None:
+        """Take the parts of `num_due` pages that decodes begin in this step, in admission order if they are short."""
+        cache, blocks = self._counted, self._page_blocks
+        if num_due * blocks <= cache.num_free:
+            cache.take_due(num_due)
+            return
+        served: set[int] = set()
+        for request in self._running.wheel.needing_page():
+            if request.state is not RequestState.DECODING:
+                continue  # preempted for a request before it
+            while blocks > cache.num_free and not self.others_make_way(request, blocks):
+                if self._preempt_for(request, blocks, now_ns, served) is request:
+                    break
+            else:
+                served.add(request.index)
+                cache.take_due(1)
+
+
+class CountingPrefill(GroupPrefill):
+    """A GroupPrefill that makes pages of decodes findable only if others may find them."""
+
+    __slots__ = ("_counted",)
+
+    def __init__(self, running: Running, cache: GroupPages, scheduler: GroupedScheduler) -> None:
+        super().__init__(running, cache, scheduler.own_pages, scheduler.preemptor, None, None)
+        self._counted = cache
+
+    def publish_filled(self, num_steps: int) -> None:
+        """Make pages findable that decodes fill in the next step, if their tokens are known."""
+        assert num_steps == 1
+        self._counted.fill_due()
+
+
 class LeapingScheduler(GroupedScheduler):
-    """A GroupedScheduler of an executor without ids, and without a reader of details."""
+    """A GroupedScheduler of an executor without ids, and without a reader of details.
+
+    A page that a decode fills with tokens that are not known can be found only by its own request, after a preemption:
+    it becomes findable when the request gives back everything.
+    """
+
+    def __init__(self, config: EngineConfig, cache: GroupPages, policy: AdmissionPolicy) -> None:
+        super().__init__(config, cache, policy)
+        self._counted = cache
+        self.running = Running(cache, self.wheel, None)
+        self.preemptor = CountingPreemptor(
+            self.running, self.waiting, cache, self.pages, self.mark, self.needs.page_blocks
+        )
+        self._prefill = CountingPrefill(self.running, cache, self)
+
+    def _settle(self, joined: list[Request]) -> None:
+        """Let running requests give back what none of their later tokens sees. `joined`: those that began to decode."""
+        cache = self._counted
+        cache.end_step()
+        for request in joined:
+            holding = request.holding
+            assert holding is not None
+            cache.settle(holding, request.num_computed)
+            cache.start_decoding(holding, request.admission)
+        chunked = self.running.chunked
+        if chunked is not None:
+            holding = chunked.holding
+            assert holding is not None
+            cache.settle(holding, chunked.num_computed)
+        cache.count()
 
     def horizon(self, now_ns: int) -> int:
-        """Return how many steps are alike as far as requests go; `goes_on` says when memory ends it earlier."""
+        """Return how many steps are alike as far as requests go; `leap` says when memory ends it earlier."""
         wheel = self.wheel
-        if self.running.chunked is not None or not wheel.num_decoding or not self._fits(0):
+        if self.running.chunked is not None or not wheel.num_decoding:
             return 0
-        num_steps = wheel.steps_to_finish()
+        num_left = self.parts.num_free - wheel.pages_due() * self.needs.page_blocks
+        if num_left < 0:
+            return 0
         if self.waiting.num_waiting:
             blocked = self.blocked
             if blocked is Blocked.NOT or self.waiting.head(now_ns) is not self.blocked_head:
                 return 0
             if blocked is Blocked.BUDGET and wheel.num_decoding < self.pages.token_budget:
                 return 0
-            if blocked is Blocked.PAGES:
-                if self.num_pages_wanted <= self.parts.num_free:
-                    return 0
-                num_steps = self._steps_to_known_page(num_steps)
-        return num_steps
+            if blocked is Blocked.PAGES and (self.num_pages_wanted <= num_left or self._fills_known_page()):
+                return 0
+        return wheel.steps_to_finish()
 
-    def _steps_to_known_page(self, num_steps: int) -> int:
-        """Return for how many of the next steps no decode fills a page that others may find; the head may need it."""
-        for offset in range(1, min(num_steps, self._page_size) + 1):
-            for request in self.wheel.computing_at(-offset):
-                if request.content.num_known_tokens > request.num_prompt_tokens:
-                    return offset - 1
-        return num_steps
+    def _fills_known_page(self) -> bool:
+        """Return whether a decode fills a page in the next step that others may find."""
+        return bool(self.running.num_sharing) and self._counted.fills_known_page()
 
-    def take_alike(self) -> None:
-        """Take the parts of the first of the steps that are alike. `pass_alike` or `commit` must follow."""
-        if num_due := self.wheel.pages_due():
-            self.preemptor.take_due(num_due, self.preemptor.last_end_ns)
-        self._prefill.publish_filled(1)
-        self.mark.used = -1
-        self.mark.look()
+    def leap(self, most_steps: int, counts: list[int]) -> int:
+        """Do up to `most_steps` of the steps that `horizon` promised; return how many. `commit` must follow.
 
-    def goes_on(self) -> bool:
-        """Return whether the step after that of `take_alike` is certain to be alike, if no request ends before it."""
-        if not self._fits(1):
-            return False
-        if not self.waiting.num_waiting or self.blocked is not Blocked.PAGES:
-            return True
-        given = sum(self.needs.most_given * self.wheel.num_computing_at(place - 1) for place in self._places)
-        return self.num_pages_wanted > self.parts.num_free + given
-
-    def pass_alike(self) -> None:
-        """End the step of `take_alike`, in which no request ends."""
-        finished = self.wheel.turn(1)
+        All but the last have ended then. `counts`: what was in use in each step is added, see GroupPages.
+        """
+        num_wanted = self.num_pages_wanted if self.waiting.num_waiting and self.blocked is Blocked.PAGES else 0
+        num_steps = self._counted.leap(most_steps, num_wanted, counts)
+        finished = self.wheel.turn(num_steps - 1)
         assert not finished, "a request ended in the middle of steps that are alike"
-        self._settle([])
-
-    def _fits(self, offset: int) -> bool:
-        """Return whether there is memory, without what is given back meanwhile, for the decodes of a later step."""
-        return self.wheel.num_computing_at(-offset) * self.needs.page_blocks <= self.parts.num_free
+        return num_steps

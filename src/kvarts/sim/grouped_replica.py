@@ -1,7 +1,6 @@
-"""An engine with KV groups in virtual time: steps that are alike are done without being scheduled, one by one.
+"""An engine with KV groups in virtual time.
 
-What a step gives back may let a request in, so how many steps are alike is not known before they are done. Each tells
-what it would have told by itself.
+What a step gives back may let a request in, so how many steps are alike is not known before they are done.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from kvarts.build import build_grouped_engine
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventLog, EventReader
-from kvarts.events import StepDone
+from kvarts.events import LeapDone
 from kvarts.executor.base import VirtualExecutor
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.group_pages import GroupPages
@@ -42,45 +41,43 @@ class GroupedReplica(Replica):
         """Do up to `num_steps` steps; the last one is under way when this returns, as if it had been scheduled."""
         num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
         durations_ns = self._decode_ns(min(num_steps, num_wanted, MOST_STEPS))
+        end_ns = now_ns + sum(durations_ns)
+        while len(durations_ns) > 1 and end_ns - durations_ns[-1] >= until_ns:
+            end_ns -= durations_ns.pop()
         scheduler = self._grouped
-        start_ns = now_ns
-        for index, duration_ns in enumerate(durations_ns):
-            scheduler.take_alike()
-            self._tell_step(start_ns, duration_ns)
-            end_ns = start_ns + duration_ns
-            if end_ns > LATEST_NS:
-                raise TooLateError
-            if index + 1 == len(durations_ns) or end_ns >= until_ns or not scheduler.goes_on():
-                break
-            scheduler.pass_alike()
-            start_ns = end_ns
-        self._last_decode_ns = duration_ns or 1
+        step = scheduler.wheel.step
+        counts: list[int] = []
+        num_steps = scheduler.leap(len(durations_ns), counts)
+        while len(durations_ns) > num_steps:
+            end_ns -= durations_ns.pop()
+        if end_ns > LATEST_NS:
+            raise TooLateError
+        self._last_decode_ns = durations_ns[-1] or 1
+        if self.engine.log.tell is not None:
+            self.engine.log.tell(self._leap_done(step, now_ns, durations_ns, counts))
         self.engine.now_ns = end_ns
         return end_ns
 
-    def _tell_step(self, start_ns: int, duration_ns: int) -> None:
-        tell = self.engine.log.tell
-        if tell is None:
-            return
-        scheduler, mark = self._grouped, self._grouped.group_mark
-        num_decodes = scheduler.wheel.num_decoding
-        tell(
-            StepDone(
-                scheduler.wheel.step,
-                start_ns,
-                duration_ns,
-                mark.used,
-                mark.cached,
-                mark.released,
-                num_decodes,
-                scheduler.num_waiting,
-                scheduler.blocked,
-                num_decodes,
-                num_decodes,
-                0,
-                (),
-                mark.parts,
-            )
+    def _leap_done(self, step: int, start_ns: int, durations_ns: list[int], counts: list[int]) -> LeapDone:
+        scheduler = self._grouped
+        width, block_bytes = len(counts) // len(durations_ns), scheduler.parts.block_bytes
+        if block_bytes > 1:
+            for place in range(3):
+                counts[place::width] = [num_bytes // block_bytes for num_bytes in counts[place::width]]
+        used = counts[0::width]
+        return LeapDone(
+            step,
+            start_ns,
+            durations_ns,
+            [0, *map(int.__sub__, used[1:], used)],
+            counts[0],
+            counts[1],
+            counts[2],
+            scheduler.running.num_running,
+            scheduler.num_waiting,
+            scheduler.blocked,
+            tuple(counts[3:width]),
+            counts=counts,
         )
 
 
