@@ -12,14 +12,17 @@ they may be, is free.
 from __future__ import annotations
 
 from math import gcd
+from typing import cast
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, ChunkComputed
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_pages import PartPages
+from kvarts.kv.tiered_pages import TieredPages
 from kvarts.request import Request, RequestState
 from kvarts.sched.group_batch import GroupBatch
+from kvarts.sched.group_loads import GroupLoads, GroupTiers
 from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.page_source import OnePool, PageSource
@@ -164,7 +167,8 @@ class GroupRunning(Running):
 class GroupedScheduler(Scheduler):
     """A Scheduler of a cache with KV groups. `rows`: those of an executor that needs ids; plans then name blocks.
 
-    Pages are counted in blocks. No steps are certain to be alike: a LeapingScheduler knows more.
+    `tiers`: those below a cache of TieredPages. Pages are counted in blocks. No steps are certain to be alike: a
+    LeapingScheduler knows more.
     """
 
     def __init__(
@@ -174,10 +178,11 @@ class GroupedScheduler(Scheduler):
         policy: AdmissionPolicy,
         *,
         rows: GroupBatch | None = None,
+        tiers: GroupTiers | None = None,
         tell: Tell | None = None,
     ) -> None:
         pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
-        super().__init__(config, cache, pages, policy, batch=rows, tell=tell)
+        super().__init__(config, cache, pages, policy, batch=rows, tiers=tiers, tell=tell)
         self.parts = cache
         self.needs = GroupNeeds(cache.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         self.running = GroupRunning(cache, self.wheel, rows)
@@ -186,17 +191,19 @@ class GroupedScheduler(Scheduler):
         page_blocks = self.needs.page_blocks
         self.preemptor = GroupPreemptor(self.running, self.waiting, cache, pages, self.mark, page_blocks, tell)
         self._prefill = GroupPrefill(self.running, cache, self.own_pages, self.preemptor, rows, tell)
+        if tiers is not None:
+            self.loads = GroupLoads(tiers, cast(TieredPages, cache), self.waiting, config.page_size, self.needs)
         self._places = _places(cache.memory, config.page_size)
         self._lacking: tuple[Request, int, int] | None = None
         """The head that last lacked memory, how often parts had become findable, and the blocks that it needs."""
 
     def side_counts(self) -> tuple[int, ...]:
-        """Return the parts used and cached in each group, one pair a group."""
-        return self.parts.counts()
+        """Return the blocks used and cached in each tier, then the parts used and cached in each group, in pairs."""
+        return super().side_counts() + self.parts.counts()
 
     def side_counts_at_mark(self) -> tuple[int, ...]:
         """Return the same at the mark of the last scheduled step."""
-        return self.group_mark.parts
+        return super().side_counts() + self.group_mark.parts
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the parts evicted of each group, one number a group."""
@@ -230,14 +237,19 @@ class GroupedScheduler(Scheduler):
     # One step ---------------------------------------------------------------------------------------------
 
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
-        """Admit the head of the waiting queue while `max_num_seqs`, budget and memory allow."""
-        waiting, cache, running = self.waiting, self.parts, self.running
+        """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and memory allow."""
+        waiting, cache, running, loads = self.waiting, self.parts, self.running, self.loads
         page_size, max_num_seqs, tell = self._page_size, self.config.max_num_seqs, self._tell
         admitted: list[int] = []
         self.blocked = Blocked.NOT
+        while loads is not None and loads.loaded and budget > 0:
+            request, loaded = loads.loaded.pop(0)
+            self._lacking = None
+            budget -= self._prefill.start(request, loads.resume(request, loaded), budget, now_ns, chunks)
+            admitted.append(request.index)
         while waiting.num_waiting:
             request = waiting.head(now_ns)
-            if running.num_running >= max_num_seqs:
+            if running.num_running + (0 if loads is None else loads.num_requests) >= max_num_seqs:
                 self.blocked = Blocked.SEQS
                 break
             if budget <= 0:
@@ -258,6 +270,8 @@ class GroupedScheduler(Scheduler):
                 break
             waiting.remove(request)
             self._lacking = None
+            if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting):
+                continue
             if tell is not None:
                 self._told_blocked = None
                 reach = cache.reach(request.content, (num_known - 1) // page_size)
