@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
+from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.block_pages import BlockPages
@@ -15,12 +16,14 @@ from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.pins import Pins
 from kvarts.kv.pool import CountPool, IdPool
+from kvarts.kv.tiered_pages import TieredPages
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.group_batch import GroupBatch
+from kvarts.sched.group_loads import GroupTiers
 from kvarts.sched.grouped import GroupedScheduler
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import LowerTiers
@@ -28,7 +31,7 @@ from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy
 from kvarts.sched.scheduler import Scheduler
 
-__all__ = ["PreparedTiers", "TierSettings", "build_engine", "build_grouped_engine"]
+__all__ = ["GroupTierSettings", "PreparedTiers", "TierSettings", "build_engine", "build_grouped_engine"]
 
 
 class PreparedTiers(Protocol):
@@ -62,6 +65,18 @@ class TierSettings(Protocol):
 
     def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
         """Prepare tiers below an engine of `config` that evicts by orders of `make_order`; None without tiers."""
+
+
+class GroupTierSettings(Protocol):
+    """Settings of tiers below a device with KV groups."""
+
+    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
+        """Return the blocks of each tier, by its name. Raise ConfigError for tiers that know whole pages only."""
+
+    def open_group_tiers(
+        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+    ) -> GroupTiers:
+        """Open the tiers, of which there is at least one, below `cache`."""
 
 
 def build_engine(
@@ -150,11 +165,27 @@ def build_grouped_engine(
     num_waiting: int = 1,
     policy: AdmissionPolicy | None = None,
     audit: bool = False,
+    offload: GroupTierSettings | None = None,
+    prefill: PrefillTimes | None = None,
 ) -> Engine:
     """Return an engine around an executor of a model with KV groups, in `num_blocks` blocks of `memory`.
 
-    What else there is says `build_engine`. Raise ConfigError for an audit if the room `audit` is not installed.
+    What else there is says `build_engine`. With tiers, an audit asserts the laws of page accounting, and checks no
+    events. Raise ConfigError for an audit if the room `audit` is not installed, and for a reader of page and request
+    events of an engine with tiers: what a load brings of a page in part has no event.
     """
+    if offload is not None and offload.group_tiers(memory, config.page_size):
+        log = EventLog(readers, num_waiting=num_waiting)
+        if log.tell_details is not None:
+            raise ConfigError(
+                "is not told of KV groups with tiers below the device yet: pages are loaded in part",
+                field="readers",
+                hint="Leave out what reads events of pages, or the tiers.",
+            )
+        below = TieredPages(memory, num_blocks=num_blocks, page_size=config.page_size)
+        moves_pages = executor.needs_page_ids
+        tiers = offload.open_group_tiers(config, below, with_page_ids=moves_pages, prefill=prefill)
+        return _grouped(config, below, executor, log, policy, audit=audit, tiers=tiers)
     if audit:
         groups = tuple(
             from_room("audit.part_ledger", "AuditedGroup", field="audit")(
@@ -169,8 +200,21 @@ def build_grouped_engine(
     log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
     cache: BlockPages = BlockPages(memory, num_blocks=num_blocks, page_size=config.page_size, tell=tell)
+    return _grouped(config, cache, executor, log, policy, audit=audit)
+
+
+def _grouped(
+    config: EngineConfig,
+    cache: BlockPages,
+    executor: Executor,
+    log: EventLog,
+    policy: AdmissionPolicy | None,
+    *,
+    audit: bool,
+    tiers: GroupTiers | None = None,
+) -> Engine:
+    """Return an engine with KV groups in `cache`. `tiers`: those below it."""
     rows = GroupBatch(cache, config.max_num_seqs) if executor.needs_page_ids else None
-    pins = Pins(cache, tell)
     policy = PriorityPolicy() if policy is None else policy
-    scheduler = GroupedScheduler(config, cache, policy, rows=rows, tell=tell, pins=pins)
+    scheduler = GroupedScheduler(config, cache, policy, rows=rows, tiers=tiers, tell=log.tell_details)
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=executor.needs_page_ids)

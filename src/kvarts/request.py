@@ -47,7 +47,7 @@ NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
         _S.NEW: frozenset({_S.WAITING, _S.REJECTED}),
         _S.WAITING: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
         _S.PREEMPTED: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
-        _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED}),
+        _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED, _S.WAITING}),
         _S.LOADED: frozenset({_S.PREFILLING, _S.CANCELLED}),
         _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
         _S.DECODING: frozenset({_S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),

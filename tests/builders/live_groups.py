@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from kvarts.build import build_grouped_engine
+from kvarts.build import GroupTierSettings, build_grouped_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.engine import Engine
 from kvarts.events import StepDone
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.transfer import Direction, TransferReport
 from kvarts.request import Request, RequestState
 from kvarts.sched.plan import StepPlan, StepResult
 
@@ -56,9 +57,40 @@ class ReadingExecutor:
         """By block and place in the page: the page table, the tenant, and all tokens up to this one."""
         self.rows: dict[int, tuple[int, list[list[int]]]] = {}
         """By row: the request, and its page tables."""
+        self.below: dict[tuple[int, int], tuple[Any, ...]] = {}
+        """The same of the blocks of host memory."""
         self.num_looked_at = 0
+        self.moved: list[TransferReport] = []
+        """Reports on transfers that were carried out, and are said with the next step."""
+        self.delays_reports = False
+        """Whether a transfer is reported a step after it was carried out."""
+        self.loads_wrong = False
+        """Whether what is loaded first and last of a transfer is exchanged."""
+        self.num_loads = 0
+
+    def move(self, plan: StepPlan) -> tuple[TransferReport, ...]:
+        """Carry out the transfers of a step; return the reports that are due."""
+        reports, self.moved = self.moved, []
+        for transfer in plan.transfers:
+            self.num_loads += transfer.direction is Direction.LOAD
+            for move in transfer.moves:
+                source, target = self.held, self.below
+                if transfer.direction is Direction.LOAD:
+                    source, target = target, source
+                source_ids = list(move.source_ids)
+                if self.loads_wrong and transfer.direction is Direction.LOAD:
+                    source_ids.reverse()
+                for source_id, target_id in zip(source_ids, move.target_ids, strict=True):
+                    assert isinstance(source_id, int) and isinstance(target_id, int)
+                    for place in range(self.config.page_size):
+                        target[target_id, place] = source[source_id, place]
+            self.moved.append(TransferReport(transfer.transfer_id))
+        if not self.delays_reports:
+            reports, self.moved = reports + self.moved, []
+        return tuple(reports)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        reports = self.move(plan)
         computed: list[tuple[int, int, int]] = []
         sampled = np.zeros(self.config.max_num_seqs, np.uint64)
         if plan.decodes is not None:
@@ -87,7 +119,7 @@ class ReadingExecutor:
         for row, start, end in computed:
             for position in range(start, end):
                 self._read(row, position)
-        return StepResult(STEP_NS, sampled)
+        return StepResult(STEP_NS, sampled, transfer_reports=reports)
 
     def _slots(self, row: int, position: int) -> list[tuple[int, int]]:
         page, place = position // self.config.page_size, position % self.config.page_size
@@ -112,7 +144,13 @@ class LiveRun:
     """What became of requests, and of every step."""
 
     def __init__(
-        self, requests: Sequence[NaiveRequest], memory: GroupMemory, config: EngineConfig, num_blocks: int
+        self,
+        requests: Sequence[NaiveRequest],
+        memory: GroupMemory,
+        config: EngineConfig,
+        num_blocks: int,
+        *,
+        offload: GroupTierSettings | None = None,
     ) -> None:
         """`requests`: of the naive engine, with all that they generate."""
         self.steps = Steps()
@@ -122,7 +160,13 @@ class LiveRun:
             self.tokens.append((request.tenant, [int(str(token)) for token in (*request.tokens, *request.output)]))
         self.executor = ReadingExecutor(memory, config, self.tokens)
         self.engine: Engine = build_grouped_engine(
-            config, memory, self.executor, num_blocks=num_blocks, readers=[self.steps], audit=HAS_AUDIT
+            config,
+            memory,
+            self.executor,
+            num_blocks=num_blocks,
+            readers=[self.steps],
+            audit=HAS_AUDIT,
+            offload=offload,
         )
         self.requests = [self._request(request, config) for request in requests]
 

@@ -42,3 +42,18 @@ def models(tiny: Callable[[str], Path]) -> Callable[[str], tuple[Any, Any]]:
         return loaded[family]
 
     return pair
+
+
+@pytest.fixture(scope="session")
+def windowed() -> Callable[[str], tuple[Any, Any]]:
+    """A small model of a family with small windows, with pages, and the same with transformers' attention and cache."""
+    from builders.windowed_models import config_of, models_of
+
+    made: dict[str, tuple[Any, Any]] = {}
+
+    def pair(family: str) -> tuple[Any, Any]:
+        if family not in made:
+            made[family] = models_of(config_of(family))
+        return made[family]
+
+    return pair

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch import layers as layers_module
+from kvarts.executor.torch.compiled_layers import CompiledLayers
 from kvarts.executor.torch.layer_parts import DecoderParts, LayerParts, Norm, find_parts
 from kvarts.executor.torch.packing import PackedLinear, pack_linears
 from kvarts.executor.torch.probe import examine
@@ -131,6 +132,53 @@ def test_logits_are_those_of_the_model(
     assert tokens == expected
     for one, other in zip(mine, theirs, strict=True):
         assert float((one - other).abs().max()) <= 1e-4 * float(other.abs().max())
+
+
+@pytest.mark.laws
+@settings(max_examples=4)
+@given(
+    family=st.sampled_from(["qwen2", "qwen3"]),
+    full=st.sets(st.integers(0, 4), max_size=4),
+    window=st.sampled_from([3, 4, 9, 24]),
+    budget=st.sampled_from([7, 64]),
+    is_laid_out=st.booleans(),
+    keeps=st.sampled_from(["all", "tails"]),
+)
+def test_layers_with_page_tables_of_their_own(
+    family: str, full: set[int], window: int, budget: int, is_laid_out: bool, keeps: str
+) -> None:
+    """With KV groups: the same tokens and logits as the model's own code through the same tables, and as without."""
+    types = ["full_attention" if number in full else "sliding_attention" for number in range(5)]
+    changes: dict[str, Any] = {
+        "num_hidden_layers": 5,
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": types,
+    }
+    model = small(family, **changes)
+    if is_laid_out:
+        lay_out(model)
+    expected, theirs = said(model, "model", budget=budget, num_pages=40, kv_groups=keeps)
+    tokens, mine = said(model, "compiled", budget=budget, num_pages=40, kv_groups=keeps)
+    assert tokens == expected == said(model, "compiled", budget=budget)[0]
+    for one, other in zip(mine, theirs, strict=True):
+        assert float((one - other).abs().max()) <= 1e-4 * float(other.abs().max())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_slots_of_another_page_table_change_what_is_said(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: every layer writes where the layers of the first page table do."""
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    model = small(family, use_sliding_window=True, sliding_window=8, layer_types=types)
+    expected, _ = said(model, "compiled", kv_groups="all")
+    begin = CompiledLayers.begin
+
+    def begin_and_confuse(self: CompiledLayers, *args: Any) -> None:
+        begin(self, *args)
+        self.room["slots"][1:] = self.room["slots"][0]
+
+    monkeypatch.setattr(CompiledLayers, "begin", begin_and_confuse)
+    assert said(model, "compiled", kv_groups="all")[0] != expected
 
 
 @pytest.mark.parametrize("is_laid_out", [False, True])

@@ -2,101 +2,48 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import ATTENTION
-from kvarts.executor.torch.backend import BACKENDS
-from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
-from kvarts.executor.torch.flash import FlashBackend
-from kvarts.executor.torch.flex import FlexBackend
+from kvarts.executor.torch.probe import layer_shapes
 from kvarts.llm.llm import LLM
 from kvarts.llm.room import KVRoom
 from kvarts.request import RequestState
 from kvarts.sampling import SamplingParams
 
-from builders.flash_standin import flash_module
 from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.windowed_models import FAMILIES, FULL, WINDOW, forgetting, types_of
 
-WINDOW = 8
-FULL, SLIDING = "full_attention", "sliding_attention"
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mistral": {"num_hidden_layers": 3},
-    "gemma2": {"layer_types": [SLIDING, FULL, SLIDING, FULL]},
-    "gemma3_text": {"layer_types": [SLIDING, SLIDING, SLIDING, FULL, SLIDING, SLIDING]},
-    "gpt_oss": {"layer_types": [SLIDING, FULL, SLIDING, FULL], "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3": {"num_hidden_layers": 2},
-}
-"""Windows everywhere, in every other layer, in most, with sinks that are learned, and none at all."""
+ROOMS = {"ample": (256, 2048), "chunked": (40, 16), "short": (28, 7)}
+CASES = [(family, room, keeps) for family in FAMILIES for room in ROOMS for keeps in ("all", "tails")]
+FEW = [case for case in CASES if case[0] == "gemma2" or case[1:] == ("chunked", "tails")]
+"""One family in every memory, and all in one, in which what windows give back is empty at once."""
 
 
-@pytest.fixture(scope="module")
-def windowed() -> Callable[[str], tuple[Any, Any]]:
-    """A model of a family, with small windows, that attends through pages; and the same with transformers' cache."""
-    made: dict[str, tuple[Any, Any]] = {}
-
-    def pair(family: str) -> tuple[Any, Any]:
-        if family not in made:
-            changes = FAMILIES[family]
-            config = AutoConfig.for_model(
-                family,
-                **{
-                    "hidden_size": 32,
-                    "intermediate_size": 48,
-                    "num_hidden_layers": len(changes.get("layer_types", ())) or 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "head_dim": 8,
-                    "vocab_size": VOCABULARY,
-                    "max_position_embeddings": 512,
-                    "initializer_range": 0.3,
-                    "eos_token_id": 256,
-                    "pad_token_id": 256,
-                    "bos_token_id": None,
-                    **({} if family == "qwen3" else {"sliding_window": WINDOW}),
-                    **changes,
-                },
-            )
-            with torch.random.fork_rng():
-                torch.manual_seed(3)
-                model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager").eval()
-                if family == "gpt_oss":
-                    for layer in model.model.layers:
-                        torch.nn.init.normal_(layer.self_attn.sinks)
-            paged = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
-            paged.load_state_dict(model.state_dict())
-            made[family] = paged, model
-        return made[family]
-
-    return pair
-
-
-@pytest.mark.parametrize("keeps", ["all", "tails"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("num_pages", "budget"), [(256, 2048), (40, 16), (28, 7)])
+@pytest.mark.parametrize(
+    ("family", "room", "keeps"),
+    [pytest.param(*case, marks=[] if case in FEW else pytest.mark.long) for case in CASES],
+)
 def test_greedy_tokens_are_those_of_an_undisturbed_run(
-    windowed: Callable[[str], tuple[Any, Any]], family: str, num_pages: int, budget: int, keeps: str
+    windowed: Callable[[str], tuple[Any, Any]], family: str, room: str, keeps: str
 ) -> None:
-    """L6: whole prompts and chunks, prefixes that others left, and memory that is too small for all."""
+    """L6: whole prompts and chunks, prefixes that others left, and memory that is too small for all, and forgets."""
     model, reference = windowed(family)
+    num_pages, budget = ROOMS[room]
     prompts = prompts_with_prefixes()
-    engine = engine_of(model, num_pages=num_pages, budget=budget, kv_groups=keeps)
+    engine = forgetting(engine_of(model, num_pages=num_pages, budget=budget, kv_groups=keeps))
     completions = engine.generate(prompts, GREEDY)
     for prompt, completion in zip(prompts, completions, strict=True):
         assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
@@ -104,24 +51,6 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
         assert sum(completion.cached_tokens for completion in completions) >= 24
     assert engine.kv_live_bytes() == 0
     engine.check()
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "flash", "flex"])
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_all_backends_say_the_same(
-    windowed: Callable[[str], tuple[Any, Any]], family: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """L6, with FlashAttention by what it says it computes, and FlexAttention uncompiled."""
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    makers: dict[str, Any] = {"flash": FlashBackend, "flex": partial(FlexBackend, is_compiled=False)}
-    if attention in makers:
-        monkeypatch.setitem(BACKENDS, attention, (makers[attention], lambda pools: None))
-    model, reference = windowed(family)
-    prompts = prompts_with_prefixes()[1:]
-    engine = engine_of(model, num_pages=40, budget=16, attention=attention, kv_groups="all")
-    for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-        assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
 
 
 @pytest.mark.laws
@@ -163,28 +92,6 @@ def test_requests_come_and_go_at_any_time(
     engine.check()
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])
-def test_a_page_that_goes_back_too_early_changes_what_is_said(
-    windowed: Callable[[str], tuple[Any, Any]], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: windows that end a page early. If that did not matter, the tests above would prove nothing."""
-    model, reference = windowed(family)
-    prompts = prompts_with_prefixes()[1:4]
-
-    def too_short(*args: Any, **kwargs: Any) -> BlockCut:
-        cut = cut_blocks(*args, **kwargs)
-        groups = tuple(
-            replace(group, layer=replace(group.layer, span=PAGE_SIZE)) if group.layer.span else group
-            for group in cut.memory.groups
-        )
-        return replace(cut, memory=replace(cut.memory, groups=groups))
-
-    monkeypatch.setattr("kvarts.llm.room.cut_blocks", too_short)
-    engine = engine_of(model, num_pages=40, budget=16, kv_groups="all")
-    expected = [undisturbed(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
-    assert [list(completion.tokens) for completion in engine.generate(prompts, GREEDY)] != expected
-
-
 # Memory ---------------------------------------------------------------------------------------------------
 
 
@@ -205,21 +112,22 @@ def test_allocated_tensors_are_what_the_groups_say(family: str, dtype: torch.dty
 def test_a_sequence_holds_what_later_tokens_see(family: str, windowed: Any) -> None:
     """Token by token and layer by layer: pages with a token that the next one attends to, and no other."""
     model, _ = windowed(family)
-    types = getattr(model.config, "layer_types", None) or [FULL] * model.config.num_hidden_layers
-    if family == "mistral":
-        types = [SLIDING] * model.config.num_hidden_layers
-    heads = 2 * model.config.num_key_value_heads * model.config.head_dim * 4
+    layers = [layer for number, layer in enumerate(layer_shapes(model)) if layer.owner == number]
+    kinds = [
+        (kind, 2 * layer.num_kv_heads * layer.head_dim * 4)
+        for kind, layer in zip(types_of(model.config), layers, strict=False)
+    ]
     engine = engine_of(model, num_pages=64, kv_groups="all")
     engine.submit(list(range(30)), GREEDY)
     engine.step()
     for num_tokens in range(31, 31 + GREEDY.max_tokens - 2):
         engine.step()
         # What is computed is one token behind what is known; the next token sees itself and those before it.
-        num_pages = 0
-        for kind in types:
+        num_bytes = 0
+        for kind, token_bytes in kinds:
             first_seen = 0 if kind == FULL else max(0, num_tokens - WINDOW + 1)
-            num_pages += len({token // PAGE_SIZE for token in range(first_seen, num_tokens)})
-        assert engine.kv_live_bytes() == num_pages * PAGE_SIZE * heads
+            num_bytes += len({token // PAGE_SIZE for token in range(first_seen, num_tokens)}) * token_bytes
+        assert engine.kv_live_bytes() == num_bytes * PAGE_SIZE
 
 
 def test_more_sequences_run_in_the_same_memory(windowed: Any) -> None:

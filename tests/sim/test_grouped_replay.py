@@ -155,10 +155,10 @@ def test_what_the_command_line_refuses(arguments: str, says: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
-def test_tiers_below_the_device_are_refused(run_command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_below_host_memory_are_refused(run_command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all", "--host-memory", "1GB"]
-    assert run_command("replay", *asked) == 2
-    assert "--host-memory: is not counted by KV group yet: tiers below the device" in capsys.readouterr().err
+    assert run_command("replay", *asked, "--disk-memory", "10GB") == 2
+    assert "--disk-memory: is not counted by KV group yet: files keep whole pages" in capsys.readouterr().err
 
 
 def test_advice_names_no_tier_where_none_can_be() -> None:

@@ -108,7 +108,8 @@ class FlatBatch(msgspec.Struct):
     `sampled_rows`: rows that sample a token; `requests`: the index of each. `sampled_at`: the tokens after which one is
     sampled: of each of these rows the last, and before the drafted ones of a row the one that its decode computes.
     `drafts`: the drafted tokens of each of these rows; empty if there are none in the step. `tables`: of a model with
-    KV groups, the step for each page table, the first of which is the one said here.
+    KV groups, the step for each page table, the first of which is the one said here; `block_slots`: where each token is
+    in each block of its page, [blocks, tokens].
     """
 
     tokens: Ints
@@ -121,6 +122,7 @@ class FlatBatch(msgspec.Struct):
     requests: list[int]
     drafts: list[list[int]] = []
     tables: list[TableBatch] = []
+    block_slots: Ints | None = None
 
     @property
     def rotated_positions(self) -> Ints:

@@ -103,6 +103,7 @@ class ConfigFields(msgspec.Struct):
     hidden_size_per_layer_input: Some = 256
     global_head_dim: Count = 512
     num_global_key_value_heads: Count | None = None
+    per_layer_config: dict[str, dict[str, Any]] | None = None
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
     enable_moe_block: bool = False

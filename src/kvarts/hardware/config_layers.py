@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvarts.errors import ConfigError, InputError
 from kvarts.hardware.config_fields import ConfigFields
 from kvarts.hardware.geometry import Extra, State
 from kvarts.hardware.kv_groups import KvLayer
+from kvarts.limits import MOST_COUNT, brief
 
-__all__ = ["num_layers_of", "read_extra", "read_layers", "read_state"]
+__all__ = ["num_layers_of", "read_extra", "read_layers", "read_state", "take_global_heads"]
 
 # Every so many layers attend to everything, the others to a window, where the config does not say it.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "gpt_oss": 2}
@@ -147,6 +149,34 @@ def _indexers(config: ConfigFields, num_layers: int, path: Path | None) -> list[
     if strange := sorted(set(modes) - {"full", "shared"}):
         raise ConfigError(f"{strange[0]!r} is not understood", path=path, field=field)
     return [mode == "full" for mode in modes]
+
+
+def take_global_heads(config: ConfigFields, num_layers: int, path: Path | None) -> None:
+    """Read the heads of Gemma 4's full layers where each of these says its own, as transformers 5.24 writes them.
+
+    Raise ConfigError for layers that differ in anything else.
+    """
+    own = config.per_layer_config
+    if own is None:
+        return
+    types = block_types(config, num_layers, path)
+    full = {str(number) for number, kind in enumerate(types) if kind == "full_attention"}
+    said = list(own.values())
+    first = said[0] if said else {}
+    is_known = config.model_type == "gemma4_text" and set(own) == full and all(one == first for one in said)
+    known = {"head_dim", "num_key_value_heads"} if config.attention_k_eq_v else {"head_dim"}
+    if not is_known or not set(first) <= known:
+        raise ConfigError("says something of layers that is not understood", path=path, field="per_layer_config")
+    if "head_dim" in first:
+        config.global_head_dim = _count(first["head_dim"], path)
+    if "num_key_value_heads" in first:
+        config.num_global_key_value_heads = _count(first["num_key_value_heads"], path)
+
+
+def _count(value: Any, path: Path | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNT:
+        raise InputError(f"has {brief(value)}, which is no number of heads", path=path, field="per_layer_config")
+    return value
 
 
 def _global_layer(config: ConfigFields) -> KvLayer:

@@ -10,7 +10,14 @@ import msgspec
 from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
 from kvarts.files import read_bytes, reading
 from kvarts.hardware.config_fields import FAMILIES, ConfigFields
-from kvarts.hardware.config_layers import block_types, num_layers_of, read_extra, read_layers, read_state
+from kvarts.hardware.config_layers import (
+    block_types,
+    num_layers_of,
+    read_extra,
+    read_layers,
+    read_state,
+    take_global_heads,
+)
 from kvarts.hardware.dtypes import dtype_bits
 from kvarts.hardware.geometry import Experts, Geometry, Latent
 
@@ -103,6 +110,7 @@ def _geometry(name: str, source: str, values: dict[str, Any], path: Path | None)
         what, field = parts_of(error)
         raise InputError(what, path=path, field=field) from error
     num_layers = num_layers_of(config, path)
+    take_global_heads(config, num_layers, path)
     experts = _experts(config, num_layers, path)
     latent = None
     if config.kv_lora_rank is not None:

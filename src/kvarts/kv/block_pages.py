@@ -70,14 +70,24 @@ class BlockPages(PartPages):
     """PartPages of `num_blocks` blocks with ids, held page by page, see GroupedCache.
 
     Blocks can be taken by themselves as well, for what is no part of a page. `tell` receives events of parts.
+    `num_promised`: blocks that are free, and are kept for requests that will take them.
     """
 
-    __slots__ = ("_num_given", "_num_keeping", "parts")
+    __slots__ = ("_num_given", "_num_keeping", "num_promised", "parts")
 
-    def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int, tell: Tell | None = None) -> None:
+    def __init__(
+        self,
+        memory: GroupMemory,
+        *,
+        num_blocks: int,
+        page_size: int,
+        tell: Tell | None = None,
+        make_parts: type[GroupedCache] = GroupedCache,
+    ) -> None:
         blocks = IdPool(num_blocks)
         super().__init__(blocks, memory, page_size=page_size)
-        self.parts = GroupedCache(
+        self.num_promised = 0
+        self.parts = make_parts(
             memory.groups,
             page_size=page_size,
             total_bytes=num_blocks * self.block_bytes,
@@ -119,7 +129,7 @@ class BlockPages(PartPages):
     def count(self) -> None:
         """Take note of what was taken and given back."""
         parts, block_bytes = self.parts, self.block_bytes
-        self.num_free = parts.free_bytes // block_bytes
+        self.num_free = parts.free_bytes // block_bytes - self.num_promised
         self.num_released = self._blocks_of(parts.num_released) + self._num_given
         self.num_evicted = self._blocks_of(parts.num_evicted)
 
@@ -255,7 +265,8 @@ class BlockPages(PartPages):
         every = [cast(BlockHolding, holding) for holding, _ in holdings]
         taken_ids = [block_id for holding in every for block_id in holding.page_ids or ()]
         self.parts.check([holding.parts for holding in every], taken_ids)
-        assert self.num_used + self.num_free == self.pool.total, "L1: blocks are lost"
+        assert self.num_used + self.num_promised + self.num_free == self.pool.total, "L1: blocks are lost"
+        assert self.num_free >= 0, "L1: blocks that were promised are gone"
         assert self.pool.num_taken == self.num_used + self.num_cached, "L1: blocks are taken and not counted"
 
 

@@ -50,22 +50,31 @@ class PartGroup(msgspec.Struct, frozen=True):
 class GroupMemory(msgspec.Struct, frozen=True):
     """The KV groups of one model, and what is kept of their windows.
 
-    All parts are whole *blocks*: the largest size that divides the parts of every group. A page with all its parts has
-    `page_bytes`; states are no part of a page. Raises ConfigError without a group that keeps tokens.
+    All parts are whole *blocks*: the largest size that divides the parts of every group, in `divisor` pieces. A page
+    with all its parts has `page_bytes`; states are no part of a page. Raises ConfigError without a group that keeps
+    tokens, and for a divisor that leaves no whole blocks.
     """
 
     groups: tuple[PartGroup, ...]
     keeps: Retention = "all"
+    divisor: int = 1
 
     def __post_init__(self) -> None:
         if not any(group.layer.keeps_tokens for group in self.groups):
             raise ConfigError("there is none that keeps tokens", field="groups")
         if self.keeps not in get_args(Retention):
             raise ConfigError(f"{self.keeps!r} is not known", field="keeps", hint=f"Use {_choice()}.")
+        check_whole(self.divisor, "divisor", most=MOST_BYTES)
+        if self._largest % self.divisor:
+            raise ConfigError(f"{self.divisor} does not divide {self._largest:,} bytes", field="divisor")
 
     @property
     def block_bytes(self) -> int:
         """The bytes of a block."""
+        return self._largest // self.divisor
+
+    @property
+    def _largest(self) -> int:
         return gcd(*(group.part_bytes for group in self.groups))
 
     @property

@@ -141,6 +141,10 @@ class GroupedCache:
     def match(self, content: Content, limit: int) -> GroupMatch:
         """Return the longest prefix of `content`, at most `limit` full pages, that every group can go on from."""
         names = self._names.known(content, limit)
+        return GroupMatch(names[: self._longest(name.copies for name in names)])
+
+    def _longest(self, pages: Iterable[Sequence[object]]) -> int:
+        """Return the longest prefix that every group can go on from. `pages`: which groups have a part of each page."""
         whole = [index for index, group in enumerate(self.groups) if group.layer.kind in ("full", "latent")]
         bounded = [(index, group) for index, group in enumerate(self.groups) if index not in whole]
         runs = dict.fromkeys((index for index, _ in bounded), 0)
@@ -148,19 +152,19 @@ class GroupedCache:
         heads = dict(runs)
         """Pages in a row from the first on."""
         longest = 0
-        for length, name in enumerate(names, start=1):
-            if not all(name.copies[index] for index in whole):
+        for length, page in enumerate(pages, start=1):
+            if not all(page[index] for index in whole):
                 break
-            can_go_on = any(name.copies)
+            can_go_on = any(page)
             for index, group in bounded:
-                runs[index] = runs[index] + 1 if name.copies[index] else 0
+                runs[index] = runs[index] + 1 if page[index] else 0
                 if runs[index] == length:
                     heads[index] = length
                 sink, first = self._needed(group, length * self.page_size)
                 can_go_on = can_go_on and runs[index] >= length - first and heads[index] >= sink
             if can_go_on:
                 longest = length
-        return GroupMatch(names[:longest])
+        return longest
 
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
         """Return for each group from how many pages of `content`, at most `limit`, it could go on by itself.

@@ -56,14 +56,8 @@ class Pins:
     def give_up(self, num_pages: int) -> bool:
         """Remove pins until `num_pages` pages are free; return whether they are."""
         while num_pages > self._cache.num_free:
-            if not self.give_up_oldest():
+            if not self._pins:
                 return False
-        return True
-
-    def give_up_oldest(self) -> bool:
-        """Remove the pin set longest ago; return whether there was one."""
-        if not self._pins:
-            return False
-        self.num_given_up += 1
-        self.remove(next(iter(self._pins)))
+            self.num_given_up += 1
+            self.remove(next(iter(self._pins)))
         return True

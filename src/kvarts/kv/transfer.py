@@ -74,10 +74,14 @@ class TransferReport(msgspec.Struct, frozen=True, gc=False):
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False):
-    """What the tiers below have for a request: pages from each in turn, after those of the device."""
+    """What the tiers below have for a request: pages from each in turn, after those of the device.
+
+    `num_bytes`: what is moved from each, where that is not its pages as a whole.
+    """
 
     num_pages: int
     by_tier: tuple[int, ...]
+    num_bytes: tuple[int, ...] = ()
 
 
 class Awaited(msgspec.Struct, frozen=True, gc=False):

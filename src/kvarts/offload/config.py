@@ -18,8 +18,12 @@ from kvarts.units import parse_bytes, parse_rate
 if TYPE_CHECKING:
     from kvarts.config import EngineConfig
     from kvarts.kv.eviction import EvictionOrder
+    from kvarts.kv.group_memory import GroupMemory
+    from kvarts.kv.tiered_pages import TieredPages
+    from kvarts.kv.transfer import PrefillTimes
     from kvarts.offload.opening import TiersToOpen
     from kvarts.offload.pagefiles import PageFiles
+    from kvarts.offload.part_offloader import PartOffloader
 
 __all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy"]
 
@@ -182,14 +186,18 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         host, disk = self.num_host_pages(page_size), self.num_disk_pages(page_size)
         if not host:
             return ()
-        write = ChannelSpec("d2h", self.bytes_per_s("d2h"), self.latency_us)
-        read = ChannelSpec("h2d", self.bytes_per_s("h2d"), self.latency_us)
-        specs = (TierSpec("host", host, write, read),)
+        specs = (self.host_spec(host),)
         if not disk:
             return specs
         write = ChannelSpec("disk_write", self.bytes_per_s("disk_write"), self.disk_latency_us)
         read = ChannelSpec("disk_read", self.bytes_per_s("disk_read"), self.disk_latency_us)
         return (*specs, TierSpec("disk", disk, write, read, is_files=True))
+
+    def host_spec(self, num_pages: int) -> TierSpec:
+        """Return host memory of `num_pages` pages."""
+        write = ChannelSpec("d2h", self.bytes_per_s("d2h"), self.latency_us)
+        read = ChannelSpec("h2d", self.bytes_per_s("h2d"), self.latency_us)
+        return TierSpec("host", num_pages, write, read)
 
     def prepare(
         self,
@@ -205,6 +213,44 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         from kvarts.offload.opening import TiersToOpen  # only engines with tiers pay for it
 
         return TiersToOpen(self, config, make_order, known_keys=known_keys, namespace=namespace)
+
+    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
+        """Return the blocks of each tier below a device with the KV groups of `memory`, by its name.
+
+        Raise ConfigError for what knows whole pages only.
+        """
+        if self.num_disk_pages(page_size):
+            raise SettingError(
+                "is not counted by KV group yet: files keep whole pages",
+                "disk_pages",
+                "disk_memory",
+                of=self,
+                hint="Leave it out, or set kv_groups to off.",
+            )
+        if self.full_prompt_hits:
+            raise SettingError(
+                "is not counted by KV group: the last token of a prompt may see what no hit needs", "full_prompt_hits"
+            )
+        if self.host_pages is not None:
+            num_blocks = memory.num_blocks(self.host_pages)
+        else:
+            num_blocks = 0 if self.host_memory is None else self._bytes("host_memory") // memory.block_bytes
+        if num_blocks > MOST_PAGES:
+            raise SettingError(
+                f"makes {num_blocks:,} blocks of {memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
+                "host_pages",
+                "host_memory",
+                of=self,
+            )
+        return {"host": num_blocks} if num_blocks else {}
+
+    def open_group_tiers(
+        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None = None
+    ) -> PartOffloader:
+        """Open the tier below `cache`. `prefill`: how long computing takes; None: that is measured."""
+        from kvarts.offload.opening import open_part_offloader  # only engines with tiers pay for it
+
+        return open_part_offloader(self, config, cache, with_page_ids=with_page_ids, prefill=prefill)
 
     def bytes_per_s(self, field: str) -> int:
         """Return the bandwidth that is called `field`."""

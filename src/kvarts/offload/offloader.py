@@ -74,9 +74,10 @@ class Offloader(Transfers):
         with_page_ids: bool = False,
         tell: Tell | None = None,
     ) -> None:
+        lanes = [connected.read for connected in tiers]
         super().__init__(
-            [connected.read for connected in tiers],
-            Weigher(tiers, page_bytes, prefill),
+            lanes,
+            Weigher(lanes, page_bytes, prefill),
             deadline_ns=deadline_ns,
             workers=workers,
             fail_every=fail_every,

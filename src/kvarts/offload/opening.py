@@ -10,6 +10,7 @@ from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.tiered_pages import TieredPages
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.offload.channel import Channel
@@ -17,11 +18,14 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
 from kvarts.offload.measured import MeasuredChannel
 from kvarts.offload.offloader import Offloader
+from kvarts.offload.part_offloader import PartOffloader
+from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
+from kvarts.offload.part_tier import PartTier
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy
 from kvarts.offload.tier import ConnectedTier, MemoryTier, Tier
 
-__all__ = ["TiersToOpen", "open_offloader"]
+__all__ = ["TiersToOpen", "open_offloader", "open_part_offloader"]
 
 
 class TiersToOpen:
@@ -102,13 +106,9 @@ def open_offloader(
         tiers.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
     policy: StorePolicy[Any] = EagerPolicy(cache)
     if order is not None:
-        target_free = offload.target_free
-        if target_free is None:
-            # What a few requests take at once, but little of a tier that is small.
-            step_pages = -(-max_num_batched_tokens // page_size)
-            target_free = max(2 * step_pages, min(8 * step_pages, tiers[0].tier.num_pages // 8))
-        # More than the tier holds would be stored in turns, for ever.
-        policy = LazyPolicy(cache, order, min(target_free, tiers[0].tier.num_pages))
+        policy = LazyPolicy(
+            cache, order, _target_free(offload, tiers[0].tier.num_pages, page_size, max_num_batched_tokens)
+        )
     return Offloader(
         cache,
         tiers,
@@ -124,3 +124,48 @@ def open_offloader(
         with_page_ids=with_page_ids,
         tell=tell,
     )
+
+
+def open_part_offloader(
+    offload: OffloadConfig,
+    config: EngineConfig,
+    cache: TieredPages,
+    *,
+    with_page_ids: bool = False,
+    prefill: PrefillTimes | None = None,
+) -> PartOffloader:
+    """Open the tier of `offload` below the cache of a device with KV groups, of an engine of `config`."""
+    memory, page_size = cache.memory, config.page_size
+    ((name, num_blocks),) = offload.group_tiers(memory, page_size).items()
+    tier = PartTier(name, num_blocks, memory, cache.tiered.names, with_slots=with_page_ids)
+    policy: PartPolicy = EagerParts(cache.tiered)
+    if offload.policy == "lazy":
+        num_pages = num_blocks * memory.block_bytes // memory.page_bytes
+        target_free = _target_free(offload, num_pages, page_size, config.max_num_batched_tokens)
+        policy = LazyParts(cache.tiered, target_free * memory.page_bytes)
+    make = MeasuredChannel if with_page_ids else Channel
+    spec = offload.host_spec(num_blocks)
+    return PartOffloader(
+        cache,
+        tier,
+        policy,
+        write=spec.write.open(make),
+        read=spec.read.open(make),
+        prefill=prefill,
+        store_within_ns=round(offload.store_within_ms * 1e6),
+        deadline_ns=round(offload.deadline_s * 1e9),
+        workers=offload.workers,
+        fail_every=offload.fail_every,
+        with_page_ids=with_page_ids,
+    )
+
+
+def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:
+    """Return the pages that a lazy policy covers, above a tier of `num_pages` pages."""
+    target_free = offload.target_free
+    if target_free is None:
+        # What a few requests take at once, but little of a tier that is small.
+        step_pages = -(-max_num_batched_tokens // page_size)
+        target_free = max(2 * step_pages, min(8 * step_pages, num_pages // 8))
+    # More than the tier holds would be stored in turns, for ever.
+    return min(target_free, num_pages)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.kv.transfer import Awaited, Offer, PrefillTimes, Weighed
+from kvarts.offload.channel import Channel
 from kvarts.offload.measured import MeasuredPrefill
-from kvarts.offload.tier import ConnectedTier
 
 __all__ = ["Weigher"]
 
 
 class Weigher:
-    """Weighs loads from `tiers` against `prefill`; without that, against what it measures. Owner of how loads ended."""
+    """Weighs loads by `lanes`, one a tier, against `prefill`; without that, against what it measures.
 
-    def __init__(self, tiers: Sequence[ConnectedTier], page_bytes: int, prefill: PrefillTimes | None) -> None:
-        self._connected = tiers
+    Owner of how loads ended.
+    """
+
+    def __init__(self, lanes: Sequence[Channel], page_bytes: int, prefill: PrefillTimes | None) -> None:
+        self._lanes = lanes
         self._page_bytes = page_bytes
         self._measured = MeasuredPrefill()
         self._prefill: PrefillTimes = self._measured if prefill is None else prefill
@@ -60,10 +63,10 @@ class Weigher:
 
         best, best_gain_ns, worth, load_ns = 0, 0, 0, 0
         position = 0
-        for connected, num_pages in zip(self._connected, offer.by_tier, strict=True):
+        for lane, num_pages, num_bytes in zip(self._lanes, offer.by_tier, self._bytes_of(offer), strict=True):
             if num_pages:
                 position += num_pages
-                load_ns = max(load_ns, connected.read.within_ns(now_ns, num_pages * self._page_bytes))
+                load_ns = max(load_ns, lane.within_ns(now_ns, num_bytes))
                 worth = worth_ns(position)
                 if worth - load_ns >= best_gain_ns:
                     best, best_gain_ns = position, worth - load_ns
@@ -73,9 +76,12 @@ class Weigher:
                 return Weighed(0, (0,) * len(offer.by_tier), is_awaited=True)
         by_tier = []
         num_left = best
-        for connected, num_pages in zip(self._connected, offer.by_tier, strict=True):
+        for lane, num_pages in zip(self._lanes, offer.by_tier, strict=True):
             by_tier.append(min(num_left, num_pages))
             num_left -= by_tier[-1]
             if by_tier[-1] < num_pages:
-                connected.read.passed_over()
+                lane.passed_over()
         return Weighed(best, tuple(by_tier), load_ns=load_ns, worth_ns=worth)
+
+    def _bytes_of(self, offer: Offer) -> Sequence[int]:
+        return offer.num_bytes or [num_pages * self._page_bytes for num_pages in offer.by_tier]

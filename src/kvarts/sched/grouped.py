@@ -12,15 +12,17 @@ they may be, is free.
 from __future__ import annotations
 
 from math import gcd
+from typing import cast
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, ChunkComputed
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_pages import PartPages
-from kvarts.kv.pins import Pins
+from kvarts.kv.tiered_pages import TieredPages
 from kvarts.request import Request, RequestState
 from kvarts.sched.group_batch import GroupBatch
+from kvarts.sched.group_loads import GroupLoads, GroupTiers
 from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.page_source import OnePool, PageSource
@@ -105,8 +107,6 @@ class GroupPrefill(Prefill):
 
     def resume(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of the chunked `request`; return the tokens used up of `budget`."""
-        if request.own is not None:
-            return super().resume(request, budget, now_ns, chunks)
         cache, start = self._parts, request.num_computed
         num_known = request.num_prompt_tokens + request.num_output_tokens
         num_tokens = min(num_known - start, budget)
@@ -128,17 +128,12 @@ class GroupPrefill(Prefill):
             if rows is not None:
                 # The token computed in this step is the one sampled in the step before.
                 rows.append_sampled(request, num_computed, wheel.step)
-            if request.own is not None:
-                continue
             holding = request.holding
             assert holding is not None
             self._parts.fill_page(holding, num_computed)
 
     def _compute(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Take the parts of a chunk and count it as computed; what it fills can be found from now on."""
-        if request.own is not None:
-            super()._compute(request, num_tokens, num_known, chunks)
-            return
         running, rows = self._running, self._rows
         start = request.num_computed
         end = request.num_computed = start + num_tokens
@@ -172,8 +167,8 @@ class GroupRunning(Running):
 class GroupedScheduler(Scheduler):
     """A Scheduler of a cache with KV groups. `rows`: those of an executor that needs ids; plans then name blocks.
 
-    `pins`: parts that are kept in use for later, as long as no request needs their memory; None without any.
-    Pages are counted in blocks. No steps are certain to be alike: a LeapingScheduler knows more.
+    `tiers`: those below a cache of TieredPages. Pages are counted in blocks. No steps are certain to be alike: a
+    LeapingScheduler knows more.
     """
 
     def __init__(
@@ -183,11 +178,11 @@ class GroupedScheduler(Scheduler):
         policy: AdmissionPolicy,
         *,
         rows: GroupBatch | None = None,
+        tiers: GroupTiers | None = None,
         tell: Tell | None = None,
-        pins: Pins | None = None,
     ) -> None:
-        pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
-        super().__init__(config, cache, pages, policy, batch=rows, tell=tell, pins=pins)
+        pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
+        super().__init__(config, cache, pages, policy, batch=rows, tiers=tiers, tell=tell)
         self.parts = cache
         self.needs = GroupNeeds(cache.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         self.running = GroupRunning(cache, self.wheel, rows)
@@ -196,17 +191,19 @@ class GroupedScheduler(Scheduler):
         page_blocks = self.needs.page_blocks
         self.preemptor = GroupPreemptor(self.running, self.waiting, cache, pages, self.mark, page_blocks, tell)
         self._prefill = GroupPrefill(self.running, cache, self.own_pages, self.preemptor, rows, tell)
+        if tiers is not None:
+            self.loads = GroupLoads(tiers, cast(TieredPages, cache), self.waiting, config.page_size, self.needs)
         self._places = _places(cache.memory, config.page_size)
         self._lacking: tuple[Request, int, int] | None = None
         """The head that last lacked memory, how often parts had become findable, and the blocks that it needs."""
 
     def side_counts(self) -> tuple[int, ...]:
-        """Return the parts used and cached in each group, one pair a group."""
-        return self.parts.counts()
+        """Return the blocks used and cached in each tier, then the parts used and cached in each group, in pairs."""
+        return super().side_counts() + self.parts.counts()
 
     def side_counts_at_mark(self) -> tuple[int, ...]:
         """Return the same at the mark of the last scheduled step."""
-        return self.group_mark.parts
+        return super().side_counts() + self.group_mark.parts
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the parts evicted of each group, one number a group."""
@@ -228,32 +225,31 @@ class GroupedScheduler(Scheduler):
         return fewest
 
     def _never_fits(self, request: Request) -> str | None:
-        num_reserved = self.own_pages.reserve.num_pages
-        blocks, most = self._most_pages(request), self.parts.pool.total - num_reserved
-        if blocks <= most or request.own is not None:
+        blocks = self.needs.of_request(request.num_prompt_tokens, request.max_tokens)
+        if blocks <= self.parts.pool.total:
             return None
-        room = "beside the blocks that are reserved there are" if num_reserved else "the memory has"
         return (
             f"needs {blocks} blocks of {self.parts.block_bytes:,} bytes for {request.num_prompt_tokens} prompt and "
-            f"{request.max_tokens} output tokens, with {self.config.max_num_batched_tokens} tokens a step; "
-            f"{room} {most}"
+            f"{request.max_tokens} output tokens, with {self.config.max_num_batched_tokens} tokens a step; the memory "
+            f"has {self.parts.pool.total}"
         )
-
-    def _most_pages(self, request: Request) -> int:
-        """Return how many blocks a request needs to itself."""
-        return self.needs.of_request(request.num_prompt_tokens, request.max_tokens)
 
     # One step ---------------------------------------------------------------------------------------------
 
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
-        """Admit the head of the waiting queue while `max_num_seqs`, budget and memory allow."""
-        waiting, cache, running = self.waiting, self.parts, self.running
+        """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and memory allow."""
+        waiting, cache, running, loads = self.waiting, self.parts, self.running, self.loads
         page_size, max_num_seqs, tell = self._page_size, self.config.max_num_seqs, self._tell
         admitted: list[int] = []
         self.blocked = Blocked.NOT
+        while loads is not None and loads.loaded and budget > 0:
+            request, loaded = loads.loaded.pop(0)
+            self._lacking = None
+            budget -= self._prefill.start(request, loads.resume(request, loaded), budget, now_ns, chunks)
+            admitted.append(request.index)
         while waiting.num_waiting:
             request = waiting.head(now_ns)
-            if running.num_running >= max_num_seqs:
+            if running.num_running + (0 if loads is None else loads.num_requests) >= max_num_seqs:
                 self.blocked = Blocked.SEQS
                 break
             if budget <= 0:
@@ -268,14 +264,14 @@ class GroupedScheduler(Scheduler):
             hit_tokens = match.num_pages * page_size
             num_wanted = self.needs.to_admit(hit_tokens, num_known, held)
             if num_wanted > cache.num_free:
-                if self.pins is not None and self.pins.give_up_oldest():
-                    continue  # what it shared with the pin it may have to take now
                 self.blocked = Blocked.PAGES
                 self.num_pages_wanted = num_wanted
                 self._lacking = request, cache.num_published, num_wanted
                 break
             waiting.remove(request)
             self._lacking = None
+            if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting):
+                continue
             if tell is not None:
                 self._told_blocked = None
                 reach = cache.reach(request.content, (num_known - 1) // page_size)
@@ -295,7 +291,7 @@ class GroupedScheduler(Scheduler):
         What it needs only grows as long as no request is admitted, which may hold what it needs as well, and nothing
         that it could find becomes findable.
         """
-        if self._lacking is None or (self.pins is not None and self.pins.num_pins):
+        if self._lacking is None:
             return False
         request, num_published, num_wanted = self._lacking
         if request is not head or num_published != self.parts.num_published or num_wanted <= self.parts.num_free:
@@ -320,13 +316,11 @@ class GroupedScheduler(Scheduler):
         if len(self._places) > 1:
             settling.sort(key=lambda request: request.admission)
         for request in (*settling, *joined):
-            if request.own is not None:
-                continue
             holding = request.holding
             assert holding is not None
             parts.settle(holding, wheel.num_computed(request))
         chunked = self.running.chunked
-        if chunked is not None and chunked.own is None:
+        if chunked is not None:
             holding = chunked.holding
             assert holding is not None
             parts.settle(holding, chunked.num_computed)

@@ -20,7 +20,7 @@ from kvarts.kv.transfer import Awaited, Loaded, Offer, Transfer, TransferReport,
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import WaitingQueue
 
-__all__ = ["Loads", "LowerTiers"]
+__all__ = ["LoadUnderWay", "Loads", "LowerTiers"]
 
 
 class LowerTiers(Protocol):
@@ -207,7 +207,7 @@ class Loads:
             offered = self._named(offer.by_tier)
             weights = weighed.num_pages, weighed.load_ns, weighed.worth_ns
             self._tell(LoadWeighed(request.index, request.content, start, offered, *weights))
-        if not weighed.num_pages:
+        if not weighed.num_pages or not self._fits(request, num_known):
             tiers.forget(request.index)
             return False
         num_held = -(-num_known // self._page_size)
@@ -218,10 +218,25 @@ class Loads:
         load = self._loading[request.index] = LoadUnderWay(
             request, tiers.num_transfers, start, start + weighed.num_pages
         )
-        holding = request.holding = self._cache.open(match)
-        self._cache.grow(holding, num_held)
+        holding = request.holding = self._open(request, match, num_known)
         request.become(RequestState.LOADING)
         load.end_ns = tiers.start_load(request.index, request.content, start, weighed.num_pages, holding)
+        return True
+
+    def _fits(self, request: Request, num_known: int) -> bool:
+        """Return whether there is room to load what was offered to `request`: it fits, wherever its pages come from."""
+        return True
+
+    def _open(self, request: Request, match: Match, num_known: int) -> Holding:
+        """Take what `request` needs for its known tokens, beside `match`, which the device has."""
+        holding = self._cache.open(match)
+        self._cache.grow(holding, -(-num_known // self._page_size))
+        return holding
+
+    def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
+        """Make what was loaded findable; return whether its request can be computed from there on."""
+        assert load.request.holding is not None
+        self._cache.publish(load.request.holding, load.request.content, loaded.num_pages)
         return True
 
     def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:
@@ -239,13 +254,13 @@ class Loads:
     def take_ended(self) -> None:
         """Take in the loads that have ended: their pages can be hit, and the requests that waited for them can run."""
         for loaded in self.tiers.take_loaded():
-            request = self._loading.pop(loaded.request).request
-            assert request.holding is not None
-            self._cache.publish(request.holding, request.content, loaded.num_pages)
+            load = self._loading.pop(loaded.request)
+            request = load.request
+            can_go_on = self._can_go_on(load, loaded)
             if request.state is RequestState.ABANDONED:
                 self._num_abandoned -= 1
                 self._close(request)
-            else:
+            elif can_go_on:
                 request.become(RequestState.LOADED)
                 self.loaded.append((request, loaded))
             if followers := self._followers.pop(loaded.request, None):
@@ -253,6 +268,11 @@ class Loads:
                 for follower in reversed(followers):
                     follower.goes_first = True
                     self._waiting.push(follower)
+            if not can_go_on and request.state is RequestState.LOADING:
+                self._release(request)
+                request.become(RequestState.WAITING)
+                request.goes_first = True
+                self._waiting.push(request)
 
     def resume(self, request: Request, loaded: Loaded) -> int:
         """Count the loaded tokens of `request`, which begins to run; return the tokens that need no computing."""
@@ -319,6 +339,9 @@ class Loads:
     def _close(self, request: Request) -> None:
         """Give back all pages of `request`, which never ran; pages found or loaded stay cached."""
         request.become(RequestState.CANCELLED)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
         holding = request.holding
         assert holding is not None
         num_full = holding.path[-1].end if holding.path else 0

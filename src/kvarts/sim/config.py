@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory
+    from kvarts.kv.tiered_pages import TieredPages
+    from kvarts.kv.transfer import PrefillTimes
     from kvarts.report.report import Report
+    from kvarts.sched.group_loads import GroupTiers
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.arrivals import SessionsKept
     from kvarts.sim.replay import Traffic
@@ -63,13 +66,20 @@ class TiersBelow(Protocol):
     def for_model(self, kv_bytes_per_token: int) -> TiersBelow:
         """Return the same for a model with tokens of `kv_bytes_per_token` bytes."""
 
+    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
+        """Return the blocks of each tier below a device with the KV groups of `memory`, by its name.
+
+        Raise ConfigError for tiers that know whole pages only.
+        """
+
+    def open_group_tiers(
+        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+    ) -> GroupTiers:
+        """Open the tiers, of which there is at least one, below the cache of a device with KV groups."""
+
 
 class SessionSettings(Protocol):
     """Settings of what engines keep of a trace's sessions."""
-
-    @property
-    def holds_pages(self) -> bool:
-        """Whether pages are kept in use between turns."""
 
     def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> SessionsKept:
         """Return the sessions of `trace` on `engines` of `config`. Raise ConfigError where they cannot be."""
@@ -215,7 +225,7 @@ class ReplayConfig(
                 "says nothing without one model", "kv_groups", hint="Give a model and a device, or leave it out."
             )
         refused = {
-            "offload": self.offload is not None and "tiers below the device keep whole pages",
+            "sessions": self.sessions is not None and "sessions keep whole pages between turns",
             "profile": self.profile != "default" and "the mocker knows pages of one kind",
             "eviction": self.eviction is not _default_eviction() and "parts are evicted in one list",
             "cost": int(getattr(self.cost, "num_ranks", 1)) > 1 and "ranks in lock step count whole pages",
@@ -225,11 +235,22 @@ class ReplayConfig(
                 raise SettingError(
                     f"is not counted by KV group yet: {reason}", field, hint="Leave it out, or set {kv_groups} to off."
                 )
+        if self.offload is not None:
+            self.offload.group_tiers(self.memory, self.page_size)  # refuses what keeps whole pages
         if self.num_blocks > MOST_PAGES:
             raise SettingError(
                 f"make {self.num_blocks:,} blocks of {self.memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
                 "num_pages",
             )
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """The pages of each tier below the device, by its name; blocks where KV groups are counted."""
+        if self.offload is None:
+            return {}
+        if self.kv_groups == "off":
+            return self.offload.tiers(self.page_size)
+        return self.offload.group_tiers(self.memory, self.page_size)
 
     @property
     def memory(self) -> GroupMemory:

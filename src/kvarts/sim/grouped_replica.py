@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvarts.build import build_grouped_engine
+from kvarts.build import GroupTierSettings, build_grouped_engine
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventLog, EventReader
@@ -15,6 +15,7 @@ from kvarts.events import LeapDone
 from kvarts.executor.base import VirtualExecutor
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.transfer import PrefillTimes
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.sched.group_leaps import LeapingScheduler
 from kvarts.sched.policy import AdmissionPolicy
@@ -91,18 +92,19 @@ def open_grouped(
     policy: AdmissionPolicy,
     step_by_step: bool,
     audit: bool,
-    holds_pages: bool = False,
+    offload: GroupTierSettings | None = None,
+    prefill: PrefillTimes | None = None,
 ) -> Replica:
     """Build an engine of a model with KV groups.
 
     Its memory is that of `config.num_pages` pages with parts in every group of `memory`. Where something reads page and
     request events, parts are accounted for page by page, and every step is scheduled: what these say is what happened.
-    The same with `holds_pages`: some of the memory is kept in use between requests. `audit`: assert the laws of page
-    accounting after every step, and check every event against a second bookkeeping.
+    `audit`: assert the laws of page accounting after every step, and check every event against a second bookkeeping.
+    `offload`: tiers below the device; then every step is scheduled, too. `prefill`: how long prompts take to compute.
     """
     num_blocks = memory.num_blocks(config.num_pages)
     log = EventLog(readers, num_waiting=num_waiting)
-    if audit or holds_pages or log.tell_details is not None:
+    if offload is not None or audit or log.tell_details is not None:
         engine = build_grouped_engine(
             config,
             memory,
@@ -112,6 +114,8 @@ def open_grouped(
             num_waiting=num_waiting,
             policy=policy,
             audit=audit,
+            offload=offload,
+            prefill=prefill,
         )
         return Replica(engine, executor, step_by_step=step_by_step)
     cache = GroupPages(memory, num_pages=config.num_pages, page_size=config.page_size)

@@ -111,7 +111,7 @@ def replay_one(
     """Replay the traffic of one model through the engines that `config` describes, and report. `replay` says more."""
     trace = trace_of(traffic)
     source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup)
-    tiers = {} if config.offload is None else config.offload.tiers(config.page_size)
+    tiers = config.tiers
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     memory = None if config.kv_groups == "off" else config.memory.to_builtins()
     steps = [StepLog(config.num_blocks, tiers, memory) for _ in range(config.replicas)]
@@ -190,5 +190,6 @@ def _open_grouped(config: ReplayConfig, readers: Sequence[EventReader], executor
         policy=config.admission(),
         step_by_step=config.step_by_step,
         audit=config.audit,
-        holds_pages=config.sessions is not None and config.sessions.holds_pages,
+        offload=config.offload,
+        prefill=prefill_cost(config),
     )

@@ -25,22 +25,24 @@ ON_CUDA = ("flash", "flex", "sdpa")
 ON_OTHERS = ("numba", "sdpa")
 
 
-def backend_name(pools: KVPools, name: str = "auto") -> str:
-    """Return the name itself, or for `auto` that of the first of those meant for the device that fits.
+def backend_name(pools: KVPools, *more: KVPools, name: str = "auto") -> str:
+    """Return the name itself, or for `auto` that of the first of those meant for the device that fits all pools.
 
     Raise ConfigError for a name that is not known, and for a backend that does not fit these pools.
     """
+    every = (pools, *more)
     if name == "auto":
         meant = ON_CUDA if pools.device.type == "cuda" else ON_OTHERS
-        return next(name for name in meant if BACKENDS[name][1](pools) is None)
+        return next(name for name in meant if all(BACKENDS[name][1](one) is None for one in every))
     if name not in BACKENDS:
         raise ConfigError(f"{name!r} is not known", field="attention", hint=f"Known: auto, {', '.join(BACKENDS)}.")
-    if reason := BACKENDS[name][1](pools):
-        raise ConfigError(f"{name} cannot be had: {reason}", field="attention", hint="Leave it to auto.")
+    for one in every:
+        if reason := BACKENDS[name][1](one):
+            raise ConfigError(f"{name} cannot be had: {reason}", field="attention", hint="Leave it to auto.")
     return name
 
 
 def choose_backend(pools: KVPools, name: str = "auto") -> AttentionBackend:
     """Return the backend that `backend_name` names. Raise ConfigError as it does."""
-    make, _ = BACKENDS[backend_name(pools, name)]
+    make, _ = BACKENDS[backend_name(pools, name=name)]
     return make(pools)

@@ -39,18 +39,28 @@ ROOM_OF_MATRICES = (
 class CompiledLayers:
     """The layers that `parts` are of, over `pools`. Owner of the memory for the numbers of a step.
 
-    `params`: how each layer attends. Matrices that are plain are multiplied by what is compiled, too, in the same call;
+    `backends`: what reads pages, for each page table; `tables`: the page table of each layer. `params`: how each layer
+    attends. Matrices that are plain are multiplied by what is compiled, too, in the same call;
     others, which are laid out for another library, by themselves.
     """
 
     def __init__(
-        self, parts: DecoderParts, pools: KVPools, backend: NumbaBackend, params: Sequence[AttentionParams]
+        self,
+        parts: DecoderParts,
+        pools: KVPools,
+        backends: Sequence[NumbaBackend],
+        tables: Sequence[int],
+        params: Sequence[AttentionParams],
     ) -> None:
         from kvarts.executor.torch import layer_kernel, numba_kernel
 
         self._parts = parts
         self._pools = pools
-        self._backend = backend
+        self._tables = tuple(tables)
+        self._num_tables = len(backends)
+        self._backends = [backends[table] for table in tables]
+        """Of each layer."""
+        self._every: Sequence[AttentionMetadata] = ()
         self._params = tuple(params)
         self._places = places = layer_kernel
         self._attention_places = numba_kernel
@@ -72,10 +82,15 @@ class CompiledLayers:
         self._step[places.THREAD_NUMBER] = self._team.thread_number
         self._step[places.TEAM_SIZE] = self._team.team_size
         self._step[places.COUNTERS] = self._counters.ctypes.data
-        self._floats = [backend.floats(number, one) for number, one in enumerate(self._params)]
+        self._floats = [
+            backend.floats(number, one)
+            for number, (backend, one) in enumerate(zip(self._backends, self._params, strict=True))
+        ]
         self._works = [self._layer_work(number, layer) for number, layer in enumerate(parts.layers)]
         self._last = self._last_work()
         self._attention_works: list[Ints] = []
+        self._slots: list[int] = []
+        """Where the slots of each page table are."""
         self._num_room = 0
         self._num_threads = 1
         self.room: dict[str, torch.Tensor] = {}
@@ -84,19 +99,19 @@ class CompiledLayers:
     # A step ----------------------------------------------------------------------------------------------------
 
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, where: torch.Tensor
+        self, tokens: torch.Tensor, positions: torch.Tensor, every: Sequence[AttentionMetadata], where: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits of the tokens at `where`; the backend has begun the step."""
-        self.begin(tokens, positions, metadata)
+        """Return the logits of the tokens at `where`; the backends have begun the step, `every` by page table."""
+        self.begin(tokens, positions, every)
         for number in range(len(self._works)):
-            self.run_layer(number, metadata)
+            self.run_layer(number)
         logits = self.finish(len(tokens), where)
         if self._num_room > KEPT_TOKENS:
             self._make_room(0)
         return logits
 
-    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
-        """Prepare for a step: embeddings, rotations, and where keys and values go."""
+    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, every: Sequence[AttentionMetadata]) -> None:
+        """Prepare for a step: embeddings, rotations, and where keys and values go, `every` by page table."""
         places, count = self._places, len(tokens)
         if count > self._num_room:
             self._make_room(count if count > KEPT_TOKENS else min(KEPT_TOKENS, max(8, 2 * count)))
@@ -105,14 +120,17 @@ class CompiledLayers:
         room = self.room
         room["cos"][:count] = cos[0]
         room["sin"][:count] = sin[0]
-        room["slots"][:count] = metadata.slots
+        for table, metadata in enumerate(every):
+            room["slots"][table, :count] = metadata.slots
+        self._every = every
         self._step[places.TOKENS] = count
         self._num_threads = num_threads(count * self._num_products)
-        self._step[places.DECODES] = len(metadata.decodes.positions)
+        num_decodes = len(every[0].decodes.positions)
+        self._step[places.DECODES] = num_decodes
         self.set_hidden(embedded)
-        if len(metadata.decodes.positions):
-            for number, params in enumerate(self._params):
-                step_work = self._backend.step_work(number, params.window)
+        if num_decodes:
+            for number, (backend, params) in enumerate(zip(self._backends, self._params, strict=True)):
+                step_work = backend.step_work(number, params.window)
                 self._attention_works[number][self._attention_places.STEP] = step_work.address
 
     def set_hidden(self, hidden: torch.Tensor) -> None:
@@ -120,9 +138,11 @@ class CompiledLayers:
         self.room["hidden"][: len(hidden)] = hidden
         self._step[self._places.IS_ADDED] = 0
 
-    def run_layer(self, number: int, metadata: AttentionMetadata) -> None:
+    def run_layer(self, number: int) -> None:
         """Run a layer; what its MLP made is left in the room, to be added by the next one."""
-        places = self._places
+        places, table = self._places, self._tables[number]
+        metadata = self._every[table]
+        self._step[places.SLOTS] = self._slots[table]
         if not self.has_own_matrices:
             self._run_around_matrices(number, metadata)
         elif metadata.chunks:
@@ -161,7 +181,7 @@ class CompiledLayers:
             room, count = self.room, int(self._step[self._places.TOKENS])
             queries = room["queries"][:count].to(self._pools.dtype)
             read = torch.empty_like(queries)
-            self._backend.read_chunks(number, queries, self._params[number], read)
+            self._backends[number].read_chunks(number, queries, self._params[number], read)
             first = metadata.chunks[0].first
             room["attended"][first:count] = read[first:].flatten(1)
 
@@ -194,7 +214,7 @@ class CompiledLayers:
         places, work = self._places, self._works[number]
         work[places.FIRST], work[places.LAST] = first, last
         self._counters.fill(0)
-        self._backend.counter[0] = 0
+        self._backends[number].counter[0] = 0
         self._team.run(self._kernel, work.ctypes.data, self._num_threads)
 
     # Work ------------------------------------------------------------------------------------------------------
@@ -215,7 +235,7 @@ class CompiledLayers:
             self._set_matrices(work, layer.matrices)
         work[places.KEYS] = pools.keys[number].data_ptr()
         work[places.VALUES] = pools.values[number].data_ptr()
-        work[places.ATTENTION] = self._backend.kernels[number]
+        work[places.ATTENTION] = self._backends[number].kernels[number]
         work[places.HEADS], work[places.KV_HEADS] = layer.shape.num_heads, layer.shape.num_kv_heads
         work[places.HEAD_DIM] = layer.shape.head_dim
         work[places.HIDDEN_SIZE] = layer.matrices[0].in_features
@@ -267,7 +287,8 @@ class CompiledLayers:
         if self.has_own_matrices:
             kept |= made
         self.room = {name: torch.empty(num_tokens, width, dtype=self._room_dtype) for name, width in kept.items()}
-        self.room["slots"] = torch.empty(num_tokens, dtype=torch.long)
+        self.room["slots"] = torch.empty(self._num_tables, num_tokens, dtype=torch.long)
+        self._slots = [one.data_ptr() for one in self.room["slots"]]
         self.room["queries"] = torch.empty(num_tokens, shape.num_heads, dim)
         self.room["attended"] = torch.empty(num_tokens, heads)
         for name, tensor in self.room.items():
@@ -279,7 +300,7 @@ class CompiledLayers:
                 self._step[places.SOURCES + number] = self.room[source].data_ptr()
                 self._step[places.TARGETS + number] = self.room[target].data_ptr()
         self._attention_works = [
-            self._backend.work(number, self._floats[number], self.room["queries"], self.room["attended"])
+            self._backends[number].work(number, self._floats[number], self.room["queries"], self.room["attended"])
             for number in range(len(self._works))
         ]
         for work, attention in zip(self._works, self._attention_works, strict=True):

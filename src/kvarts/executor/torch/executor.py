@@ -69,25 +69,25 @@ class TorchExecutor:
             dtype=model.dtype,
             device=model.device,
             places=None if cut is None else cut.places,
+            page_sizes=None if cut is None else cut.page_sizes,
         )
-        self.attention = backend_name(self.pools, attention)
+        self._tables = (0,) * len(self._facts.layers) if cut is None else cut.tables
+        pools = [self.pools.of_layers(numbers) for numbers in _layers_by_table(self._tables)]
+        self.attention = backend_name(*pools, name=attention)
         """The name of the attention backend."""
+        backends = [choose_backend(one, self.attention) for one in pools]
         self._grouped: GroupAttention | None = None
         """Attention through several page tables; None where a sequence has one."""
-        num_tables = 1 if cut is None else cut.num_tables
-        if cut is not None and num_tables > 1:
-            self._grouped = GroupAttention(self.pools, lambda: choose_backend(self.pools, self.attention), cut.tables)
-        backend = choose_backend(self.pools, self.attention)
-        self._attention = PagedAttention(self.pools, backend) if self._grouped is None else self._grouped
-        self._layers, self.layers_reason = open_layers(
-            model, self._facts, self.pools, backend, layers, num_tables=num_tables
-        )
+        if len(backends) > 1:
+            self._grouped = GroupAttention(self.pools, backends, self._tables)
+        self._attention = PagedAttention(self.pools, backends[0]) if self._grouped is None else self._grouped
+        self._layers, self.layers_reason = open_layers(model, self._facts, self.pools, backends, self._tables, layers)
         self._copier: PageCopier | None = None
         if num_host_pages:
             self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files, clock=clock)
         self._rows: RowTables | GroupTables = RowTables(config.max_num_seqs, config.page_size)
         if cut is not None:
-            self._rows = GroupTables(config.max_num_seqs, config.page_size, num_tables)
+            self._rows = GroupTables(config.max_num_seqs, config.page_size, cut.layer_tables)
         self.rotation = TorchRotation(model)
         self.slots = PageSlots(self.pools.num_pages, config.page_size)
 
@@ -114,15 +114,19 @@ class TorchExecutor:
         for count in counts:
             zeros = np.zeros(count, np.int64)
             decodes = DecodeMetadata.plain(zeros, zeros[:, None])
-            every = list(range(count))
-            batch = FlatBatch(zeros, zeros, zeros, decodes, [], every, every, every)
+            rows = list(range(count))
+            batch = FlatBatch(zeros, zeros, zeros, decodes, [], rows, rows, rows)
             taken_ns = []
             for _ in range(2):  # the first is slower, wherever something is prepared for its size
                 start_ns = self._clock.now_ns()
                 with torch.inference_mode():
                     metadata = AttentionMetadata(self.pools.device, slots=zeros, chunks=[], decodes=decodes)
-                    self._attention.begin(metadata)
-                    self._logits(batch, metadata).argmax(dim=-1).tolist()
+                    every = [metadata] * len(set(self._tables))
+                    if self._grouped is not None:
+                        self._grouped.begin_all(every)
+                    else:
+                        self._attention.begin(metadata)
+                    self._logits(batch, every).argmax(dim=-1).tolist()
                 taken_ns.append(self._clock.now_ns() - start_ns)
             timed.append((count, min(taken_ns) / 1e9))
         return timed
@@ -146,8 +150,7 @@ class TorchExecutor:
         stopped: tuple[int, ...] = ()
         accepted: tuple[tuple[int, int], ...] = ()
         if batch is not None:
-            metadata = self._begin(batch)
-            logits = self._logits(batch, metadata)
+            logits = self._logits(batch, self._begin(batch))
             if batch.sampled_rows:
                 if batch.drafts:
                     chosen, ends, counts = self._sampler.sample_drafted(batch.requests, logits, batch.drafts)
@@ -158,17 +161,18 @@ class TorchExecutor:
                 stopped = tuple(row for row, is_end in zip(batch.sampled_rows, ends.tolist(), strict=True) if is_end)
         return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted)
 
-    def _begin(self, batch: FlatBatch) -> AttentionMetadata:
-        """Prepare attention for a step, and note where its tokens go."""
+    def _begin(self, batch: FlatBatch) -> list[AttentionMetadata]:
+        """Prepare attention for a step, and note where its tokens go. Return what attention knows, by page table."""
         if self._grouped is not None:
             every = [
                 AttentionMetadata(self.pools.device, slots=one.slots, chunks=one.chunks, decodes=one.decodes)
                 for one in batch.tables
             ]
             self._grouped.begin_all(every)
-            for one in batch.tables:
-                self.slots.write(one.slots, batch.positions)
-            return every[0]
+            assert batch.block_slots is not None
+            for slots in batch.block_slots:
+                self.slots.write(slots, batch.positions)
+            return every
         metadata = AttentionMetadata(
             self.pools.device,
             slots=batch.slots,
@@ -179,10 +183,14 @@ class TorchExecutor:
         assert self._attention.reads_sinks or metadata.is_plain, "the backend reads no sinks"
         self._attention.begin(metadata)
         self.slots.write(batch.slots, batch.positions)
-        return metadata
+        return [metadata]
 
-    def _logits(self, batch: FlatBatch, metadata: AttentionMetadata) -> torch.Tensor:
-        """Return the logits at `batch.sampled_at`; a step of unfinished chunks computes one all the same."""
+    def _logits(self, batch: FlatBatch, every: Sequence[AttentionMetadata]) -> torch.Tensor:
+        """Return the logits at `batch.sampled_at`; a step of unfinished chunks computes one all the same.
+
+        `every`: what attention knows of the step, by page table.
+        """
+        metadata = every[0]
         where = metadata.tensor(np.array(batch.sampled_at or [0], np.int64))
         keep = {"logits_to_keep": where} if self._facts.keeps_logits else {}
         switch = self._facts.switch
@@ -190,7 +198,7 @@ class TorchExecutor:
         if self._layers is not None:
             with chosen:
                 tokens, positions = metadata.tensor(batch.tokens), metadata.tensor(batch.rotated_positions)
-                return self._layers.logits(tokens, positions, metadata, where)
+                return self._layers.logits(tokens, positions, every, where)
         with attending(self._attention), chosen:
             logits: torch.Tensor = self._model(
                 input_ids=metadata.tensor(batch.tokens)[None],
@@ -209,3 +217,11 @@ class TorchExecutor:
         for chunk in batch.chunks:
             are_long[chunk.first : chunk.last] = chunk.num_prompt_tokens > self._facts.switch.length
         return torch.from_numpy(are_long).to(self.pools.device)
+
+
+def _layers_by_table(tables: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of the layers that have each page table."""
+    layers: list[list[int]] = [[] for _ in range(max(tables) + 1)]
+    for number, table in enumerate(tables):
+        layers[table].append(number)
+    return layers

@@ -19,7 +19,7 @@ MOST_HEAD_DIM = 256
 
 def flash_fits(pools: KVPools) -> str | None:
     """Return why FlashAttention cannot read such pages; None if it can."""
-    head_dim = max(layer.head_dim for layer in pools.layers)
+    head_dim = max(pools.layers[number].head_dim for number in pools.numbers)
     try:
         import flash_attn  # noqa: F401
     except ImportError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,11 +14,11 @@ __all__ = ["GroupAttention"]
 
 
 class GroupAttention(PagedAttention):
-    """Attention over pages, where the layers have page tables `tables`, by number. `make` makes a backend."""
+    """Attention over pages, where the layers have page tables `tables`, by number, and each table its own backend."""
 
-    def __init__(self, pools: KVPools, make: Callable[[], AttentionBackend], tables: Sequence[int]) -> None:
-        self._backends = [make() for _ in range(max(tables) + 1)]
-        super().__init__(pools, self._backends[0])
+    def __init__(self, pools: KVPools, backends: Sequence[AttentionBackend], tables: Sequence[int]) -> None:
+        super().__init__(pools, backends[0])
+        self._backends = tuple(backends)
         self._tables = tuple(tables)
         self._slots_of: list[torch.Tensor] = []
 

@@ -92,7 +92,8 @@ class _Proof:
                 pool.copy_(before)
             if not params:
                 params = [call.params(layer.window) for call, layer in zip(ran.calls, self._facts.layers, strict=True)]
-            self._compare(CompiledLayers(self._parts, self._pools, self._backend, params), batch, ran)
+            layers = CompiledLayers(self._parts, self._pools, [self._backend], [0] * len(params), params)
+            self._compare(layers, batch, ran)
             for mine, other in zip(self._pools.tensors, theirs, strict=True):
                 self._expect(mine.flatten(2), other.flatten(2), "keys or values")
         return params
@@ -180,14 +181,14 @@ class _Proof:
                 raise UnlikeError("its layers are not run one after the other, once each")
         self._backend.begin(batch.metadata)
         with self._chosen(batch):
-            layers.begin(batch.tokens, batch.positions, batch.metadata)
+            layers.begin(batch.tokens, batch.positions, [batch.metadata])
         room = layers.room
         self._expect_same(room["hidden"][:count], ran.begun[0], "embeddings")
         for number, (begun, ended) in enumerate(zip(ran.begun, ran.ended, strict=True)):
             following = [*ran.begun, ran.last[0]][number + 1]
             self._expect_same(ended, following, f"layer {number} and the one after it")
             layers.set_hidden(begun)
-            layers.run_layer(number, batch.metadata)
+            layers.run_layer(number)
             of_layer = f"of layer {number}"
             queries, _, _ = ran.calls[number].packed()
             self._expect(room["queries"][:count], queries, f"queries {of_layer}")
@@ -199,7 +200,7 @@ class _Proof:
         self._expect(layers.finish(count, every), ran.logits, "logits")
         self._backend.begin(batch.metadata)
         with self._chosen(batch):
-            all_layers = layers.logits(batch.tokens, batch.positions, batch.metadata, every)
+            all_layers = layers.logits(batch.tokens, batch.positions, [batch.metadata], every)
         self._expect(all_layers, ran.logits, "logits after all layers", SEVERAL)
 
     def _expect(self, mine: torch.Tensor, theirs: torch.Tensor, what: str, several: float = 1.0) -> None:

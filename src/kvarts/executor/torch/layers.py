@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,22 +25,25 @@ LAYERS = ("auto", "compiled", "model")
 
 
 def open_layers(
-    model: Any, facts: Facts, pools: KVPools, backend: AttentionBackend, name: str = "auto", *, num_tables: int = 1
+    model: Any,
+    facts: Facts,
+    pools: KVPools,
+    backends: Sequence[AttentionBackend],
+    tables: Sequence[int],
+    name: str = "auto",
 ) -> tuple[CompiledLayers | None, str]:
     """Return compiled layers for a model, or None for its own code, and why.
 
-    `num_tables`: page tables of a sequence, of which compiled layers know one. `auto` takes compiled ones if they
-    compute what the model computes. Raise ConfigError for a name that is not known, and for `compiled` where they
-    cannot be had.
+    `backends`: what reads pages, for each page table; `tables`: the page table of each layer. `auto` takes compiled
+    layers if they compute what the model computes. Raise ConfigError for a name that is not known, and for `compiled`
+    where they cannot be had.
     """
     if name not in LAYERS:
         raise ConfigError(f"{name!r} is not known", field="layers", hint=f"Known: {', '.join(LAYERS)}.")
     if name == "model":
         return None, "as asked"
     try:
-        if num_tables > 1:
-            raise UnlikeError(f"with KV groups a sequence has {num_tables} page tables")
-        return _compiled(model, facts, pools, backend), "compared with the model's own code"
+        return _compiled(model, facts, pools, backends, tables), "compared with the model's own code"
     except UnlikeError as error:
         if name == "compiled":
             raise ConfigError(f"compiled cannot be had: {error}", field="layers", hint="Leave it to auto.") from None
@@ -50,8 +54,11 @@ _proven: WeakKeyDictionary[Any, dict[int, list[AttentionParams] | str]] = WeakKe
 """By model and page size: how its layers attend, or why compiled ones cannot be had."""
 
 
-def _compiled(model: Any, facts: Facts, pools: KVPools, backend: AttentionBackend) -> CompiledLayers:
-    if type(backend) is not NumbaBackend:
+def _compiled(
+    model: Any, facts: Facts, pools: KVPools, backends: Sequence[AttentionBackend], tables: Sequence[int]
+) -> CompiledLayers:
+    numba = [backend for backend in backends if type(backend) is NumbaBackend]
+    if len(numba) < len(backends):
         raise UnlikeError("attention is not that of numba")
     if not team().has_barrier:
         raise UnlikeError("PyTorch's threads cannot be had")
@@ -76,4 +83,4 @@ def _compiled(model: Any, facts: Facts, pools: KVPools, backend: AttentionBacken
     for attention, mlp in modules:
         pack_together(attention, ATTENTION[:3])
         pack_together(mlp, MLP[:2])
-    return CompiledLayers(find_parts(model, facts.layers), pools, backend, params)
+    return CompiledLayers(find_parts(model, facts.layers), pools, numba, tables, params)

@@ -82,12 +82,13 @@ class NumbaBackend(SdpaBackend):
         self._works: dict[tuple[int | None, int], DecodeWork] = {}
         # The first engine on a machine waits for the compiler; later ones find its work on disk.
         with telling("compiling attention for this CPU, which is kept on disk"):
-            self.kernels = [
-                numba_kernel.decode_kernel(
+            self.kernels = {
+                number: numba_kernel.decode_kernel(
                     pools.dtype == torch.bfloat16, one.head_dim, one.num_heads // one.num_kv_heads, pools.page_size
                 )
-                for one in pools.layers
-            ]
+                for number, one in enumerate(pools.layers)
+                if number in pools.numbers
+            }
         """Of each layer, the address of its function."""
 
     def begin(self, metadata: AttentionMetadata) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -45,8 +46,13 @@ class KVPools:
     """Tensors `keys[layer]` and `values[layer]` of shape [num_pages, page_size, num_kv_heads, head_dim].
 
     `keys_flat` and `values_flat` are the same memory as [num_pages * page_size, num_kv_heads, head_dim]: a token's slot
-    is its page's id times the page size, and its place in the page. Layers that share KV have the same tensors, and of
-    a model with KV groups, where pages are blocks, those layers that have the same of `places`, see BlockCut.
+    is its page's id times the page size, and its place in the page. Layers that share KV have the same tensors.
+
+    Of a model with KV groups, pages are blocks, and layers with the same of `places` have the same memory, see
+    BlockCut. Where layers have several shapes, a block may be several pages of a layer that keeps less, or hold fewer
+    tokens of one that keeps more, `page_sizes[layer]`: `of_layers` has what such layers see.
+
+    `numbers`: of the layers that are read by these pages.
     """
 
     def __init__(
@@ -58,28 +64,44 @@ class KVPools:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         places: Sequence[int] | None = None,
+        page_sizes: Sequence[int] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
+        self.numbers = tuple(range(len(self.layers)))
+        sizes = [page_size] * len(self.layers) if page_sizes is None else page_sizes
+        shapes = [(size, one.num_kv_heads, one.head_dim) for size, one in zip(sizes, layers, strict=True)]
+        tensor_of = [one.owner for one in layers] if places is None else list(places)
+        largest: dict[int, int] = {}
+        """By the number of a tensor: the first of the layers that have the most in it."""
+        for number, tensor in enumerate(tensor_of):
+            if tensor not in largest or math.prod(shapes[number]) > math.prod(shapes[largest[tensor]]):
+                largest[tensor] = number
+        self._firsts = sorted(largest.values())
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        firsts: dict[int, int] = {}
-        """By the number of a tensor: the first layer that has it."""
-        for number, layer in enumerate(layers):
-            first = firsts.setdefault(layer.owner if places is None else places[number], number)
-            shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-            for tensors in (self.keys, self.values):
-                own = first == number
-                tensors.append(_zeros(shape, dtype, self.device) if own else tensors[first])
-        self._firsts = sorted(firsts.values())
-        kept = sum(2 * layers[first].num_kv_heads * layers[first].head_dim for first in self._firsts)
-        self.page_bytes = page_size * kept * int(dtype.itemsize)
+        for tensors in (self.keys, self.values):
+            made = {number: _zeros((num_pages, *shapes[number]), dtype, self.device) for number in self._firsts}
+            seen = {(tensor, shapes[number]): made[number] for tensor, number in largest.items()}
+            for tensor, shape in zip(tensor_of, shapes, strict=True):
+                if (tensor, shape) not in seen:
+                    seen[tensor, shape] = made[largest[tensor]].view(-1, *shape)
+                tensors.append(seen[tensor, shape])
+        kept = sum(2 * math.prod(shapes[first]) for first in self._firsts)
+        self.page_bytes = kept * int(dtype.itemsize)
         """Of a page, or of a block, in all tensors."""
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
         self.values_flat = [values.flatten(0, 1) for values in self.values]
+
+    def of_layers(self, numbers: Sequence[int]) -> KVPools:
+        """Return the same memory as some layers see it, which have pages of the same size in it."""
+        seen = copy(self)
+        seen.numbers = tuple(numbers)
+        seen.num_pages, seen.page_size = self.keys[numbers[0]].shape[:2]
+        return seen
 
     def read_pages(self, page_ids: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """Return what is in pages, by tensor, as bytes of shape [pages, bytes]."""
@@ -103,7 +125,7 @@ class KVPools:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Each that is allocated, once."""
+        """Each that is allocated, once: `num_pages` pages or blocks."""
         return [tensors[first] for tensors in (self.keys, self.values) for first in self._firsts]
 
     def as_arrays(self) -> list[npt.NDArray[np.uint8]]:

@@ -1,0 +1,80 @@
+"""Requests of a model with KV groups that wait for parts of pages from a tier below the device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvarts.kv.cache import Holding
+from kvarts.kv.match import Match
+from kvarts.kv.parts import GroupMatch
+from kvarts.kv.tiered_pages import TieredPages
+from kvarts.kv.transfer import Awaited, Loaded
+from kvarts.request import Request
+from kvarts.sched.group_needs import GroupNeeds
+from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
+from kvarts.sched.policy import WaitingQueue
+
+__all__ = ["GroupLoads", "GroupTiers"]
+
+
+class GroupTiers(LowerTiers, Protocol):
+    """The tiers below a device with KV groups. A load is of all that was offered, or of nothing."""
+
+    def offered(self, request: int) -> GroupMatch:
+        """Return how far every group can go on with what was offered to `request`."""
+
+
+class GroupLoads(Loads):
+    """Loads of a cache with KV groups.
+
+    A request that waits for a load holds what it begins with. What it may take beside that, while the rest of its known
+    tokens is computed, is promised to it. A load that did not end well is of no use as it is: the request looks again,
+    and finds what did arrive.
+    """
+
+    def __init__(
+        self, tiers: GroupTiers, cache: TieredPages, waiting: WaitingQueue, page_size: int, needs: GroupNeeds
+    ) -> None:
+        super().__init__(tiers, cache, waiting, page_size, None)
+        self._group_tiers = tiers
+        self._parts = cache
+        self._needs = needs
+
+    def _wanted(self, request: Request, num_known: int) -> int:
+        match = self._group_tiers.offered(request.index)
+        held = self._parts.tiered.held_after(match)
+        return self._needs.to_admit(match.num_pages * self._page_size, num_known, held)
+
+    def _fits(self, request: Request, num_known: int) -> bool:
+        """Return whether all that `request` may hold at a time is free."""
+        return self._wanted(request, num_known) <= self._parts.num_free
+
+    def _open(self, request: Request, match: Match, num_known: int) -> Holding:
+        """Hold what the device has, take parts for what is loaded, and have the rest promised."""
+        num_wanted = self._wanted(request, num_known)
+        return self._parts.open_to_load(request.content, self._group_tiers.offered(request.index), num_wanted)
+
+    def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
+        """Return whether everything arrived."""
+        return loaded.num_pages == load.end
+
+    def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:
+        """Return a load of which `request` needs all: windows are loaded for the end of it only."""
+        leader, awaited = super()._leader(request, start, limit)
+        if leader is None or awaited is None or start + awaited.num_pages < leader.end:
+            return None, None
+        return leader, awaited
+
+    def resume(self, request: Request, loaded: Loaded) -> int:
+        """Count the loaded tokens of `request`, which begins to run; return the tokens that need no computing."""
+        assert request.holding is not None
+        self._parts.end_promise(request.holding)
+        return super().resume(request, loaded)
+
+    def _release(self, request: Request) -> None:
+        """Give back all that `request` holds, which never ran."""
+        holding = request.holding
+        assert holding is not None
+        self._parts.end_promise(holding)
+        self._parts.close(holding, request.content, holding.num_pages, holding.num_pages)
+        request.holding = None

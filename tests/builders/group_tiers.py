@@ -1,0 +1,80 @@
+"""Cases of models with KV groups and host memory below the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvarts.executor.cost import LinearCost
+from kvarts.kv.group_memory import PartGroup
+from kvarts.offload.config import OffloadConfig
+from kvarts.report.report import Report
+from kvarts.sim.replay import replay
+
+from builders.case import Case, Row, cases
+from builders.grouped import part_groups
+
+__all__ = ["COST", "FAST", "Grouped", "grouped", "returning"]
+
+COST = LinearCost(step_ms=1.0, chunk_token_ms=1.0, decode_ms=0.1)
+"""By the token, so that a load of any length saves something."""
+
+FAST: dict[str, Any] = {"h2d": 10**15, "d2h": 10**15, "latency_us": 0.0}
+
+
+@dataclass
+class Grouped:
+    case: Case
+    groups: tuple[PartGroup, ...]
+    keeps: str
+    offload: OffloadConfig
+
+    def replayed(self, **changes: Any) -> Report:
+        values = {"kv_groups": self.keeps, "groups": self.groups, "offload": self.offload, "audit": True, "cost": COST}
+        values |= changes
+        return replay(self.case.trace(), self.case.config(**values))
+
+
+@st.composite
+def returning(draw: st.DrawFn, *, max_requests: int) -> Case:
+    """Requests that come back to a few prompts, on a device that has room for little more than one of them."""
+    page_size, unit_tokens = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 4]))
+    bases = [[base * 100 + unit for unit in range(12)] for base in range(3)]
+    rows = []
+    arrival_ms = 0
+    for _ in range(draw(st.integers(2, max_requests))):
+        arrival_ms += draw(st.sampled_from([0, 0, 5, 50, 400]))
+        units = bases[draw(st.integers(0, 2))][: draw(st.integers(1, 12))]
+        units += draw(st.lists(st.integers(1000, 1003), max_size=3))
+        num_tokens = len(units) * unit_tokens - draw(st.integers(0, unit_tokens - 1))
+        priority = draw(st.sampled_from([0, 0, 0, 1]))
+        rows.append(Row(arrival_ms, units, num_tokens, draw(st.integers(1, 9)), None, priority, None))
+    longest = max(row.num_prompt_tokens + row.num_output_tokens for row in rows)
+    num_pages = -(-longest // page_size) + draw(st.integers(0, 12))
+    budget = draw(st.sampled_from([4, 16, 64]))
+    return Case(rows, unit_tokens, page_size, num_pages, budget, 4, "default", 1)
+
+
+@st.composite
+def grouped(draw: st.DrawFn, *, max_requests: int = 24) -> Grouped:
+    case = draw(st.one_of(returning(max_requests=max_requests), cases(max_requests=max_requests)))
+    case.profile = "default"
+    # A part takes from less than a step to many steps.
+    rates = st.sampled_from([100, 10_000, 10**15])
+    return Grouped(
+        case,
+        draw(part_groups()),
+        draw(st.sampled_from(["all", "tails"])),
+        OffloadConfig(
+            host_pages=draw(st.sampled_from([1, 3, 8, 30, 500, 500])),
+            policy=draw(st.sampled_from(["eager", "lazy"])),
+            target_free=draw(st.sampled_from([0, 1, 4, 20, None])),
+            h2d=draw(rates),
+            d2h=draw(rates),
+            latency_us=draw(st.sampled_from([0.0, 10.0, 5000.0])),
+            store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
+            fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
+        ),
+    )

@@ -1,0 +1,49 @@
+"""Whole random workloads of models with KV groups and host memory below the device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.kv.group_memory import PartGroup
+from kvarts.offload.config import OffloadConfig
+from kvarts.report.requests import REJECTED
+
+from builders.case import Case
+from builders.group_tiers import FAST, Grouped, grouped, returning
+from builders.grouped import part_groups
+
+pytestmark = pytest.mark.laws
+
+
+@given(grouped())
+def test_every_token_is_counted_once_and_nothing_is_held_at_rest(tiers: Grouped) -> None:
+    """L1, L2, L7, L8, L10; laws of page accounting are asserted after every step."""
+    report = tiers.replayed()
+    columns = report.request_columns
+    done = columns["status"] != REJECTED
+    for replica, log in enumerate(report.step_logs):
+        mine = {name: column[done & (columns["replica"] == replica)] for name, column in columns.items()}
+        needed = mine["input_tokens"] + mine["output_tokens"] - 1  # the last token is never computed
+        computed = needed - mine["cached_tokens"] + mine["recomputed_tokens"]
+        assert log.columns["tokens"].sum() == computed.sum()
+        for field in log.tier_fields:
+            if field.endswith("_used") and len(log.rests):
+                assert log.rests[field][-1] == 0
+    assert (columns["host_tokens"] <= columns["cached_tokens"]).all()
+    assert tiers.replayed().to_json() == report.to_json()
+
+
+@given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))
+def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+    """With room and bandwidth without end below, a small device finds what a device without end finds."""
+    tiers = Grouped(case, groups, keeps, OffloadConfig(host_pages=5000, **FAST))
+    ample = Grouped(case, groups, "tails", tiers.offload).replayed(concurrency=1, offload=None, num_pages=5000)
+    found = tiers.replayed(concurrency=1)
+    columns = found.request_columns
+    done = columns["status"] != REJECTED
+    expected = ample.request_columns["cached_tokens"]
+    # Where what leaves a window stays cached, the device itself may have more.
+    as_much = columns["cached_tokens"] >= expected if keeps == "all" else columns["cached_tokens"] == expected
+    assert as_much[done].all()

@@ -1,0 +1,96 @@
+"""Engines with KV groups and host memory that move blocks: every token finds in its blocks what it attends to."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.config import EngineConfig
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.offload.config import OffloadConfig
+from kvarts.request import RequestState
+
+from builders.case import Case, Row
+from builders.group_tiers import returning
+from builders.live_groups import LiveRun
+from oracles.naive import NaiveRequest
+
+pytestmark = pytest.mark.laws
+
+FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
+
+
+@st.composite
+def live_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
+    """Full layers, most often, and up to two windows; parts of one to six blocks."""
+    sizes = st.sampled_from([1, 2, 4, 6])
+    groups = [PartGroup(FULL, draw(sizes))] if draw(st.integers(0, 4)) else []
+    spans = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), min_size=0 if groups else 1, max_size=2))
+    windows = (KvLayer(kind="window", num_heads=1, head_numbers=2, span=span) for span in spans)
+    return (*groups, *(PartGroup(layer, draw(sizes)) for layer in windows))
+
+
+def requests_of(case: Case) -> list[NaiveRequest]:
+    """The requests of a case, with all that they generate, which is no other request's."""
+    requests = case.naive_requests()
+    own = count(100_000)
+    for request in requests:
+        request.output = tuple(next(own) for _ in range(request.num_output))
+    return requests
+
+
+def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, offload: OffloadConfig) -> LiveRun:
+    memory = GroupMemory(groups, keeps)
+    config = EngineConfig(
+        num_pages=case.num_pages,
+        page_size=case.page_size,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+        max_num_seqs=case.max_num_seqs,
+    )
+    return LiveRun(requests_of(case), memory, config, memory.num_blocks(case.num_pages), offload=offload)
+
+
+@given(
+    returning(max_requests=16),
+    live_groups(),
+    st.sampled_from(["all", "tails"]),
+    st.sampled_from(["eager", "lazy"]),
+    st.sampled_from([2, 20, 500]),
+    st.booleans(),
+)
+def test_every_token_finds_what_it_attends_to(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str, policy: Any, host_pages: int, delays: bool
+) -> None:
+    """L1, L2, L6, L8, whatever was stored, loaded, awaited or preempted, and however late transfers are reported."""
+    live = run_of(case, groups, keeps, OffloadConfig(host_pages=host_pages, policy=policy))
+    live.executor.delays_reports = delays
+    live.run()
+    for request in live.requests:
+        if request.state is not RequestState.REJECTED:
+            _, tokens = live.tokens[request.index]
+            assert request.content.tokens(0, request.content.num_known_tokens).tolist() == tokens
+    scheduler = live.engine.scheduler
+    scheduler.check()
+    assert scheduler.cache.num_used == 0
+    assert live.engine.tiers is not None and live.engine.tiers.num_pages()[0] == 0
+
+
+def test_a_load_that_brings_a_wrong_block_is_noticed() -> None:
+    """The control: what is read is looked at, token by token."""
+    groups = PartGroup(FULL, 2), PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), 4)
+    rows = [Row(seq * 100, [seq % 3 * 50 + unit for unit in range(22)], 22, 4, None, 0, None) for seq in range(9)]
+    case = Case(rows, 1, 4, 7, 64, 2, "default", 1)
+    offload = OffloadConfig(host_pages=100)
+    right = run_of(case, groups, "tails", offload)
+    right.run()
+    assert right.executor.num_loads > 2
+    assert sum(request.cached_tokens for request in right.requests) == 6 * 20
+    wrong = run_of(case, groups, "tails", offload)
+    wrong.executor.loads_wrong = True
+    with pytest.raises(AssertionError, match="its block holds another"):
+        wrong.run()
