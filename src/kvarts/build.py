@@ -31,7 +31,14 @@ from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy
 from kvarts.sched.scheduler import Scheduler
 
-__all__ = ["GroupTierSettings", "PreparedTiers", "TierSettings", "build_engine", "build_grouped_engine"]
+__all__ = [
+    "GroupTierSettings",
+    "PreparedTiers",
+    "TierSettings",
+    "build_engine",
+    "build_grouped_engine",
+    "build_sharing_engine",
+]
 
 
 class PreparedTiers(Protocol):
@@ -203,6 +210,19 @@ def build_grouped_engine(
     return _grouped(config, cache, executor, log, policy, audit=audit)
 
 
+def build_sharing_engine(
+    config: EngineConfig,
+    cache: BlockPages,
+    executor: Executor,
+    *,
+    log: EventLog,
+    pages: PageSource,
+    policy: AdmissionPolicy | None = None,
+) -> Engine:
+    """Return an engine of a model with KV groups that shares its device: `cache` is that of its part, `pages`."""
+    return _grouped(config, cache, executor, log, policy, audit=False, pages=pages)
+
+
 def _grouped(
     config: EngineConfig,
     cache: BlockPages,
@@ -212,9 +232,10 @@ def _grouped(
     *,
     audit: bool,
     tiers: GroupTiers | None = None,
+    pages: PageSource | None = None,
 ) -> Engine:
-    """Return an engine with KV groups in `cache`. `tiers`: those below it."""
+    """Return an engine with KV groups in `cache`. `tiers`: those below it. `pages`: of a device that is shared."""
     rows = GroupBatch(cache, config.max_num_seqs) if executor.needs_page_ids else None
     policy = PriorityPolicy() if policy is None else policy
-    scheduler = GroupedScheduler(config, cache, policy, rows=rows, tiers=tiers, tell=log.tell_details)
+    scheduler = GroupedScheduler(config, cache, policy, rows=rows, pages=pages, tiers=tiers, tell=log.tell_details)
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=executor.needs_page_ids)

@@ -69,12 +69,16 @@ class NaiveGroupEngine(NaiveEngine):
             if layer.kind != "state"
         }
 
+    def most_new(self) -> int:
+        """The most tokens of a chunk."""
+        return self.max_num_batched_tokens
+
     def wanted(self, start: int, end: int, found: list[dict[int, NaivePart]]) -> int:
         """The most bytes that are to be taken for tokens [start, end) at one time, of those that others do not hold."""
         most = 0
         for first in range(start, end):
             asked = 0
-            pages = self.while_computing(first, min(end, first + self.max_num_batched_tokens))
+            pages = self.while_computing(first, min(end, first + self.most_new()))
             for group, (layer, part_bytes) in enumerate(self.layers):
                 parts = found[group] if found else {}
                 if layer.kind == "state":
@@ -87,14 +91,21 @@ class NaiveGroupEngine(NaiveEngine):
             most = max(most, asked)
         return most
 
+    def fits(self, head: NaiveRequest, num_bytes: int) -> bool:
+        return num_bytes <= self.groups.free_bytes()
+
     # Requests ---------------------------------------------------------------------------------------------
 
-    def submit(self, request: NaiveRequest) -> None:
+    def most_bytes(self, request: NaiveRequest) -> int:
+        """What a request may need at most."""
         num_tokens = len(request.tokens) + request.num_output - 1
         asked = self.wanted(0, max(1, num_tokens), [])
         if num_tokens > self.page_size:  # it may begin from a snapshot
             asked += sum(part_bytes for layer, part_bytes in self.layers if layer.kind == "state")
-        if asked > self.total_bytes:
+        return asked
+
+    def submit(self, request: NaiveRequest) -> None:
+        if self.most_bytes(request) > self.total_bytes:
             request.rejected = True
             self.finished.append(request)
             return
@@ -161,6 +172,7 @@ class NaiveGroupEngine(NaiveEngine):
     # A step -----------------------------------------------------------------------------------------------
 
     def step(self, now_ns: int) -> int:
+        self.begin_step(now_ns)
         budget = self.max_num_batched_tokens
         before: dict[int, int] = {}
         num_preempted = 0
@@ -180,7 +192,7 @@ class NaiveGroupEngine(NaiveEngine):
             want = min(request.known - request.computed, budget)
             is_decode = request.seq in self.decoding
             asked = self.groups.missing(self.sequences[request.seq], want)
-            while asked > self.groups.free_bytes():
+            while asked > self.groups.free_bytes() and not self.others_make_way(request, asked):
                 look()
                 victim = self.victim()
                 if victim.seq in took:
@@ -212,7 +224,7 @@ class NaiveGroupEngine(NaiveEngine):
                 pages = sorted(self.groups.needed(layer, hit_tokens))
                 names = {page: self.groups.name(tokens, sequence.salt, page) for page in pages}
                 sequence.parts.append({page: self.groups.copies[group, names[page]][0] for page in pages})
-            if self.wanted(hit_tokens, head.known, sequence.parts) > self.groups.free_bytes():
+            if not self.fits(head, self.wanted(hit_tokens, head.known, sequence.parts)):
                 break
             self.waiting.remove(head)
             for part in [part for parts in sequence.parts for part in parts.values()]:
@@ -231,7 +243,11 @@ class NaiveGroupEngine(NaiveEngine):
             self.compute_chunk(head, want)
             budget -= want
         look()
-        assert budget < self.max_num_batched_tokens or num_preempted, "there is work, and a step does nothing"
+        self.budget_left, self.num_preempted = budget, num_preempted
+        self.end_step()
+        num_preempted += self.take_given()
+        if budget == self.max_num_batched_tokens and not num_preempted:
+            return self.pause_until()
         batch = Batch([], [])
         for request in self.running:
             if request.seq in before:

@@ -36,18 +36,18 @@ class NaiveDevice:
         return self.num_bytes - sum(tenant.used_bytes for tenant in self.tenants)
 
     def oldest(self, tenants: Sequence[NaiveTenant]) -> NaiveTenant:
-        return min(tenants, key=lambda tenant: tenant.released_at[tenant.lru[0]])
+        return min(tenants, key=lambda tenant: tenant.oldest_release())
 
     def make_room(self, asker: NaiveTenant) -> None:
         """For one page of `asker`, one page after the other."""
         while self.empty < asker.page_bytes:
-            over = [tenant for tenant in self.tenants if tenant.lru and tenant.held > tenant.guaranteed]
+            over = [tenant for tenant in self.tenants if tenant.has_cached and tenant.held > tenant.guaranteed]
             if over:
                 self.oldest(over).evict()
-            elif asker.lru:
+            elif asker.has_cached:
                 asker.evict()
             else:
-                self.oldest([tenant for tenant in self.tenants if tenant.lru]).evict()
+                self.oldest([tenant for tenant in self.tenants if tenant.has_cached]).evict()
 
     def wake(self, but: NaiveTenant | None) -> None:
         for tenant in self.tenants:
@@ -115,6 +115,11 @@ class NaiveTenant(NaiveEngine):
             max_num_seqs=max_num_seqs,
             cost=polynomial_ns,
         )
+        self.join(device, page_bytes, guaranteed, weight, floor, ceiling)
+
+    def join(
+        self, device: NaiveDevice, page_bytes: int, guaranteed: int, weight: int, floor: int, ceiling: int | None
+    ) -> None:
         self.device = device
         self.num_taken = 0  # pages used or cached
         self.page_bytes = page_bytes
@@ -127,7 +132,7 @@ class NaiveTenant(NaiveEngine):
         self.since: int | None = None  # waits within its guarantee since then
         self.kept = 0  # used, and reserved for it, after its last turn
         self.tag = Fraction(0)
-        self.wanted = 0
+        self.num_wanted = 0
         self.why: str | None = None  # why the head was not admitted when last looked at
         self.given = 0
         self.num_given = 0
@@ -140,6 +145,13 @@ class NaiveTenant(NaiveEngine):
     @property
     def held(self) -> int:
         return self.num_taken * self.page_bytes
+
+    @property
+    def has_cached(self) -> bool:
+        return bool(self.lru)
+
+    def oldest_release(self) -> int:
+        return self.released_at[self.lru[0]]
 
     @property
     def num_used(self) -> int:
@@ -182,13 +194,19 @@ class NaiveTenant(NaiveEngine):
 
     # Giving way -------------------------------------------------------------------------------------------
 
+    def rest_of(self, request: NaiveRequest) -> int:
+        """The bytes that the rest of a prompt needs."""
+        return (self.pages_for(request.known) - len(request.pages)) * self.page_bytes
+
+    def whole_of(self, request: NaiveRequest) -> int:
+        """The bytes that a request needs which has nothing."""
+        return self.pages_for(request.known) * self.page_bytes
+
     def reserved(self) -> int:
         """Free bytes that are kept for it: what was admitted is to go on, and its guarantee is for what waits."""
-        unfinished = [request for request in self.running if request.seq not in self.decoding]
-        rest = sum(self.pages_for(request.known) - len(request.pages) for request in unfinished) * self.page_bytes
-        wanted = rest
+        rest = wanted = sum(self.rest_of(request) for request in self.running if request.seq not in self.decoding)
         if len(self.running) < self.max_num_seqs:
-            wanted += sum(self.pages_for(request.known) for request in self.waiting) * self.page_bytes
+            wanted += sum(self.whole_of(request) for request in self.waiting)
         return max(rest, min(wanted, self.guaranteed - self.used_bytes))
 
     def reserved_for_others(self) -> int:
@@ -204,7 +222,7 @@ class NaiveTenant(NaiveEngine):
         within = self.used_bytes + num_pages * self.page_bytes <= self.guaranteed
         if not within:
             free = (self.device.free - self.reserved_for_others()) // self.page_bytes
-        self.wanted = num_pages
+        self.num_wanted = num_pages
         if num_pages <= free:
             return True
         return within and self.device.preempt_for(self, self.below(head.priority), num_pages)
@@ -257,10 +275,7 @@ class NaiveTenant(NaiveEngine):
 
     def submit(self, request: NaiveRequest) -> None:
         others = sum(tenant.guaranteed for tenant in self.device.tenants if tenant is not self)
-        if (
-            self.pages_for(len(request.tokens) + request.num_output - 1) * self.page_bytes
-            > self.device.num_bytes - others
-        ):
+        if self.most_bytes(request) > self.device.num_bytes - others:
             request.rejected = True
             self.finished.append(request)
             return
@@ -268,8 +283,12 @@ class NaiveTenant(NaiveEngine):
         if not request.rejected and self.waiting[0] is request:
             self.why = None
 
+    def most_bytes(self, request: NaiveRequest) -> int:
+        """What a request may need at most."""
+        return self.pages_for(len(request.tokens) + request.num_output - 1) * self.page_bytes
+
     def begin_step(self, now_ns: int) -> None:
-        self.wanted = 0
+        self.num_wanted = 0
 
     def end_step(self) -> None:
         self.why = None
@@ -331,7 +350,7 @@ class NaiveTenant(NaiveEngine):
             self.why = None
         claimed, claimant = 0, None
         if self.why == "pages":
-            claimed, claimant = self.wanted * self.page_bytes, self.waiting[0]
+            claimed, claimant = self.num_wanted * self.page_bytes, self.waiting[0]
         fewer = claimed < self.claimed or (self.claimed > 0 and claimant is not self.claimant)
         if claimed and (not self.claimed or claimant is not self.claimant):
             self.device.num_claims += 1

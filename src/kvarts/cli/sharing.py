@@ -42,7 +42,7 @@ class SharingPart(Part):
         several = (
             " Several models on one device: --model NAME=MODEL for each, and after a colon its weight=2, floor=100, "
             "ceiling=800 (per mille of the tokens), guarantee=20GiB or 0.3, priority=1, weight_dtype=fp8, "
-            "kv_dtype=fp8, cost=FILE."
+            "kv_dtype=fp8, cost=FILE, kv_groups=all."
         )
         return (
             GroupedOption(
@@ -130,6 +130,7 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
 
     Raise ConfigError for what is not known, or is no number where it must be.
     """
+    known = [each.field for each in settings_of(ModelShare)]
     name, equals, rest = text.partition("=")
     if not equals or not re.fullmatch(NAME, name):
         raise ConfigError(
@@ -142,10 +143,11 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
     for part in filter(None, options.split(",")):
         key, equals, value = part.partition("=")
         key = key.strip()
-        if not equals or key not in ModelShare.__struct_fields__:
-            known = ", ".join(ModelShare.__struct_fields__[1:])
+        if not equals or key not in known:
             raise ConfigError(
-                f"{part!r} is not known", field=f"--model {name}", hint=f"Known: {known}, each with =VALUE."
+                f"{part!r} is not known",
+                field=f"--model {name}",
+                hint=f"Known: {', '.join(known[1:])}, each with =VALUE.",
             )
         if key in fields:
             raise ConfigError("is given twice", field=f"--model {name}: {key}", hint="Keep one of them.")

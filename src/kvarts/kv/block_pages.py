@@ -129,7 +129,8 @@ class BlockPages(PartPages):
     def count(self) -> None:
         """Take note of what was taken and given back."""
         parts, block_bytes = self.parts, self.block_bytes
-        self.num_free = parts.free_bytes // block_bytes - self.num_promised
+        parts.give_back()
+        self.num_free = parts.room_bytes // block_bytes - self.num_promised
         self.num_released = self._blocks_of(parts.num_released) + self._num_given
         self.num_evicted = self._blocks_of(parts.num_evicted)
 
@@ -157,6 +158,11 @@ class BlockPages(PartPages):
         holding = BlockHolding(self.parts.begin(of_blocks.content, of_blocks.found), match.num_pages)
         self.count()
         return holding
+
+    def num_held(self, holding: Holding) -> int:
+        """Return the blocks of all parts that `holding` has, those that others hold as well included."""
+        counts = Counter(part.group for part in cast(BlockHolding, holding).parts.held())
+        return self._blocks_of([counts[group] for group in range(len(self.parts.groups))])
 
     def missing_blocks(self, holding: Holding, num_new: int) -> int:
         """Return the blocks that the next `num_new` tokens need and `holding` does not have."""
@@ -247,10 +253,19 @@ class BlockPages(PartPages):
         return self.pool.has_empty(count)
 
     def shed(self, count: int) -> None:
-        """Evict everything that is cached: `count` is all of it."""
-        assert count == self.num_cached, "parts are shed all together"
-        self.parts.clear()
+        """Evict parts until `count` more blocks are empty."""
+        self.parts.evict(self.parts.empty_bytes + count * self.block_bytes)
         self.count()
+
+    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
+        """Return how many blocks go out of use as each of `holdings` is closed, one by one."""
+        held: Counter[Part] = Counter()
+        for holding, _ in holdings:
+            freed = [0] * len(self.parts.groups)
+            for part in cast(BlockHolding, holding).parts.held():
+                held[part] += 1
+                freed[part.group] += held[part] == part.refs
+            yield self._blocks_of(freed)
 
     def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
         """Release everything that a request holds: parts of its full pages that can be found become cached."""
@@ -265,8 +280,9 @@ class BlockPages(PartPages):
         every = [cast(BlockHolding, holding) for holding, _ in holdings]
         taken_ids = [block_id for holding in every for block_id in holding.page_ids or ()]
         self.parts.check([holding.parts for holding in every], taken_ids)
-        assert self.num_used + self.num_promised + self.num_free == self.pool.total, "L1: blocks are lost"
-        assert self.num_free >= 0, "L1: blocks that were promised are gone"
+        if not self.parts.is_shared:
+            assert self.num_used + self.num_promised + self.num_free == self.pool.total, "L1: blocks are lost"
+            assert self.num_free >= 0, "L1: blocks that were promised are gone"
         assert self.pool.num_taken == self.num_used + self.num_cached, "L1: blocks are taken and not counted"
 
 

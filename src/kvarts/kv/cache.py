@@ -280,6 +280,21 @@ class PageCache:
         holding.path = []
         holding.is_open = False
 
+    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
+        """Return how many pages go out of use as each of `holdings` is closed, with its number of pages, one by one.
+
+        Pages that transfers hold do not.
+        """
+        held: Counter[int] = Counter()
+        for holding, num_pages in holdings:
+            assert holding is not None
+            num_freed = num_pages - (holding.path[-1].end if holding.path else 0)
+            for node in walk(holding.path):
+                held[id(node)] += 1
+                if held[id(node)] == node.refs and not node.holds:
+                    num_freed += node.end - node.start
+            yield num_freed
+
     def runs(self) -> Iterator[tuple[Content, int, int, int]]:
         """Return findable pages and their copies: content, first page, page after the last, how often referenced."""
         return ((node.content, node.start, node.end, node.refs) for node in self.tree.nodes())

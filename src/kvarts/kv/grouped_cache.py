@@ -112,6 +112,16 @@ class GroupedCache:
         self._shared = memory
         self.resize(-self.total_bytes)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether others have parts of the same memory."""
+        return self._shared is not None
+
+    def give_back(self) -> None:
+        """Give what is empty back, where the memory is shared."""
+        if self._shared is not None:
+            self._shared.take_back()
+
     def resize(self, num_bytes: int) -> None:
         """Add `num_bytes` empty bytes; below 0, take so many away."""
         self.total_bytes += num_bytes
@@ -505,9 +515,8 @@ class GroupedCache:
         """
         held: dict[Part, int] = {}
         for holding in holdings:
-            for parts, state in zip(holding.parts, holding.states, strict=True):
-                for part in (*parts.values(), *(() if state is None else (state,))):
-                    held[part] = held.get(part, 0) + 1
+            for part in holding.held():
+                held[part] = held.get(part, 0) + 1
         used = [0] * len(self.groups)
         for part, refs in held.items():
             assert part.refs == refs, f"L2: a part is held {refs} times, counted {part.refs}"

@@ -102,6 +102,16 @@ class PartAccount:
         self.shared = memory
         self.resize(-self.total_bytes)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether others have parts of the same memory."""
+        return self.shared is not None
+
+    def give_back(self) -> None:
+        """Give what is empty back, where the memory is shared."""
+        if self.shared is not None:
+            self.shared.take_back()
+
     def resize(self, num_bytes: int) -> None:
         """Add `num_bytes` empty bytes; below 0, take so many away."""
         self.total_bytes += num_bytes
@@ -123,7 +133,7 @@ class PartAccount:
         oldest = ring.newer
         assert oldest is not None
         while oldest is not ring and not oldest.next_bytes(self):
-            oldest.unlist()
+            oldest.eat(self, self.empty_bytes)  # nothing is left of it
             oldest = ring.newer
             assert oldest is not None
         return oldest

@@ -82,6 +82,10 @@ class PartPages(PageCache):
         """Hold what was found, for a sequence that begins with it; the cache must not have changed since."""
         raise NotImplementedError
 
+    def num_held(self, holding: Holding) -> int:
+        """Return the blocks of all parts that `holding` has, those that others hold as well included."""
+        raise NotImplementedError
+
     def missing_blocks(self, holding: Holding, num_new: int) -> int:
         """Return the blocks that the next `num_new` tokens need and `holding` does not have."""
         raise NotImplementedError

@@ -5,6 +5,8 @@ A name is there as long as some copy of a part of its page is resident, a holder
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from kvarts.content import Content, PageKey
@@ -79,6 +81,13 @@ class GroupedHolding(msgspec.Struct, eq=False):
     parts: list[dict[int, Part]]
     states: list[Part | None]
     is_open: bool = True
+
+    def held(self) -> Iterator[Part]:
+        """Return all parts that it holds, group by group."""
+        for parts, state in zip(self.parts, self.states, strict=True):
+            yield from parts.values()
+            if state is not None:
+                yield state
 
 
 class PageNames:

@@ -7,7 +7,7 @@ in the list, and runs are eaten from their tails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvarts.content import Content
 from kvarts.kv.decodes import Decodes
@@ -180,6 +180,42 @@ class RunCache(PartAccount):
         num_pages = -(-(holding.num_tokens + num_new) // self.page_size) - holding.num_taken
         num_bytes = self.page_bytes * num_pages
         return num_bytes + sum(self.part_bytes[index] for index in self._of_states if not holding.num_states[index])
+
+    def held_bytes(self, holding: RunHolding) -> int:
+        """Return the bytes of all parts of `holding`, others' as well."""
+        return self._freed_bytes(holding, None)
+
+    def freed_by(self, holdings: Iterable[RunHolding]) -> Iterator[int]:
+        """Return how many bytes go out of use as each of `holdings` is closed, one by one."""
+        held: dict[int, int] = {}
+        for holding in holdings:
+            yield self._freed_bytes(holding, held)
+
+    def _freed_bytes(self, holding: RunHolding, held: dict[int, int] | None) -> int:
+        """Return the bytes of `holding`; with `held`, where holders are counted, only of parts that no others hold."""
+        num_bytes = 0
+        for index, runs in enumerate(holding.held):
+            count = self._num_private(holding, index)
+            for run in runs:
+                if held is not None:
+                    held[id(run)] = held.get(id(run), 0) + 1
+                    if held[id(run)] < len(run.holders):
+                        continue
+                count += run.end - run.start
+            num_bytes += count * self.part_bytes[index]
+        return num_bytes
+
+    def _num_private(self, holding: RunHolding, index: int) -> int:
+        """Return how many parts of a group `holding` has beside runs, which are up to date then."""
+        stream = holding.streams[index]
+        if stream is not None:
+            self.decodes.catch_up(stream)
+        if self._is_state[index]:
+            return holding.num_states[index]
+        num_taken = holding.num_taken
+        if holding.is_decoding:
+            num_taken = -(-(holding.base + self.decodes.step) // self.page_size)
+        return num_taken - holding.first_open[index]
 
     def close(self, holding: RunHolding, num_full_pages: int, num_taken: int | None = None) -> None:
         """Release everything, group by group, the deepest part first: what can be found is cached, the rest empty.
@@ -396,16 +432,7 @@ class RunCache(PartAccount):
         held: dict[int, int] = {}
         for holding in holdings:
             for index, runs in enumerate(holding.held):
-                stream = holding.streams[index]
-                if stream is not None:
-                    self.decodes.catch_up(stream)
-                if groups[index].is_state:
-                    used[index] += holding.num_states[index]
-                else:
-                    num_taken = holding.num_taken
-                    if holding.is_decoding:
-                        num_taken = -(-(holding.base + self.decodes.step) // self.page_size)
-                    used[index] += num_taken - holding.first_open[index]
+                used[index] += self._num_private(holding, index)
                 for run in runs:
                     count = held.get(id(run), 0)
                     held[id(run)] = count + 1

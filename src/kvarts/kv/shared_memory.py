@@ -13,6 +13,9 @@ class SharedMemory(Protocol):
     def make_room(self, num_bytes: int) -> None:
         """See to it that `num_bytes` bytes are empty in the cache; so many are free. Evicts there, or from others."""
 
+    def take_back(self) -> None:
+        """Take what is empty in the cache."""
+
     @property
     def num_free_bytes(self) -> int:
         """Bytes that the cache could take now: empty or cached, there or elsewhere."""

@@ -72,11 +72,14 @@ class LeapingScheduler(GroupedScheduler):
     """A GroupedScheduler of an executor without ids, and without a reader of details.
 
     A page that a decode fills with tokens that are not known can be found only by its own request, after a preemption:
-    it becomes findable when the request gives back everything.
+    it becomes findable when the request gives back everything. `pages`: see GroupedScheduler; then steps are done one
+    by one.
     """
 
-    def __init__(self, config: EngineConfig, cache: GroupPages, policy: AdmissionPolicy) -> None:
-        super().__init__(config, cache, policy)
+    def __init__(
+        self, config: EngineConfig, cache: GroupPages, policy: AdmissionPolicy, *, pages: PageSource | None = None
+    ) -> None:
+        super().__init__(config, cache, policy, pages=pages)
         self._counted = cache
         self.running = Running(cache, self.wheel, None)
         self.preemptor = CountingPreemptor(

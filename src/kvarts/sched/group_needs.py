@@ -34,12 +34,16 @@ class GroupNeeds:
             blocks += part_blocks * group.layer.num_pages(end, self._page_size, end - start)
         return blocks
 
+    def to_compute(self, start: int, end: int) -> int:
+        """Return the most blocks that tokens [start, end) need at one time, wherever their chunks begin and end."""
+        return max(self.while_computing(*chunk) for chunk in self._largest_chunks(start, end))
+
     def at_most(self, num_tokens: int) -> int:
         """Return the blocks that a request of `num_tokens` tokens needs to itself, wherever its chunks begin and end.
 
         A request that begins from snapshots holds them beside its own states for a step.
         """
-        blocks = max(self.while_computing(*chunk) for chunk in self._largest_chunks(0, num_tokens))
+        blocks = self.to_compute(0, num_tokens)
         if num_tokens > self._page_size:
             blocks += self._state_blocks
         return blocks

@@ -164,11 +164,36 @@ class GroupRunning(Running):
         return True
 
 
+class GroupQueue(WaitingQueue):
+    """A WaitingQueue that knows how many blocks its requests need, by `needs`."""
+
+    __slots__ = ("_needs", "num_waiting_blocks")
+
+    def __init__(self, policy: AdmissionPolicy, needs: GroupNeeds) -> None:
+        super().__init__(policy)
+        self._needs = needs
+        self.num_waiting_blocks = 0
+        """The most that each needs at one time to be computed, added up."""
+
+    def push(self, request: Request) -> None:
+        """Add `request`."""
+        super().push(request)
+        self.num_waiting_blocks += self._blocks_of(request)
+
+    def remove(self, request: Request) -> None:
+        """Remove `request`."""
+        super().remove(request)
+        self.num_waiting_blocks -= self._blocks_of(request)
+
+    def _blocks_of(self, request: Request) -> int:
+        return self._needs.to_compute(0, request.num_prompt_tokens + request.num_output_tokens)
+
+
 class GroupedScheduler(Scheduler):
     """A Scheduler of a cache with KV groups. `rows`: those of an executor that needs ids; plans then name blocks.
 
-    `tiers`: those below a cache of TieredPages. Pages are counted in blocks. No steps are certain to be alike: a
-    LeapingScheduler knows more.
+    `pages`: of a device that other models share, instead of a pool of its own. `tiers`: those below a cache of
+    TieredPages. Pages are counted in blocks. No steps are certain to be alike: a LeapingScheduler knows more.
     """
 
     def __init__(
@@ -178,13 +203,20 @@ class GroupedScheduler(Scheduler):
         policy: AdmissionPolicy,
         *,
         rows: GroupBatch | None = None,
+        pages: PageSource | None = None,
         tiers: GroupTiers | None = None,
         tell: Tell | None = None,
     ) -> None:
-        pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
+        self._queue: GroupQueue | None = None
+        """The waiting queue, where other models ask what it needs."""
+        is_shared = pages is not None
+        if pages is None:
+            pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
         super().__init__(config, cache, pages, policy, batch=rows, tiers=tiers, tell=tell)
         self.parts = cache
         self.needs = GroupNeeds(cache.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+        if is_shared:
+            self.waiting = self._queue = GroupQueue(policy, self.needs)
         self.running = GroupRunning(cache, self.wheel, rows)
         self.group_mark = GroupMark(cache)
         self.mark = self.group_mark
@@ -226,13 +258,28 @@ class GroupedScheduler(Scheduler):
 
     def _never_fits(self, request: Request) -> str | None:
         blocks = self.needs.of_request(request.num_prompt_tokens, request.max_tokens)
-        if blocks <= self.parts.pool.total:
+        num_most, total = self.pages.num_most, self.parts.pool.total
+        if blocks <= num_most:
             return None
+        room = "the memory has" if num_most == total else "beside what is guaranteed to other models there are"
         return (
             f"needs {blocks} blocks of {self.parts.block_bytes:,} bytes for {request.num_prompt_tokens} prompt and "
-            f"{request.max_tokens} output tokens, with {self.config.max_num_batched_tokens} tokens a step; the memory "
-            f"has {self.parts.pool.total}"
+            f"{request.max_tokens} output tokens, with {self.config.max_num_batched_tokens} tokens a step; {room} "
+            f"{num_most}"
         )
+
+    def num_pages_of_chunked(self) -> int:
+        """Return the most blocks that the rest of the chunked request needs at one time, beside what it has."""
+        request = self.running.chunked
+        if request is None or request.holding is None:
+            return 0
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        return max(0, self.needs.to_compute(request.num_computed, num_known) - self.parts.num_held(request.holding))
+
+    def num_pages_to_admit(self) -> int:
+        """Return how many blocks all waiting requests need, each for itself; 0 while none could be admitted."""
+        assert self._queue is not None, "no other model asks"
+        return self._queue.num_waiting_blocks if super().num_pages_to_admit() else 0
 
     # One step ---------------------------------------------------------------------------------------------
 
@@ -263,7 +310,9 @@ class GroupedScheduler(Scheduler):
             match, held = cache.found(request.content, (num_known - 1) // page_size)
             hit_tokens = match.num_pages * page_size
             num_wanted = self.needs.to_admit(hit_tokens, num_known, held)
-            if num_wanted > cache.num_free:
+            if num_wanted > self.pages.num_free_to_admit(num_wanted) and not self.pages.make_way(
+                request, num_wanted, to_admit=True
+            ):
                 self.blocked = Blocked.PAGES
                 self.num_pages_wanted = num_wanted
                 self._lacking = request, cache.num_published, num_wanted
@@ -289,9 +338,9 @@ class GroupedScheduler(Scheduler):
         """Return whether `head` was found to lack memory and certainly still does.
 
         What it needs only grows as long as no request is admitted, which may hold what it needs as well, and nothing
-        that it could find becomes findable.
+        that it could find becomes findable. Of other models it may have got memory meanwhile.
         """
-        if self._lacking is None:
+        if self._lacking is None or self._queue is not None:
             return False
         request, num_published, num_wanted = self._lacking
         if request is not head or num_published != self.parts.num_published or num_wanted <= self.parts.num_free:

@@ -50,6 +50,12 @@ class AgedOrder:
         """When the run that is evicted next was released; something is cached."""
         return self._stamps[self.next_run()]
 
+    @property
+    def num_next_pages(self) -> int:
+        """Pages of that run."""
+        node = self.next_run()
+        return node.end - node.start
+
     def __iter__(self) -> Iterator[Node]:
         """Return all listed runs, in the order of `inner`."""
         return iter(self._inner)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -17,13 +17,22 @@ from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, check_number, check_
 from kvarts.settings import AtLeastOne, Given, Section, SettingError, given_in, parts_of_error, setting, settings_of
 from kvarts.sharing.health import HealthChange, parse_health
 from kvarts.sim.config import SECTIONS as ONE_MODEL_SECTIONS
-from kvarts.sim.config import ReplayConfig, build_replay
-from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placed, kv_bytes_of, parsed_cost, place
+from kvarts.sim.config import KvGroupsName, ReplayConfig, build_replay
+from kvarts.sim.hardware import (
+    DeviceSettings,
+    ModelSettings,
+    Placed,
+    counted_groups,
+    kv_bytes_of,
+    parsed_cost,
+    place,
+)
 from kvarts.units import parse_bytes
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.hardware import MemoryFit
+    from kvarts.kv.group_memory import PartGroup
     from kvarts.sharing.report import SharedReport
     from kvarts.sim.replay import Traffic
 
@@ -48,6 +57,9 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     `cost` and `kv_bytes_per_token` do. `weight`, `floor`, `ceiling` (per mille): of the tokens of a round, see
     TokenBudgets. `guarantee`: KV memory it can always have back, as a size or as a part of the whole; unless given, its
     weight's part of what the others' guarantees leave. `priority` is added to that of each of its requests.
+    `kv_groups`: as ReplayConfig has it; then the model draws on the memory in blocks, and its states are counted.
+
+    Only Python can give `groups`, PartGroups that are counted instead of those of the model.
     """
 
     weight: Annotated[float, setting("Its part of tokens and memory, relative to the others.", flag=None)] = 1.0
@@ -61,12 +73,19 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
         AtLeastOne | None, setting("What a token weighs, instead of what the model says.", flag=None)
     ] = None
     cost: Annotated[Any, setting("How long a step takes, instead of the roofline.", flag=None)] = None
+    kv_groups: Annotated[
+        KvGroupsName, setting("Count for each of its layers what it keeps: off, all or tails.", flag=None)
+    ] = "off"
+    # Any, as in ReplayConfig.
+    groups: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         check_number(self.weight, "weight", least=1e-12, most=1e12)
         check_whole(self.priority, "priority", least=-MOST_COUNT)
         if self.kv_bytes_per_token is not None:
             check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
+        if self.kv_groups not in get_args(KvGroupsName):
+            raise SettingError(f"must be 'off', 'all' or 'tails', got {self.kv_groups!r}", "kv_groups")
         part = self.part
         if part is not None and not 0.0 <= part <= 1.0:
             raise SettingError(f"must be a size as 20GiB, or a part from 0 to 1, got {part:g}", "guarantee")
@@ -156,6 +175,12 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                             hint="Say it with a weight, or give {turns} tokens.",
                         )
         check_combination(self.each)
+        if self.each.offload is not None and self.has_groups:
+            raise SettingError(
+                "is not counted by KV group yet where models share a device",
+                "offload",
+                hint="Leave it out, or kv_groups=.",
+            )
         if self.each.profile == "mocker":
             for name, share in self.models.items():
                 if share.priority:
@@ -184,29 +209,69 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         with _errors_of(name, ("cost",)):
             cost = parsed_cost(share.cost)
         if share.model is None:
-            if share.kv_bytes_per_token is None or cost is None:
+            token_bytes = share.kv_bytes_per_token
+            if share.groups:
+                token_bytes = -(-_page_bytes_of(share.groups) // self.each.page_size)
+            if token_bytes is None or cost is None:
                 raise SettingError(
                     "names no model",
                     f"models.{name}.model",
                     f"models.{name}",
                     hint="Name one, or give both cost=... and kv_bytes_per_token=... instead.",
                 )
-            return Placed(cost=cost, kv_bytes_per_token=share.kv_bytes_per_token)
+            return Placed(cost=cost, kv_bytes_per_token=token_bytes)
         with _errors_of(name, ModelSettings.__struct_fields__):
             placed = place(share, self, cost)
         if share.kv_bytes_per_token is None:
             return placed
         return msgspec.structs.replace(placed, kv_bytes_per_token=share.kv_bytes_per_token)
 
+    @cached_property
+    def groups(self) -> dict[str, tuple[PartGroup, ...]]:
+        """The KV groups that are counted, by model; none where every layer keeps all tokens, or is taken to."""
+        return {name: self._groups_of(name, share) for name, share in self.models.items()}
+
+    def _groups_of(self, name: str, share: ModelShare) -> tuple[PartGroup, ...]:
+        if share.kv_groups == "off" or share.groups:
+            return share.groups
+        if share.model is None or share.kv_bytes_per_token is not None:
+            raise SettingError(
+                "says nothing where a model does not say what its layers keep",
+                f"models.{name}.kv_groups",
+                hint="Name a model, and no kv_bytes_per_token=.",
+            )
+        return counted_groups(self._placed[name], self.each, self, share.kv_dtype)
+
     @property
+    def has_groups(self) -> bool:
+        """Whether KV groups of some model are counted."""
+        return any(self.groups.values())
+
+    @cached_property
     def page_bytes(self) -> dict[str, int]:
-        """Bytes of a page, by model."""
-        return {name: placed.kv_bytes_per_token * self.each.page_size for name, placed in self._placed.items()}
+        """Bytes of a page, by model; with KV groups, of all its parts."""
+        return {
+            name: _page_bytes_of(groups) or self._placed[name].kv_bytes_per_token * self.each.page_size
+            for name, groups in self.groups.items()
+        }
+
+    @cached_property
+    def counted_bytes(self) -> dict[str, int]:
+        """Bytes of what the memory of each model is counted in: pages, or with KV groups blocks."""
+        return {
+            name: self.page_bytes[name] if of_model.kv_groups == "off" else of_model.memory.block_bytes
+            for name, of_model in self.configs.items()
+        }
 
     @cached_property
     def kv_bytes(self) -> int:
-        """KV memory of the device: one set of activations, since models take turns. States of all are set aside."""
-        states = sum(placed.state_bytes(self.each, self) for placed in self._placed.values())
+        """KV memory of the device: one set of activations, since models take turns.
+
+        States are set aside, those of models without KV groups.
+        """
+        states = sum(
+            placed.state_bytes(self.each, self) for name, placed in self._placed.items() if not self.groups[name]
+        )
         given = kv_bytes_of(self)
         if given is not None:
             if states and given <= states:
@@ -252,12 +317,16 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
             for name, share in self.models.items()
         }
 
+    def most_bytes(self, name: str) -> int:
+        """Return the memory that a model may ever have."""
+        return self.guaranteed_bytes[name] if self.static_split else self.kv_bytes
+
     @cached_property
     def configs(self) -> dict[str, ReplayConfig]:
         """What a replay of each model alone is built from, with all the memory it may ever have."""
         configs = {}
         for name, page_bytes in self.page_bytes.items():
-            most = self.guaranteed_bytes[name] if self.static_split else self.kv_bytes
+            most = self.most_bytes(name)
             if most < page_bytes:
                 raise SettingError(
                     f"{most:,} bytes hold no page of {page_bytes:,} bytes",
@@ -268,9 +337,16 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
             offload = self.each.offload
             if offload is not None:
                 offload = offload.for_model(placed.kv_bytes_per_token)
-            configs[name] = msgspec.structs.replace(
-                self.each, num_pages=most // page_bytes, cost=placed.cost, offload=offload
-            )
+            groups, kv_groups = self.groups[name], self.models[name].kv_groups
+            with _errors_of(name, ("kv_groups", "groups")):
+                configs[name] = msgspec.structs.replace(
+                    self.each,
+                    num_pages=most // page_bytes,
+                    cost=placed.cost,
+                    offload=offload,
+                    kv_groups=kv_groups if groups else "off",
+                    groups=groups,
+                )
         return configs
 
     def check_traces(self, names: Iterable[str]) -> None:
@@ -305,6 +381,11 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         return replay_several(traffic, self, on_progress=on_progress, observers_of=observers_of)
 
 
+def _page_bytes_of(groups: Sequence[PartGroup]) -> int:
+    """Return the bytes of a page with its parts in every group."""
+    return sum(group.part_bytes for group in groups if not group.is_state)
+
+
 @contextmanager
 def _errors_of(name: str, names: Sequence[str]) -> Iterator[None]:
     """Give errors of the fields `names` the name of the model that they are of."""
@@ -324,7 +405,7 @@ def check_combination(each: ReplayConfig) -> None:
     refused = {
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",
         "cost": "is for a replay of one model: each of several has its own",
-        "kv_groups": "is for a replay of one model: what several models share is counted in whole pages",
+        "kv_groups": "is for a replay of one model: each of several says it, as --model NAME=MODEL:kv_groups=all",
     }
     for field, why in refused.items():
         if getattr(each, field) != getattr(default, field):
@@ -339,6 +420,7 @@ SECTIONS = (
 
 
 TOKEN_BYTES = "offload.kv_bytes_per_token"
+KV_GROUPS = "kv_groups"
 
 
 def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
@@ -354,6 +436,10 @@ def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
             TOKEN_BYTES,
             "is for a replay of one model: a token of each of several weighs what its model says",
             hint="Say it of each: --model NAME=MODEL:kv_bytes_per_token=131072.",
+        )
+    if KV_GROUPS in given:
+        raise given.error(
+            KV_GROUPS, "is for a replay of one model", hint="Say it of each: --model NAME=MODEL:kv_groups=all."
         )
     each = build_replay(given, sections, {})
     try:

@@ -23,7 +23,9 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Blocked
+from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
@@ -33,7 +35,7 @@ from kvarts.sharing.donors import cheapest, victims_of
 from kvarts.sharing.health import Health
 from kvarts.sharing.loans import Loan, debts
 from kvarts.sharing.memory import DeviceMemory
-from kvarts.sharing.part import DevicePart, open_part
+from kvarts.sharing.part import DevicePart, open_grouped_part, open_part
 
 __all__ = ["Donation", "Health", "SharedDevice"]
 
@@ -114,7 +116,8 @@ class SharedDevice:
         self,
         model: str,
         *,
-        page_bytes: int,
+        page_bytes: int = 0,
+        parts: BlockPages | GroupPages | None = None,
         weight: float = 1.0,
         guaranteed_bytes: int = 0,
         floor: int = 0,
@@ -127,7 +130,8 @@ class SharedDevice:
         """Add `model` and return its part of the device, for the scheduler that `attach` is to be given.
 
         A registered model gets the new weight and keeps everything else. `weight`, `floor` and `ceiling`: as
-        TokenBudgets takes them. `guaranteed_bytes`: memory that the model can always have back. `with_page_ids`,
+        TokenBudgets takes them. `page_bytes`: of its pages; or `parts`, the empty cache of a model with KV groups, as
+        `open_grouped_part` takes it. `guaranteed_bytes`: memory that the model can always have back. `with_page_ids`,
         `order` and `watcher`: as `open_part` takes them. `tell` receives the events of its pages.
         """
         self.budgets.register(model, weight, floor=floor, ceiling=ceiling)
@@ -135,17 +139,20 @@ class SharedDevice:
         if member is None:
             try:
                 memory = DeviceMemory(guaranteed_bytes) if self.is_static else self.memory
-                part = open_part(
-                    model,
-                    memory,
-                    self,
-                    page_bytes=page_bytes,
-                    guaranteed_bytes=guaranteed_bytes,
-                    with_page_ids=with_page_ids,
-                    order=order,
-                    watcher=watcher,
-                    tell=tell,
-                )
+                if parts is None:
+                    part = open_part(
+                        model,
+                        memory,
+                        self,
+                        page_bytes=page_bytes,
+                        guaranteed_bytes=guaranteed_bytes,
+                        with_page_ids=with_page_ids,
+                        order=order,
+                        watcher=watcher,
+                        tell=tell,
+                    )
+                else:
+                    part = open_grouped_part(model, memory, self, parts, guaranteed_bytes=guaranteed_bytes)
             except ConfigError:
                 self.budgets.deregister(model)
                 raise

@@ -6,12 +6,10 @@ the fewest computed tokens of the highest priority, then of the next one, and so
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvarts.kv.node import walk
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 
@@ -46,16 +44,9 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
     found: list[Victims] = []
     num_pages = 0
     lost: dict[int, tuple[int, int]] = {}
-    held: Counter[int] = Counter()
-    for count, request in enumerate(_in_order(scheduler, below_priority), 1):
-        holding = request.holding
-        assert holding is not None
-        num_private = scheduler.running.num_pages_of(request) - (holding.path[-1].end if holding.path else 0)
-        num_pages += num_private
-        for node in walk(holding.path):
-            held[id(node)] += 1
-            if held[id(node)] == node.refs and not node.holds:
-                num_pages += node.end - node.start
+    requests = _in_order(scheduler, below_priority)
+    for count, (request, num_freed) in enumerate(zip(requests, _freed_by(scheduler, requests), strict=True), 1):
+        num_pages += num_freed
         num_tokens, num_victims = lost.get(request.priority, (0, 0))
         num_tokens += scheduler.running.num_computed(request)
         lost = {**lost, request.priority: (num_tokens, num_victims + 1)}
@@ -63,6 +54,12 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
         if found[-1].num_bytes >= enough_bytes:
             break
     return found
+
+
+def _freed_by(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[int]:
+    """Return the pages that each of `requests` frees if those before it have ended."""
+    running = scheduler.running
+    return scheduler.cache.freed_by((request.holding, running.num_pages_of(request)) for request in requests)
 
 
 def _in_order(scheduler: Scheduler, below_priority: int) -> list[Request]:

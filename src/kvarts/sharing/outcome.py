@@ -108,7 +108,7 @@ class OfDevice:
             moments.append(np.concatenate((log.starts_ns, settled[:, 1], rests["time_ns"]))[order])
             mark = np.full((len(names), len(order)), -1, np.int64)
             pages: npt.NDArray[np.int64] = np.concatenate((log.used(), settled[:, 2], rests["used"]))
-            mark[place] = pages[order] * config.page_bytes[names[place]]
+            mark[place] = pages[order] * config.counted_bytes[names[place]]
             marks.append(mark)
         times_ns = np.concatenate(moments)
         order = np.argsort(times_ns, kind="stable")

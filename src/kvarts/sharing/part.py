@@ -6,17 +6,20 @@ from typing import Protocol
 
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
+from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
 from kvarts.sharing.ages import AgedOrder
 from kvarts.sharing.memory import DeviceMemory
+from kvarts.sharing.parts_memory import PartsMemory
 from kvarts.sharing.pool import SharedPool
 
-__all__ = ["DevicePart", "open_part"]
+__all__ = ["DevicePart", "open_grouped_part", "open_part"]
 
 
 class Others(Protocol):
@@ -29,19 +32,31 @@ class Others(Protocol):
         """Ask other models for pages until `num_pages` can be taken for `request` of `model`; whether they can."""
 
 
+class Ages(Protocol):
+    """How old what a model has cached is, beside what others have."""
+
+    @property
+    def next_stamp(self) -> int:
+        """When what is evicted next was released; something is cached."""
+
+    @property
+    def num_next_pages(self) -> int:
+        """Pages of the same age that go first; something is cached."""
+
+
 class DevicePart:
     """A PageSource: `guaranteed_bytes` of `memory` are for `cache` whenever it needs them. Writes its `num_free`.
 
     `device` is asked for pages that others have, and writes `is_draining`. `token_budget` is written by the loop that
     divides the tokens of a round.
 
-    `cache` takes its pages from `pool`, and its tree asks `order` what to evict. Raises ConfigError for a guarantee
+    `cache` takes its pages from `pool`; of a model with KV groups these are blocks. Raises ConfigError for a guarantee
     below 0, and as DeviceMemory does.
     """
 
     __slots__ = (
+        "_ages",
         "_device",
-        "_order",
         "cache",
         "claim",
         "claimed_bytes",
@@ -60,7 +75,7 @@ class DevicePart:
         memory: DeviceMemory,
         device: Others,
         pool: SharedPool,
-        order: AgedOrder,
+        ages: Ages,
         cache: PageCache,
         *,
         guaranteed_bytes: int = 0,
@@ -79,7 +94,7 @@ class DevicePart:
         """The number of the claim; earlier ones go first."""
         self.token_budget = 0
         self.is_draining = False
-        self._order = order
+        self._ages = ages
         self._device = device
         memory.add(self)
 
@@ -110,13 +125,12 @@ class DevicePart:
     @property
     def next_stamp(self) -> int:
         """When the run that it would evict next was released; something is cached."""
-        return self._order.next_stamp
+        return self._ages.next_stamp
 
     @property
     def num_next_pages(self) -> int:
         """Pages of the run that it would evict next; something is cached."""
-        node = self._order.next_run()
-        return node.end - node.start
+        return self._ages.num_next_pages
 
     def is_within(self, num_pages: int) -> bool:
         """Return whether it would use no more than its guarantee with `num_pages` more."""
@@ -186,12 +200,39 @@ def open_part(
     `order` (LruOrder unless given) and `watcher`: see PrefixTree; ages across models are kept around any order. Raises
     ConfigError for a page larger than the device, and as DevicePart does.
     """
-    if not 1 <= page_bytes <= memory.num_bytes:
-        raise ConfigError(
-            f"one page has {page_bytes:,} bytes; the device has {memory.num_bytes:,}", field=f"{name}.page_bytes"
-        )
-    total = memory.num_bytes // page_bytes
+    total = _num_pages(name, memory, page_bytes)
     pool = SharedPool(memory, page_bytes, IdPool(total) if with_page_ids else CountPool(total))
     aged = AgedOrder(LruOrder() if order is None else order, memory.clock)
     cache = PageCache(pool, PrefixTree(aged, tell, watcher=watcher))
     return DevicePart(name, memory, device, pool, aged, cache, guaranteed_bytes=guaranteed_bytes)
+
+
+def open_grouped_part(
+    name: str,
+    memory: DeviceMemory,
+    device: Others,
+    cache: BlockPages | GroupPages,
+    *,
+    guaranteed_bytes: int = 0,
+) -> DevicePart:
+    """Return a part of `memory` for a model with KV groups: `cache`, which is empty, draws on it in blocks.
+
+    It must have as many blocks as the memory. Raises ConfigError for a block larger than the device, and as DevicePart
+    does.
+    """
+    total = _num_pages(name, memory, cache.block_bytes)
+    assert cache.pool.total == total, f"{cache.pool.total} blocks, and the memory has {total}"
+    pool = SharedPool(memory, cache.block_bytes, CountPool(total))
+    parts = PartsMemory(memory, pool, cache.parts, cache.tree)
+    part = DevicePart(name, memory, device, pool, parts, cache, guaranteed_bytes=guaranteed_bytes)
+    cache.count()
+    return part
+
+
+def _num_pages(name: str, memory: DeviceMemory, page_bytes: int) -> int:
+    """Return how many pages a device has of which a model alone could use all."""
+    if not 1 <= page_bytes <= memory.num_bytes:
+        raise ConfigError(
+            f"one page has {page_bytes:,} bytes; the device has {memory.num_bytes:,}", field=f"{name}.page_bytes"
+        )
+    return memory.num_bytes // page_bytes

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
+import numpy as np
 
-from kvarts.build import build_engine
+from kvarts.build import build_engine, build_sharing_engine
+from kvarts.engine import Engine
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.cost import CostModel
 from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.block_pages import BlockPages
+from kvarts.kv.group_pages import GroupPages
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
+from kvarts.sched.group_leaps import LeapingScheduler
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.baselines import slices, split_config
@@ -22,6 +28,7 @@ from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.driver import SharedDriver
 from kvarts.sharing.fairqueue import FairQueue
 from kvarts.sharing.outcome import OfDevice
+from kvarts.sharing.part import DevicePart
 from kvarts.sharing.report import SharedReport
 from kvarts.sharing.rounds import Rounds
 from kvarts.sharing.steps import TurnLog
@@ -101,8 +108,8 @@ def replay_several(
             tenants,
             FairQueue(each.device, tenants) if is_timed else Rounds(each.device, tenants),
             Contest(tenants, of_time=is_timed),
-            # To be observed, all go step by step.
-            step_by_step=config.each.step_by_step or any(device.is_observed for device in opened),
+            # To be observed, all go step by step; and of parts it is not known what many turns take and give back.
+            step_by_step=config.each.step_by_step or config.has_groups or any(device.is_observed for device in opened),
             audit=config.each.audit,
             changes=config.changes,
         )
@@ -118,6 +125,7 @@ def replay_several(
             [device.logs[name] for device in opened],
             num_evicted_pages=sum(tenant.cache.num_evicted for tenant in of_name),
             transfers=[tenant.tiers.totals() for tenant in of_name if tenant.tiers is not None],
+            num_evicted_parts=np.sum([tenant.scheduler.num_evicted_parts() for tenant in of_name], axis=0).tolist(),
         )
     outcomes = [
         OfDevice(
@@ -160,38 +168,60 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
     for name, share in config.models.items():
         of_model = config.configs[name]
         below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
-        steps = logs[name] = TurnLog(of_model.num_pages, _tiers_of(of_model))
         observers: Sequence[EventReader] = ()
         if observers_of is not None:
             observers = observers_of(name if of_model.replicas == 1 else (name, number))
         is_observed = is_observed or bool(observers)
+        num_counted = config.most_bytes(name) // config.counted_bytes[name]
+        memory = None if of_model.kv_groups == "off" else of_model.memory.to_builtins()
+        steps = logs[name] = TurnLog(num_counted, _tiers_of(of_model), memory)
         log = EventLog([steps, *observers], num_waiting=1 if observers else MANY_EVENTS)
-        part = device.register(
+        register = partial(
+            device.register,
             name,
-            page_bytes=config.page_bytes[name],
             weight=share.weight,
             guaranteed_bytes=config.guaranteed_bytes[name],
             floor=share.floor,
             ceiling=share.ceiling,
-            order=of_model.eviction() if below is None else below.order,
-            watcher=None if below is None else below.watcher,
-            tell=log.tell_details,
         )
         executor = TurnExecutor(of_model.cost_model)
-        policy = of_model.admission()
-        engine = build_engine(
-            of_model,
-            executor,
-            log=log,
-            cache=part.cache,
-            pages=part,
-            policy=policy,
-            below=below,
-            prefill=prefill_cost(of_model),
-        )
+        if of_model.kv_groups != "off":
+            engine, part = _open_with_groups(of_model, executor, log, num_counted, register)
+        else:
+            part = register(
+                page_bytes=config.page_bytes[name],
+                order=of_model.eviction() if below is None else below.order,
+                watcher=None if below is None else below.watcher,
+                tell=log.tell_details,
+            )
+            engine = build_engine(
+                of_model,
+                executor,
+                log=log,
+                cache=part.cache,
+                pages=part,
+                policy=of_model.admission(),
+                below=below,
+                prefill=prefill_cost(of_model),
+            )
         device.attach(name, engine.scheduler, engine.cancel)
         tenants[name] = Tenant(name, engine, executor, device, part, weight=share.weight)
     return OpenedDevice(device, tenants, logs, is_observed)
+
+
+def _open_with_groups(
+    config: ReplayConfig, executor: TurnExecutor, log: EventLog, num_blocks: int, register: Callable[..., DevicePart]
+) -> tuple[Engine, DevicePart]:
+    """Build an engine of a model with KV groups, and its part of the device, which `register` returns."""
+    if log.tell_details is None:
+        counted = GroupPages(config.memory, num_blocks=num_blocks, page_size=config.page_size)
+        part = register(parts=counted)
+        scheduler = LeapingScheduler(config, counted, config.admission(), pages=part)
+        return Engine(config, scheduler, executor, log), part
+    # What is told of pages is told by a cache that has them one by one.
+    blocks = BlockPages(config.memory, num_blocks=num_blocks, page_size=config.page_size, tell=log.tell_details)
+    part = register(parts=blocks)
+    return build_sharing_engine(config, blocks, executor, log=log, pages=part, policy=config.admission()), part
 
 
 def _tiers_of(config: ReplayConfig) -> dict[str, int]:

@@ -104,7 +104,7 @@ class SharedReport:
         models = {}
         for name, summary in of_models.items():
             share = config.models[name]
-            peak = summary["peak_used_pages"] * config.page_bytes[name]
+            peak = summary["peak_used_pages"] * config.counted_bytes[name]
             models[name] = {
                 "model": share.model,
                 "weight": share.weight,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,10 @@ __all__ = ["TurnLog"]
 class TurnLog(StepLog):
     """A StepLog with gaps between steps, in which other models may take or evict pages."""
 
-    def __init__(self, num_pages: int, tiers: Mapping[str, int] | None = None) -> None:
-        super().__init__(num_pages, tiers)
+    def __init__(
+        self, num_pages: int, tiers: Mapping[str, int] | None = None, memory: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(num_pages, tiers, memory)
         self._starts_ns = PackedColumn("q")
         self._cached = PackedColumn("i")
         self._withheld = PackedColumn("i")

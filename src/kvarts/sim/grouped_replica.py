@@ -118,6 +118,6 @@ def open_grouped(
             prefill=prefill,
         )
         return Replica(engine, executor, step_by_step=step_by_step)
-    cache = GroupPages(memory, num_pages=config.num_pages, page_size=config.page_size)
+    cache = GroupPages(memory, num_blocks=num_blocks, page_size=config.page_size)
     scheduler = LeapingScheduler(config, cache, policy)
     return GroupedReplica(Engine(config, scheduler, executor, log), scheduler, executor, step_by_step=step_by_step)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that say over how many of them a model is divided, and how."""
 
-__all__ = ["DeviceSettings", "ModelSettings", "Placed", "given_cost", "kv_bytes_of", "parsed_cost", "place"]
-__all__ += ["resolve_hardware"]
+__all__ = ["DeviceSettings", "ModelSettings", "Placed", "counted_groups", "given_cost", "kv_bytes_of", "parsed_cost"]
+__all__ += ["place", "resolve_hardware"]
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -234,7 +234,7 @@ def resolve_hardware(given: Given) -> dict[str, Any]:
             facts["data_parallel"] = on.data_parallel
         groups: tuple[PartGroup, ...] = ()
         if "kv_groups" in given and given["kv_groups"] != "off":
-            groups = facts["groups"] = _counted_groups(placed, engine, on, model.kv_dtype)
+            groups = facts["groups"] = counted_groups(placed, engine, on, model.kv_dtype)
         if "pages" not in given:
             facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups)
     except ConfigError as error:
@@ -256,7 +256,7 @@ def _calibrated(given: Given, cost: Any) -> Given:
     return given.implied("cost", (*settings_of(ModelSettings), *settings_of(DeviceSettings)), facts)
 
 
-def _counted_groups(
+def counted_groups(
     placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None
 ) -> tuple[PartGroup, ...]:
     """Return the KV groups of a model; none where every layer keeps every token.
