@@ -237,5 +237,7 @@ def _grouped(
     """Return an engine with KV groups in `cache`. `tiers`: those below it. `pages`: of a device that is shared."""
     rows = GroupBatch(cache, config.max_num_seqs) if executor.needs_page_ids else None
     policy = PriorityPolicy() if policy is None else policy
-    scheduler = GroupedScheduler(config, cache, policy, rows=rows, pages=pages, tiers=tiers, tell=log.tell_details)
+    tell = log.tell_details
+    pins = Pins(cache, tell) if pages is None else None
+    scheduler = GroupedScheduler(config, cache, policy, rows=rows, pages=pages, tiers=tiers, tell=tell, pins=pins)
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=executor.needs_page_ids)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.sink_window import SinkWindow
 
-__all__ = ["kept_bits", "kept_pages", "kept_tokens", "seen_by"]
+__all__ = ["kept_bits", "kept_for", "kept_pages", "kept_tokens", "seen_by", "seen_by_both"]
 
 
 def seen_by(layer: KvLayer, position: int) -> set[int]:
@@ -51,3 +52,26 @@ def kept_bits(layers: Sequence[KvLayer], num_tokens: int, page_size: int, num_ne
             for _ in range(page_size):
                 bits += layer.num_heads * layer.head_numbers * number_bits
     return bits
+
+
+def seen_by_both(layer: KvLayer, whole: SinkWindow, position: int) -> set[int]:
+    """Return what the token at `position` attends to in a layer, in a sequence that retains a sink and a window."""
+    return {
+        other
+        for other in seen_by(layer, position)
+        if other < whole.sink or other >= position - whole.window or other == position
+    }
+
+
+def kept_for(layer: KvLayer, whole: SinkWindow, position: int) -> set[int]:
+    """Return the positions before `position` that are kept for the token there and all later ones.
+
+    The sink is kept as a whole where a layer reaches back farther than the window of the sequence.
+    """
+    seen: set[int] = set()
+    for later in range(position, position + (layer.span or 0) + whole.window + whole.sink + 2):
+        seen |= seen_by_both(layer, whole, later)
+    reaches_farther = layer.span is None or layer.span - 1 > whole.window
+    if reaches_farther and any(other < whole.sink for other in seen):
+        seen |= set(range(whole.sink))
+    return {other for other in seen if other < position}

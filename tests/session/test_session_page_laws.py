@@ -20,31 +20,39 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import LruOrder
-from kvarts.kv.pool import IdPool
+from kvarts.kv.group_keeps import most_blocks
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.kv.tree import PrefixTree
-from kvarts.session.pages import ChunkRoom, SessionPages
+from kvarts.session.group_pages import GroupSessionPages
+from kvarts.session.pages import ChunkRoom, OwnTables, SessionPages
+
+from oracles.naive_kv_groups import kept_for, seen_by_both
 
 CHUNK_PAGES = 3
+FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
 
 
 @dataclass
 class Known:
     """A session: its pages, and its tokens, all of which are computed. No two tokens are equal."""
 
-    pages: SessionPages
+    pages: OwnTables
     history: list[int] = field(default_factory=list)
 
     @property
     def keeps(self) -> SinkWindow:
         return self.pages.keeps
 
-    def seen_from(self, position: int) -> list[int]:
-        """The positions before `position` that a token there sees."""
-        return [q for q in range(position) if q < self.keeps.sink or q >= position - self.keeps.window]
+    def seen_from(self, position: int, layer: KvLayer) -> set[int]:
+        """The positions before `position` that a token there sees in a layer."""
+        return seen_by_both(layer, self.keeps, position) - {position}
 
 
 class SessionPagesMachine(RuleBasedStateMachine):
@@ -52,15 +60,31 @@ class SessionPagesMachine(RuleBasedStateMachine):
 
     @initialize(page_size=st.sampled_from([1, 2, 3, 4, 8]))
     def begin(self, page_size: int) -> None:
+        self.set_up(page_size, PageCache(IdPool(400), PrefixTree(LruOrder())), [FULL])
+
+    def set_up(self, page_size: int, cache: PageCache, layers: list[KvLayer]) -> None:
+        """`layers`: those of each page table."""
         self.page_size = page_size
-        pool = IdPool(400)
-        self.cache = PageCache(pool, PrefixTree(LruOrder()))
-        self.reserve = PageReserve(self.cache)
-        self.room = ChunkRoom(CHUNK_PAGES, page_size)
-        self.reserve.extend(CHUNK_PAGES)
-        self.memory: dict[tuple[int, int], int] = {}
+        self.layers = layers
+        self.cache = cache
+        self.reserve = PageReserve(cache)
+        self.room_pages = CHUNK_PAGES * len(layers)
+        self.room = ChunkRoom(self.room_pages, page_size, len(layers))
+        self.reserve.extend(self.room_pages)
+        self.memory: dict[tuple[int, int], tuple[int, int]] = {}
+        """By page and place: the number of the page table, and the token."""
         self.sessions: list[Known] = []
         self.num_tokens = 0
+
+    def open(self, keeps: SinkWindow) -> OwnTables:
+        return SessionPages(keeps, self.reserve, self.room)
+
+    def most_pages(self, keeps: SinkWindow) -> int:
+        return -(-keeps.sink // self.page_size) + -(-keeps.window // self.page_size) + 1
+
+    def page_of(self, table: SessionPages, position: int) -> PageId:
+        page = position // self.page_size
+        return table.page_ids[page if page < table.num_sink_pages else page - table.num_dropped]
 
     def some(self, index: int) -> Known:
         return self.sessions[index % len(self.sessions)]
@@ -69,13 +93,19 @@ class SessionPagesMachine(RuleBasedStateMachine):
         self.num_tokens += count
         return list(range(self.num_tokens - count, self.num_tokens))
 
+    def is_gone(self, table: SessionPages, positions: set[int]) -> bool:
+        """Whether some of these are in pages that were dropped, or none is after them."""
+        first = table.num_sink_pages * self.page_size
+        gone = range(first, first + table.num_dropped * self.page_size)
+        return any(position in gone for position in positions) or max(positions) < gone.stop
+
     def write(self, session: Known, start: int) -> None:
-        """Write the tokens from `start` on where the page table says."""
-        pages, size = session.pages, self.page_size
+        """Write the tokens from `start` on where the page tables say."""
         for position in range(start, len(session.history)):
-            page = pages.page_ids[position // size - pages.num_dropped]
-            assert not self.reserve.is_shared(page), "a page that another has is written"
-            self.memory[page, position % size] = session.history[position]
+            for number, table in enumerate(session.pages.tables):
+                page = self.page_of(table, position)
+                assert not self.reserve.is_shared(page), "a page that another has is written"
+                self.memory[page, position % self.page_size] = number, session.history[position]
 
     def copy(self, sessions: list[Known]) -> None:
         for session in sessions:
@@ -88,8 +118,8 @@ class SessionPagesMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sessions) < 5)
     def create(self, sink: int, window: int) -> None:
         keeps = SinkWindow(sink, window)
-        self.reserve.extend(keeps.most_pages(self.page_size))
-        self.sessions.append(Known(SessionPages(keeps, self.reserve, self.room)))
+        self.reserve.extend(self.most_pages(keeps))
+        self.sessions.append(Known(self.open(keeps)))
 
     @rule(parts=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30), st.booleans()), min_size=1, max_size=4))
     @precondition(lambda self: self.sessions)
@@ -132,7 +162,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
         self.write(session, last)
         for _ in range(count):
             position = len(session.history)
-            if position % self.page_size in (0, session.keeps.window % self.page_size):
+            if position % self.page_size in (0, *session.pages.places):
                 session.pages.settle(position)
                 session.pages.grow(position, position + 1)
             session.history += self.new_tokens(1)
@@ -144,7 +174,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
     @precondition(lambda self: 0 < len(self.sessions) < 5)
     def fork(self, index: int, label: bool) -> None:
         session = self.some(index)
-        self.reserve.extend(session.keeps.most_pages(self.page_size))
+        self.reserve.extend(self.most_pages(session.keeps))
         self.sessions.append(Known(session.pages.fork(), list(session.history)))
 
     @rule(index=st.integers(0, 4), cut=st.integers(0, 40))
@@ -153,13 +183,12 @@ class SessionPagesMachine(RuleBasedStateMachine):
         """Only to where the last token, which is computed again, sees what it saw."""
         session = self.some(index)
         length = max(0, len(session.history) - cut)
-        gone = session.pages.num_dropped
-        first_gone = session.keeps.num_sink_pages(self.page_size) * self.page_size
-        gap = range(first_gone, first_gone + gone * self.page_size)
-        if any(position in gap for position in session.seen_from(length - 1)) or length - 1 in gap:
+        if not session.pages.can_shorten(length):
+            assert any(
+                self.is_gone(table, session.seen_from(length - 1, layer) | {length - 1})
+                for table, layer in zip(session.pages.tables, self.layers, strict=True)
+            )
             return
-        if length > first_gone and length <= gap.stop:
-            return  # nothing that it sees was dropped, but tokens beside were: sessions refuse that
         del session.history[length:]
         session.pages.shorten(length)
 
@@ -168,20 +197,22 @@ class SessionPagesMachine(RuleBasedStateMachine):
     def release(self, index: int) -> None:
         session = self.sessions.pop(index % len(self.sessions))
         session.pages.release()
-        self.reserve.shrink(session.keeps.most_pages(self.page_size))
+        self.reserve.shrink(self.most_pages(session.keeps))
 
     def check(self, session: Known) -> None:
-        pages, size, length = session.pages, self.page_size, len(session.history)
+        pages, length = session.pages, len(session.history)
         held = len(pages.page_ids)
-        most = -(-session.keeps.sink // size) + -(-session.keeps.window // size) + 1
-        assert held <= most == session.keeps.most_pages(size)
-        assert pages.most_held <= most + CHUNK_PAGES
+        most = self.most_pages(session.keeps)
+        assert held <= most
+        assert pages.most_held <= most + self.room_pages
         assert len(set(pages.page_ids)) == held
-        for position in {*session.seen_from(length), *session.seen_from(max(0, length - 1))}:
-            place = position - pages.num_dropped * size
-            sink_pages = session.keeps.num_sink_pages(size)
-            page = pages.page_ids[position // size if position < sink_pages * size else place // size]
-            assert self.memory[page, position % size] == session.history[position]
+        last = max(0, length - 1)  # it may be computed again
+        for number, (table, layer) in enumerate(zip(pages.tables, self.layers, strict=True)):
+            for position in session.seen_from(length, layer) | session.seen_from(last, layer):
+                page = self.page_of(table, position)
+                assert self.memory[page, position % self.page_size] == (number, session.history[position])
+            kept = {position // self.page_size for position in (*kept_for(layer, session.keeps, last), last)}
+            assert len(table.page_ids) <= len(kept), "a page is kept that no later token sees"
 
     @invariant()
     def all_is_held(self) -> None:
@@ -191,8 +222,8 @@ class SessionPagesMachine(RuleBasedStateMachine):
             self.check(session)
         held = {page for session in self.sessions for page in session.pages.page_ids}
         assert self.reserve.num_taken == len(held)
-        wanted = sum(session.keeps.most_pages(self.page_size) for session in self.sessions)
-        assert self.reserve.num_pages == wanted + CHUNK_PAGES
+        wanted = sum(self.most_pages(session.keeps) for session in self.sessions)
+        assert self.reserve.num_pages == wanted + self.room_pages
         holding = self.reserve.holding()
         assert holding is not None and holding.page_ids is not None
         assert len(set(holding.page_ids)) == self.reserve.num_pages
@@ -206,7 +237,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
         if hasattr(self, "sessions"):
             while self.sessions:
                 self.release(0)
-            self.reserve.shrink(CHUNK_PAGES)
+            self.reserve.shrink(self.room_pages)
             self.cache.check([])
             assert self.cache.num_used == 0
 
@@ -214,3 +245,33 @@ class SessionPagesMachine(RuleBasedStateMachine):
 @pytest.mark.laws
 def test_pages_of_sessions() -> None:
     run_state_machine_as_test(SessionPagesMachine, settings=settings(stateful_step_count=25))
+
+
+class GroupPagesMachine(SessionPagesMachine):
+    """The same of a model with KV groups: a page table for each block of a page."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 4, 8]),
+        groups=st.lists(st.tuples(st.one_of(st.none(), st.integers(1, 24)), st.integers(1, 2)), min_size=1, max_size=3),
+    )
+    def begin(self, page_size: int, groups: list[tuple[int | None, int]]) -> None:
+        spans = [
+            (FULL if span is None else KvLayer(kind="window", num_heads=1, head_numbers=2, span=span), blocks)
+            for span, blocks in groups
+        ]
+        self.groups = GroupMemory(tuple(PartGroup(layer, 4 * blocks, blocks) for layer, blocks in spans))
+        layers = [
+            group.layer for group in self.groups.groups for _ in range(group.part_bytes // self.groups.block_bytes)
+        ]
+        self.set_up(page_size, BlockPages(self.groups, num_blocks=2400, page_size=page_size), layers)
+
+    def open(self, keeps: SinkWindow) -> OwnTables:
+        return GroupSessionPages(keeps, self.groups, self.reserve, self.room)
+
+    def most_pages(self, keeps: SinkWindow) -> int:
+        return most_blocks(self.groups, keeps, self.page_size)
+
+
+@pytest.mark.laws
+def test_pages_of_sessions_by_group() -> None:
+    run_state_machine_as_test(GroupPagesMachine, settings=settings(stateful_step_count=25))

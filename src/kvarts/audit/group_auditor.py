@@ -16,6 +16,7 @@ from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.held_parts import HeldParts, PartHolder
 from kvarts.audit.part_ledger import AuditedGroup, PartLedger
+from kvarts.audit.parts_beside import PartsBeside
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,
@@ -27,8 +28,11 @@ from kvarts.events import (
     CopiesRemoved,
     Event,
     Finished,
+    PagesPinned,
     PagesRemoved,
+    PagesReserved,
     PagesStored,
+    PagesUnpinned,
     PartsGivenBack,
     Preemption,
     StepDone,
@@ -74,6 +78,9 @@ class GroupAuditor:
         self._digests = PageDigests()
         self._found = Findings()
         self._held = HeldParts(self.ledger, self._digests, self._found, page_size)
+        self._beside = PartsBeside(self.ledger, self._digests, self._found, page_size)
+        self._with_own_pages: set[int] = set()
+        """Requests that bring their pages along: these are reserved."""
         self._requests: dict[int, PartHolder] = {}
         self._decoding: dict[int, None] = {}
         """In admission order."""
@@ -128,10 +135,18 @@ class GroupAuditor:
             case _:
                 self._look_at_held()
         request = event.victim if isinstance(event, Preemption) else getattr(event, "request", None)
+        if request in self._with_own_pages and not isinstance(event, Arrived):
+            if isinstance(event, Finished | Cancelled):
+                self._with_own_pages.remove(request)
+            elif isinstance(event, ChunkComputed):
+                self._serve()
+            return
         if isinstance(event, OF_A_REQUEST) and request not in self._requests:
             self._find(f"is said to be {type(event).__name__}, and is not there", request)
             return
         match event:
+            case Arrived() if event.has_own_pages:
+                self._with_own_pages.add(event.request)
             case Arrived():
                 num_groups = len(self.ledger.groups)
                 self._requests[event.request] = PartHolder(event.content, event.num_prompt_tokens, num_groups)
@@ -160,12 +175,24 @@ class GroupAuditor:
                 self._finish(event.request)
             case Cancelled():
                 self._cancel(event.request)
+            case PagesReserved():
+                self._settle()
+                self._beside.reserve(event.num_pages)
+            case PagesPinned():
+                self._settle()
+                self._beside.pin(event)
+            case PagesUnpinned():
+                # In a step, for a decode that found nothing free, or for what is planned after the decodes.
+                self._serve()
+                self._beside.unpin(event.pin)
+                self._serve_takers()
             case CacheCleared():
                 self._settle()
                 self.ledger.clear()
             case AtRest():
-                if self.ledger.num_used:
-                    self._find(f"{self.ledger.num_used} blocks are in use, and no request runs")
+                num_left = self.ledger.num_used - self._beside.num_blocks
+                if num_left:
+                    self._find(f"{num_left} blocks are in use, and no request runs")
             case _:
                 pass
 

@@ -83,6 +83,8 @@ class PartLedger:
         self.num_resident: dict[bytes, int] = {}
         """Parts of each page that can be found, in all groups."""
         self.happened: deque[tuple[str, int, bytes, int | None]] = deque()
+        self.num_reserved = 0
+        """Blocks that were taken for what is no part."""
         self._keeps_all = keeps_all
         self._idle: OrderedDict[AuditedPart, None] = OrderedDict()
         self._num_used = [0] * len(groups)
@@ -95,8 +97,9 @@ class PartLedger:
 
     @property
     def num_used(self) -> int:
-        """Blocks of parts that are held."""
-        return sum(count * group.part_blocks for count, group in zip(self._num_used, self.groups, strict=True))
+        """Blocks of parts that are held, and blocks that are reserved."""
+        held = sum(count * group.part_blocks for count, group in zip(self._num_used, self.groups, strict=True))
+        return held + self.num_reserved
 
     def counts(self) -> tuple[int, ...]:
         """Return the parts held and the parts cached, one pair a group."""
@@ -149,6 +152,17 @@ class PartLedger:
         self.num_empty -= num_blocks
         self._num_used[group] += 1
         return AuditedPart(group, is_kept=self._keeps_all or not self.groups[group].is_bounded)
+
+    def reserve(self, num_blocks: int) -> bool:
+        """Take blocks for what is no part, or give some back, until there are `num_blocks`; return whether they fit."""
+        num_new = num_blocks - self.num_reserved
+        if num_new > self.num_free:
+            return False
+        while self.num_empty < num_new:
+            self._evict(next(iter(self._idle)))
+        self.num_empty -= num_new
+        self.num_reserved = num_blocks
+        return True
 
     def hold(self, part: AuditedPart) -> None:
         """Hold a part that can be found."""

@@ -117,12 +117,13 @@ def _sessions(summary: dict[str, Any]) -> list[str]:
     totals = summary.get("sessions")
     if totals is None:
         return []
+    unit = "blocks" if "kv_groups" in summary else "pages"
     lines = [
         _row(
             "sessions",
             f"{totals['num_turns']:,} turns; {totals['num_history_tokens_computed']:,} of "
             f"{totals['num_history_tokens']:,} tokens of history computed again; "
-            f"{totals['peak_reserved_pages']:,} pages kept at most",
+            f"{totals['peak_reserved_pages']:,} {unit} kept at most",
         )
     ]
     ends = {

@@ -56,8 +56,14 @@ class Pins:
     def give_up(self, num_pages: int) -> bool:
         """Remove pins until `num_pages` pages are free; return whether they are."""
         while num_pages > self._cache.num_free:
-            if not self._pins:
+            if not self.give_up_oldest():
                 return False
-            self.num_given_up += 1
-            self.remove(next(iter(self._pins)))
+        return True
+
+    def give_up_oldest(self) -> bool:
+        """Remove the pin set longest ago; return whether there was one."""
+        if not self._pins:
+            return False
+        self.num_given_up += 1
+        self.remove(next(iter(self._pins)))
         return True

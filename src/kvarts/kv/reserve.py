@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvarts.event_log import Tell
 from kvarts.events import PagesReserved
 from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.pool import PageId
+from kvarts.kv.pool import PageError, PageId
 
 __all__ = ["PageReserve"]
 
@@ -30,13 +30,15 @@ class PageReserve:
         return len(self._num_sharing)
 
     def extend(self, num_pages: int) -> None:
-        """Take `num_pages` from the cache, which must have them."""
+        """Take `num_pages` from the cache. Raise PageError for more than are free."""
+        if num_pages > self._cache.num_free:
+            raise PageError(f"{num_pages} pages asked for, {self._cache.num_free} free")
+        self._say(num_pages)  # before what is evicted for it
         page_ids = self._cache.take(num_pages)
         if page_ids is None:
             page_ids = [PageId(self._num_numbered + index) for index in range(num_pages)]
             self._num_numbered += num_pages
         self._free_ids += page_ids
-        self._change(num_pages)
 
     def shrink(self, num_pages: int) -> None:
         """Give `num_pages` back, none of which is taken."""
@@ -45,9 +47,9 @@ class PageReserve:
         page_ids = self._free_ids[at:]
         del self._free_ids[at:]
         self._cache.give(num_pages, page_ids if self.has_page_ids else None)
-        self._change(-num_pages)
+        self._say(-num_pages)
 
-    def _change(self, num_pages: int) -> None:
+    def _say(self, num_pages: int) -> None:
         self.num_pages += num_pages
         self._cache.num_reserved += num_pages
         if self._tell is not None:

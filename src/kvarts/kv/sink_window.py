@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from kvarts.kv.pool import PageId
 
-__all__ = ["OwnPages", "SinkWindow"]
+__all__ = ["OwnPages", "OwnTable", "SinkWindow"]
 
 
 class SinkWindow(msgspec.Struct, frozen=True):
@@ -22,6 +22,14 @@ class SinkWindow(msgspec.Struct, frozen=True):
     sink: int
     window: int
     rotates_late: bool = False
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position after the sink that the token at `position` attends to."""
+        return max(0, position - self.window)
+
+    def sink_seen(self, position: int) -> int:
+        """Return the tokens of the sink that are kept for the token at `position` and later ones."""
+        return self.sink
 
     def num_retained(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens a later token can see."""
@@ -37,7 +45,23 @@ class SinkWindow(msgspec.Struct, frozen=True):
 
     def num_dropped(self, position: int, page_size: int) -> int:
         """Return how many pages after those of the sink no token at `position` or later can see."""
-        return max(0, max(0, position - self.window) // page_size - self.num_sink_pages(page_size))
+        return max(0, self.first_seen(position) // page_size - self.num_sink_pages(page_size))
+
+    def places(self, page_size: int) -> set[int]:
+        """Return the places in a page at which a token no longer needs a page that the token before it needed."""
+        return {self.window % page_size}
+
+
+class OwnTable(msgspec.Struct, frozen=True):
+    """A page table of a bounded sequence of a model with KV groups.
+
+    `num_dropped`: pages that were dropped, which are the first after those of the sink, and are not in `page_ids`.
+    `keeps`: what the layers that have the table see of the sequence from here on.
+    """
+
+    page_ids: tuple[PageId, ...]
+    num_dropped: int
+    keeps: SinkWindow
 
 
 class OwnPages(Protocol):
@@ -55,6 +79,10 @@ class OwnPages(Protocol):
     @property
     def page_ids(self) -> Sequence[PageId]:
         """The pages that are left, in order of position; none where pages are only counted."""
+
+    @property
+    def places(self) -> Iterable[int]:
+        """The places in a page at which a token no longer needs a page that the token before it needed."""
 
     def settle(self, position: int) -> bool:
         """Drop pages that no token at `position` or later can see; return whether there were any."""

@@ -12,6 +12,7 @@ from kvarts.engine import Engine
 from kvarts.executor.page_bytes import PageBytes
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.rotation import LateRotation
+from kvarts.kv.group_memory import GroupMemory
 from kvarts.llm.loop import EngineLoop
 
 __all__ = ["ModelHost"]
@@ -23,7 +24,8 @@ class ModelHost:
 
     `token_bytes`: bytes of KV of a token, over all layers. `max_positions`: the positions it was trained for, or None.
     `fingerprint` returns what its KV depends on, beside tokens. `tokenizer`: that of transformers, of a model that
-    came with one. `eos_ids`: tokens with which it ends. `kv_groups`: see LLM.
+    came with one. `eos_ids`: tokens with which it ends. `kv_groups`: see LLM; `memory`: the groups, None without any.
+    Then its pages are blocks, and `token_bytes` those of a token in a block.
     """
 
     loop: EngineLoop
@@ -40,3 +42,4 @@ class ModelHost:
     tokenizer: Any = None
     eos_ids: frozenset[int] = frozenset()
     kv_groups: str = "off"
+    memory: GroupMemory | None = None

@@ -19,6 +19,7 @@ from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, ChunkComputed
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_pages import PartPages
+from kvarts.kv.pins import Pins
 from kvarts.kv.tiered_pages import TieredPages
 from kvarts.request import Request, RequestState
 from kvarts.sched.group_batch import GroupBatch
@@ -107,6 +108,8 @@ class GroupPrefill(Prefill):
 
     def resume(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of the chunked `request`; return the tokens used up of `budget`."""
+        if request.own is not None:
+            return super().resume(request, budget, now_ns, chunks)
         cache, start = self._parts, request.num_computed
         num_known = request.num_prompt_tokens + request.num_output_tokens
         num_tokens = min(num_known - start, budget)
@@ -128,12 +131,17 @@ class GroupPrefill(Prefill):
             if rows is not None:
                 # The token computed in this step is the one sampled in the step before.
                 rows.append_sampled(request, num_computed, wheel.step)
+            if request.own is not None:
+                continue
             holding = request.holding
             assert holding is not None
             self._parts.fill_page(holding, num_computed)
 
     def _compute(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Take the parts of a chunk and count it as computed; what it fills can be found from now on."""
+        if request.own is not None:
+            super()._compute(request, num_tokens, num_known, chunks)
+            return
         running, rows = self._running, self._rows
         start = request.num_computed
         end = request.num_computed = start + num_tokens
@@ -193,7 +201,8 @@ class GroupedScheduler(Scheduler):
     """A Scheduler of a cache with KV groups. `rows`: those of an executor that needs ids; plans then name blocks.
 
     `pages`: of a device that other models share, instead of a pool of its own. `tiers`: those below a cache of
-    TieredPages. Pages are counted in blocks. No steps are certain to be alike: a LeapingScheduler knows more.
+    TieredPages. `pins`: parts that are kept in use for later, as long as no request needs their memory; None without
+    any. Pages are counted in blocks. No steps are certain to be alike: a LeapingScheduler knows more.
     """
 
     def __init__(
@@ -206,13 +215,14 @@ class GroupedScheduler(Scheduler):
         pages: PageSource | None = None,
         tiers: GroupTiers | None = None,
         tell: Tell | None = None,
+        pins: Pins | None = None,
     ) -> None:
         self._queue: GroupQueue | None = None
         """The waiting queue, where other models ask what it needs."""
         is_shared = pages is not None
         if pages is None:
-            pages = OnePool(cache, token_budget=config.max_num_batched_tokens)
-        super().__init__(config, cache, pages, policy, batch=rows, tiers=tiers, tell=tell)
+            pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
+        super().__init__(config, cache, pages, policy, batch=rows, tiers=tiers, tell=tell, pins=pins)
         self.parts = cache
         self.needs = GroupNeeds(cache.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         if is_shared:
@@ -257,16 +267,23 @@ class GroupedScheduler(Scheduler):
         return fewest
 
     def _never_fits(self, request: Request) -> str | None:
-        blocks = self.needs.of_request(request.num_prompt_tokens, request.max_tokens)
         num_most, total = self.pages.num_most, self.parts.pool.total
-        if blocks <= num_most:
+        num_reserved = self.own_pages.reserve.num_pages
+        blocks = self._most_pages(request)
+        if blocks <= num_most - num_reserved or request.own is not None:
             return None
         room = "the memory has" if num_most == total else "beside what is guaranteed to other models there are"
+        if num_reserved:
+            room = "beside the blocks that are reserved there are"
         return (
             f"needs {blocks} blocks of {self.parts.block_bytes:,} bytes for {request.num_prompt_tokens} prompt and "
             f"{request.max_tokens} output tokens, with {self.config.max_num_batched_tokens} tokens a step; {room} "
-            f"{num_most}"
+            f"{num_most - num_reserved}"
         )
+
+    def _most_pages(self, request: Request) -> int:
+        """Return how many blocks a request needs to itself."""
+        return self.needs.of_request(request.num_prompt_tokens, request.max_tokens)
 
     def num_pages_of_chunked(self) -> int:
         """Return the most blocks that the rest of the chunked request needs at one time, beside what it has."""
@@ -310,9 +327,10 @@ class GroupedScheduler(Scheduler):
             match, held = cache.found(request.content, (num_known - 1) // page_size)
             hit_tokens = match.num_pages * page_size
             num_wanted = self.needs.to_admit(hit_tokens, num_known, held)
-            if num_wanted > self.pages.num_free_to_admit(num_wanted) and not self.pages.make_way(
-                request, num_wanted, to_admit=True
-            ):
+            is_short = num_wanted > self.pages.num_free_to_admit(num_wanted)
+            if is_short and self.pins is not None and self.pins.give_up_oldest():
+                continue  # what it shared with the pin it may have to take now
+            if is_short and not self.pages.make_way(request, num_wanted, to_admit=True):
                 self.blocked = Blocked.PAGES
                 self.num_pages_wanted = num_wanted
                 self._lacking = request, cache.num_published, num_wanted
@@ -340,7 +358,7 @@ class GroupedScheduler(Scheduler):
         What it needs only grows as long as no request is admitted, which may hold what it needs as well, and nothing
         that it could find becomes findable. Of other models it may have got memory meanwhile.
         """
-        if self._lacking is None or self._queue is not None:
+        if self._lacking is None or self._queue is not None or (self.pins is not None and self.pins.num_pins):
             return False
         request, num_published, num_wanted = self._lacking
         if request is not head or num_published != self.parts.num_published or num_wanted <= self.parts.num_free:
@@ -365,11 +383,13 @@ class GroupedScheduler(Scheduler):
         if len(self._places) > 1:
             settling.sort(key=lambda request: request.admission)
         for request in (*settling, *joined):
+            if request.own is not None:
+                continue
             holding = request.holding
             assert holding is not None
             parts.settle(holding, wheel.num_computed(request))
         chunked = self.running.chunked
-        if chunked is not None:
+        if chunked is not None and chunked.own is None:
             holding = chunked.holding
             assert holding is not None
             parts.settle(holding, chunked.num_computed)

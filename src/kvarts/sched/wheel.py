@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.sink_window import OwnPages, SinkWindow
 from kvarts.request import Request
 
 __all__ = ["DecodeWheel"]
@@ -73,7 +73,7 @@ class DecodeWheel:
             self._num_growing += 1
             self._base_sum += base
         else:
-            self._join_bounded(request, request.own.keeps)
+            self._join_bounded(request, request.own)
         heappush(self._finishing, (request.stop_step, request.admission, request))
 
     def leave(self, request: Request) -> None:
@@ -87,7 +87,7 @@ class DecodeWheel:
             self._num_growing -= 1
             self._base_sum -= base
         else:
-            self._leave_bounded(request, request.own.keeps)
+            self._leave_bounded(request, request.own)
         num_steps = base + self.step - request.num_computed
         request.num_computed += num_steps
         request.num_output_tokens += num_steps
@@ -212,8 +212,9 @@ class DecodeWheel:
 
     # Bounded requests -------------------------------------------------------------------------------------
 
-    def _join_bounded(self, request: Request, keeps: SinkWindow) -> None:
-        self.window_places[keeps.window % self.page_size] += 1
+    def _join_bounded(self, request: Request, own: OwnPages) -> None:
+        keeps = own.keeps
+        self.window_places.update(own.places)
         full_step = keeps.sink + keeps.window - request.wheel_base
         if full_step <= self.step:
             self._fill(keeps)
@@ -222,11 +223,12 @@ class DecodeWheel:
             self._base_sum += request.wheel_base
             heappush(self._filling, (full_step, request.admission, request))
 
-    def _leave_bounded(self, request: Request, keeps: SinkWindow) -> None:
-        place = keeps.window % self.page_size
-        self.window_places[place] -= 1
-        if not self.window_places[place]:
-            del self.window_places[place]
+    def _leave_bounded(self, request: Request, own: OwnPages) -> None:
+        keeps = own.keeps
+        for place in own.places:
+            self.window_places[place] -= 1
+            if not self.window_places[place]:
+                del self.window_places[place]
         full_step = keeps.sink + keeps.window - request.wheel_base
         if full_step <= self.step:
             self.num_full -= 1

@@ -87,7 +87,9 @@ class Keeper:
             return
         header, arrays = found.header, dict(found.arrays)
         positions = arrays.pop("positions")
-        page_ids = session.pages.restore(len(positions), header.num_dropped_pages)
+        num_sink_pages = session.pages.keeps.num_sink_pages(self._host.config.page_size)
+        layout = header.tables or ((len(positions), header.num_dropped_pages, num_sink_pages),)
+        page_ids = session.pages.restore(layout)
         self._host.kv.write_pages(page_ids, arrays)
         self._host.slots.restore(page_ids, positions)
         session.num_computed = session.furthest = header.num_tokens
@@ -98,7 +100,6 @@ class Keeper:
             # It does not hold what it says.
             session.inv1_violations = violations
             session.pages.release()
-            session.pages.num_dropped = 0
             session.num_computed = session.furthest = 0
             session.restored = "tokens"
             self._say(
@@ -180,6 +181,7 @@ class Keeper:
             num_tokens=session.num_computed,
             token_digest=token_digest(tokens),
             num_dropped_pages=pages.num_dropped,
+            tables=() if self._host.memory is None else pages.layout(),
         )
         arrays = dict(self._host.kv.read_pages(pages.page_ids))
         arrays["positions"] = self._host.slots.positions(pages.page_ids)
@@ -205,13 +207,15 @@ class Keeper:
         await asyncio.to_thread(self.histories.close)
 
     def _fingerprint(self, session: Session) -> dict[str, str]:
-        settings = session.settings
+        settings, memory = session.settings, self._host.memory
+        groups = {} if memory is None else {"kv_groups": repr(memory.to_builtins()["kv_groups"])}
         return {
             "model": self._host.fingerprint(),
             "page_size": str(self._host.config.page_size),
             "sink": str(settings.sink),
             "window": str(settings.window),
             "positions": settings.positions,
+            **groups,
         }
 
 

@@ -28,7 +28,7 @@ from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
 from kvarts.session.soak.target import SessionsTarget
 from kvarts.session.soak.virtual import OneOwner, VirtualSoakClock
-from kvarts.session.table import SessionTable, check_settings
+from kvarts.session.table import SessionTable, check_settings, memory_of
 from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes
 
@@ -176,8 +176,9 @@ def sessions_on(
     if host.kv_groups != "off":
         raise ConfigError("does not go with sessions yet", field="kv_groups", hint="Leave it off.")
     # Room for chunks is taken from sessions: of a small memory, less.
-    num_pages = host.config.num_pages if config.max_pages is None else min(config.max_pages, host.config.num_pages)
-    most_tokens = max(1, num_pages // 4) * host.config.page_size
+    memory = memory_of(host)
+    total = memory.total if config.max_pages is None else min(config.max_pages, memory.total)
+    most_tokens = max(host.config.page_size, memory.most_tokens(total // 4))
     config = msgspec.structs.replace(config, chunk_tokens=min(config.chunk_tokens, most_tokens))
     check_settings(config, host)
     table = SessionTable(host, config)

@@ -3,44 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Protocol
 
 from kvarts.kv.pool import PageId
 from kvarts.kv.reserve import PageReserve
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.sink_window import OwnPages, SinkWindow
 
-__all__ = ["ChunkRoom", "SessionPages"]
+__all__ = ["ChunkRoom", "OwnTables", "Retained", "SessionPages", "TableLayout"]
+
+TableLayout = tuple[int, int, int]
+"""Of a page table between steps: its pages, how many were dropped after those of the sink, and those of the sink."""
+
+
+class Retained(Protocol):
+    """What a sequence retains in the layers of a page table, see SinkWindow; GroupKeeps has another answer to it."""
+
+    @property
+    def sink(self) -> int:
+        """The first tokens that are kept apart from the last ones."""
+
+    @property
+    def window(self) -> int:
+        """The last tokens before its own that a token attends to at most."""
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position after the sink that the token at `position` attends to."""
+
+    def sink_seen(self, position: int) -> int:
+        """Return the tokens of the sink that are kept for the token at `position` and later ones."""
+
+    def num_retained(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens are kept for later ones."""
+
+    def num_sink_pages(self, page_size: int) -> int:
+        """Return the pages that hold the sink."""
+
+    def num_dropped(self, position: int, page_size: int) -> int:
+        """Return how many pages after those of the sink no token at `position` or later can see."""
+
+    def places(self, page_size: int) -> set[int]:
+        """Return the places in a page at which a token no longer needs a page that the token before it needed."""
+
+    def most_pages(self, page_size: int) -> int:
+        """Return the most pages that a sequence holds between steps."""
+
+
+class OwnTables(OwnPages, Protocol):
+    """The OwnPages of a session. What changes them beside OwnPages happens between steps.
+
+    `most_held`: the most pages it has held, within a step.
+    """
+
+    most_held: int
+
+    @property
+    def tables(self) -> Sequence[SessionPages]:
+        """Its page tables: one, or of a model with KV groups one for each block of a page."""
+
+    def can_shorten(self, num_tokens: int) -> bool:
+        """Return whether everything is there that the last of the first `num_tokens` tokens sees."""
+
+    def shorten(self, num_tokens: int) -> None:
+        """Release pages beyond the first `num_tokens` tokens."""
+
+    def fork(self) -> OwnTables:
+        """Return pages that are shared with these."""
+
+    def layout(self) -> tuple[TableLayout, ...]:
+        """Return what the pages are, table by table, for `restore`."""
+
+    def restore(self, layout: Sequence[TableLayout]) -> Sequence[PageId]:
+        """Take pages for KV that was kept elsewhere, where nothing is computed yet; return them."""
+
+    def release(self) -> None:
+        """Release all pages; nothing is computed then."""
 
 
 class ChunkRoom:
-    """The pages that chunks of sessions may hold within one step, beyond what sessions hold between steps."""
+    """The pages that chunks of sessions may hold within one step, beyond what sessions hold between steps.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    A page of tokens takes one, or of a model with KV groups as many blocks as there are page tables.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_tables: int = 1) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self._num_tables = num_tables
         self.num_used = 0
         """Pages used in the step under way."""
 
     @property
     def most_tokens(self) -> int:
         """Return how many tokens certainly fit now: one more does, for which no session needs a page of these."""
-        return max(1, (self.num_pages - self.num_used) * self.page_size)
+        return max(1, (self.num_pages - self.num_used) // self._num_tables * self.page_size)
 
 
 class SessionPages:
-    """OwnPages of a session that keeps a sink and a window, with ids from `reserve`.
+    """OwnPages of a session that keeps a sink and a window, with ids from `reserve`; also a page table of one.
 
-    The reserve has as many pages for the session as `keeps.most_pages`, and those of `room` beside.
+    The reserve has as many pages for it as `keeps.most_pages`, and those of `room` beside.
     """
 
-    def __init__(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> None:
+    def __init__(
+        self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom, of_table: Retained | None = None
+    ) -> None:
         self.keeps = keeps
+        self.retained: Retained = keeps if of_table is None else of_table
+        """What is kept in this page table: `keeps`, or of it what the layers see that have the table."""
         self.num_dropped = 0
         self.most_held = 0
         """The most pages it has held, within a step."""
         self._reserve = reserve
         self._room = room
         self._page_size = room.page_size
-        self._num_sink_pages = keeps.num_sink_pages(room.page_size)
+        self._most_pages = self.retained.most_pages(room.page_size)
+        self.places = self.retained.places(room.page_size)
+        """The places in a page at which a token no longer needs a page that the token before it needed."""
+        self.num_sink_pages = self.retained.num_sink_pages(room.page_size)
+        """The first of its pages, which stay when those after them are dropped."""
         self._page_ids: list[PageId] = []
         self._copies: list[tuple[PageId, PageId]] = []
         self._num_borrowed = 0
@@ -51,21 +132,37 @@ class SessionPages:
         """The pages that it holds, in order of position."""
         return self._page_ids
 
+    @property
+    def tables(self) -> Sequence[SessionPages]:
+        """Its one page table, which it is itself."""
+        return (self,)
+
     def settle(self, position: int) -> bool:
         """Drop pages that no token at `position` or later can see; return whether there were any."""
-        num_dropped = self.keeps.num_dropped(position, self._page_size) - self.num_dropped
+        loses_sink = self.num_sink_pages > 0 and not self.retained.sink_seen(position)
+        if loses_sink:
+            self._drop_sink()
+        first = self.num_sink_pages
+        num_dropped = self.retained.first_seen(position) // self._page_size - first - self.num_dropped
         if num_dropped > 0:
-            first = self._num_sink_pages
             for page_id in self._page_ids[first : first + num_dropped]:
                 self._reserve.release(page_id)
             del self._page_ids[first : first + num_dropped]
             self.num_dropped += num_dropped
         if self._num_borrowed:
-            most = self.keeps.most_pages(self._page_size)
-            num_borrowed = max(0, len(self._page_ids) - most)
+            num_borrowed = max(0, len(self._page_ids) - self._most_pages)
             self._room.num_used -= self._num_borrowed - num_borrowed
             self._num_borrowed = num_borrowed
-        return num_dropped > 0
+        return loses_sink or num_dropped > 0
+
+    def _drop_sink(self) -> None:
+        """Let pages of the sink be as others: those before the window are dropped."""
+        if self.num_dropped:
+            for page_id in self._page_ids[: self.num_sink_pages]:
+                self._reserve.release(page_id)
+            del self._page_ids[: self.num_sink_pages]
+            self.num_dropped += self.num_sink_pages
+        self.num_sink_pages = 0
 
     def most_tokens(self, start: int, num_tokens: int) -> int:
         """Return how many of `num_tokens` tokens may be computed in this step."""
@@ -91,7 +188,7 @@ class SessionPages:
         num_held = len(page_ids)
         if num_held > self.most_held:
             self.most_held = num_held
-        num_over = num_held - self.keeps.most_pages(size) - self._num_borrowed
+        num_over = num_held - self._most_pages - self._num_borrowed
         if num_over > 0:
             self._room.num_used += num_over
             self._num_borrowed += num_over
@@ -103,35 +200,55 @@ class SessionPages:
         copies, self._copies = self._copies, []
         return copies
 
+    def can_shorten(self, num_tokens: int) -> bool:
+        """Return whether everything is there that the last of the first `num_tokens` tokens sees.
+
+        That token is computed again before the next one is sampled.
+        """
+        if not self.num_dropped or num_tokens <= self.num_sink_pages * self._page_size:
+            return True
+        last = num_tokens - 1
+        has_sink = self.num_sink_pages > 0 or not self.retained.sink_seen(last)
+        gone = (self.num_sink_pages + self.num_dropped) * self._page_size
+        return has_sink and self.retained.first_seen(last) >= gone
+
     def shorten(self, num_tokens: int) -> None:
         """Release pages beyond the first `num_tokens` tokens, between steps."""
-        if num_tokens <= self._num_sink_pages * self._page_size:
+        if num_tokens <= self.num_sink_pages * self._page_size:
             self.num_dropped = 0  # what came after pages that were dropped goes as well
         num_pages = -(-num_tokens // self._page_size) - self.num_dropped
         for page_id in self._page_ids[num_pages:]:
             self._reserve.release(page_id)
         del self._page_ids[num_pages:]
+        if not self.num_dropped:  # an earlier token may see the sink again
+            self.num_sink_pages = self.retained.num_sink_pages(self._page_size)
 
     def fork(self) -> SessionPages:
         """Return pages that are shared with these, between steps."""
-        other = SessionPages(self.keeps, self._reserve, self._room)
-        other.num_dropped = self.num_dropped
+        other = copy(self)
         other._page_ids = list(self._page_ids)
+        other._copies = []
         other.most_held = len(self._page_ids)
         for page_id in self._page_ids:
             self._reserve.share(page_id)
         return other
 
-    def restore(self, num_pages: int, num_dropped: int) -> Sequence[PageId]:
+    def layout(self) -> tuple[TableLayout, ...]:
+        """Return what the pages are, for `restore`."""
+        return ((len(self._page_ids), self.num_dropped, self.num_sink_pages),)
+
+    def restore(self, layout: Sequence[TableLayout]) -> Sequence[PageId]:
         """Take pages for KV that was kept elsewhere, where nothing is computed yet; return them."""
         assert not self._page_ids
+        ((num_pages, self.num_dropped, self.num_sink_pages),) = layout
         self._page_ids = [self._reserve.take() for _ in range(num_pages)]
-        self.num_dropped = num_dropped
         self.most_held = max(self.most_held, num_pages)
         return self._page_ids
 
     def release(self) -> None:
-        """Release all pages, between steps."""
+        """Release all pages, between steps; nothing is computed then."""
         for page_id in self._page_ids:
             self._reserve.release(page_id)
         self._page_ids = []
+        self.num_dropped = 0
+        self.num_sink_pages = self.retained.num_sink_pages(self._page_size)

@@ -16,13 +16,14 @@ from kvarts.llm.text import Generation
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import SessionsExhaustedError
 from kvarts.session.invariants import count_retained, holds_what_it_should
-from kvarts.session.pages import ChunkRoom, SessionPages
+from kvarts.session.memory import BlockMemory, PageMemory, SessionMemory
+from kvarts.session.pages import OwnTables
 from kvarts.session.session import Session
 from kvarts.session.stored import EndReason, Tombstone
 from kvarts.session.tombstones import Tombstones
 from kvarts.session.values import SessionCounts, SessionInfo, SessionSettings
 
-__all__ = ["SessionTable", "check_settings", "random_id"]
+__all__ = ["SessionTable", "check_settings", "memory_of", "random_id"]
 
 
 def random_id() -> str:
@@ -46,7 +47,8 @@ class SessionTable:
         self._new_id = new_id
         self._page_size = host.config.page_size
         self._reserve = host.core.scheduler.own_pages.reserve
-        self._room = ChunkRoom(-(-config.chunk_tokens // self._page_size), self._page_size)
+        self._memory = memory_of(host)
+        self._room = self._memory.room(config.chunk_tokens)
         self._sessions: dict[str, Session] = {}
         self._num_bounded = 0
         self._num_made = 0
@@ -116,7 +118,7 @@ class SessionTable:
         pages = None
         if keeps is not None:
             self._reserve_pages(keeps)
-            pages = SessionPages(keeps, self._reserve, self._room)
+            pages = self._memory.open(keeps, self._reserve, self._room)
         return self._add(owner, settings, pages, session_id, tokens)
 
     def fork(self, session: Session, label: str) -> Session:
@@ -143,7 +145,7 @@ class SessionTable:
         self._ended_by_reason[reason] = self._ended_by_reason.get(reason, 0) + 1
         self.unpin(session)
         if session.pages is not None:
-            most_pages = session.pages.keeps.most_pages(self._page_size)
+            most_pages = self._memory.most_pages(session.pages.keeps)
             session.pages.release()
             self._num_bounded -= 1
             self._reserve.shrink(most_pages if self._num_bounded else most_pages + self._room.num_pages)
@@ -204,15 +206,7 @@ class SessionTable:
 
     def can_shorten(self, session: Session, length: int) -> bool:
         """Return whether the KV for going on after `length` tokens is there."""
-        if session.pages is None or length >= session.num_computed:
-            return True
-        # The last token is computed again before the next is sampled.
-        first = length - 1 - session.pages.keeps.window
-        num_gone = session.pages.num_dropped
-        num_sink_pages = session.pages.keeps.num_sink_pages(self._page_size)
-        if num_gone == 0 or length <= num_sink_pages * self._page_size:
-            return True
-        return first >= (num_sink_pages + num_gone) * self._page_size
+        return session.pages is None or length >= session.num_computed or session.pages.can_shorten(length)
 
     # What is said of one ----------------------------------------------------------------------------------
 
@@ -245,13 +239,17 @@ class SessionTable:
             length = generation.request.num_prompt_tokens + len(generation.tokens)
         page_bytes = host.token_bytes * self._page_size
         if pages is None:
-            num_retained = self._num_cached(session)
-            num_pages = num_peak = -(-num_retained // self._page_size)
+            cache = host.core.scheduler.cache
+            match = cache.match(session.content, session.num_computed // self._page_size)
+            num_retained = match.num_pages * self._page_size
+            num_pages = num_peak = cache.num_pages_of(match)
+            num_live = num_pages * self._page_size
             bound = None
         else:
-            num_retained = count_retained(host.slots, pages, self._page_size, num_computed)
+            of_tables = count_retained(host.slots, pages, self._page_size, num_computed)
+            num_retained, num_live = max(of_tables), sum(of_tables)
             num_pages, num_peak = len(pages.page_ids), pages.most_held
-            bound = pages.keeps.most_pages(self._page_size) * page_bytes
+            bound = self._memory.most_pages(pages.keeps) * page_bytes
         return SessionInfo(
             session_id=session.session_id,
             label=session.settings.label,
@@ -260,7 +258,7 @@ class SessionTable:
             history_length=length,
             num_retained=num_retained,
             num_dropped=num_computed - num_retained,
-            kv_live_bytes=num_retained * host.token_bytes,
+            kv_live_bytes=num_live * host.token_bytes,
             kv_allocated_bytes=num_pages * page_bytes,
             kv_peak_bytes=num_peak * page_bytes,
             kv_bound_bytes=bound,
@@ -291,7 +289,7 @@ class SessionTable:
         """Return the pages that the reserve has to grow by for one more session."""
         if keeps is None:
             return 0
-        return keeps.most_pages(self._page_size) + (0 if self._num_bounded else self._room.num_pages)
+        return self._memory.most_pages(keeps) + (0 if self._num_bounded else self._room.num_pages)
 
     def _make_room(self, keeps: SinkWindow | None, spare: Session | None = None, *, may_evict: bool = True) -> None:
         """See to it that one more session fits, and evict idle ones for that where that is wanted, and helps."""
@@ -300,7 +298,7 @@ class SessionTable:
         if scheduler.pins is not None:
             scheduler.pins.give_up(num_wanted)
         # A request that is here already must fit beside what is reserved, or it would wait for ever.
-        most_pages = min(self._most_pages(), self.host.config.num_pages - scheduler.most_pages_needed())
+        most_pages = min(self._most_pages(), self._memory.total - scheduler.most_pages_needed())
         num_free = min(most_pages - self._reserve.num_pages, scheduler.cache.num_free)
         num_missing = num_wanted - num_free if num_wanted else 0
         is_full = config.max_sessions is not None and len(self._sessions) >= config.max_sessions
@@ -311,7 +309,7 @@ class SessionTable:
                 if not is_full and num_missing <= 0:
                     break
                 if session.pages is not None:
-                    num_missing -= session.pages.keeps.most_pages(self._page_size)
+                    num_missing -= self._memory.most_pages(session.pages.keeps)
                 elif not is_full:
                     continue  # all its pages are empty already
                 is_full = False
@@ -325,8 +323,9 @@ class SessionTable:
         if num_missing > 0:
             page_bytes = self.host.token_bytes * self._page_size
             raise SessionsExhaustedError(
-                f"the session needs {num_wanted} pages ({num_wanted * page_bytes:,} bytes), and {max(0, num_free)} "
-                f"of {self._most_pages()} are free beside {len(self._sessions)} sessions and what else runs",
+                f"the session needs {num_wanted} {self._memory.unit} ({num_wanted * page_bytes:,} bytes), and "
+                f"{max(0, num_free)} of {self._most_pages()} are free beside {len(self._sessions)} sessions and what "
+                "else runs",
                 field="session_memory",
                 hint="Close a session, keep a smaller window, or give sessions more memory.",
             )
@@ -334,7 +333,7 @@ class SessionTable:
             self.remove(session, "evicted")
 
     def _most_pages(self) -> int:
-        bounds = [self.host.config.num_pages]
+        bounds = [self._memory.total]
         if self.config.max_pages is not None:
             bounds.append(self.config.max_pages)
         if self.config.memory_bytes is not None:
@@ -346,7 +345,7 @@ class SessionTable:
         self._num_bounded += 1
 
     def _add(
-        self, owner: str, settings: SessionSettings, pages: SessionPages | None, session_id: str | None, tokens: bytes
+        self, owner: str, settings: SessionSettings, pages: OwnTables | None, session_id: str | None, tokens: bytes
     ) -> Session:
         self._num_made += 1
         content = Content(
@@ -363,10 +362,13 @@ class SessionTable:
         self._sessions[session.session_id] = session
         return session
 
-    def _num_cached(self, session: Session) -> int:
-        """Return how many tokens of an unbounded session have KV in pages."""
-        cache = self.host.core.scheduler.cache
-        return cache.match(session.content, session.num_computed // self._page_size).num_pages * self._page_size
+
+def memory_of(host: ModelHost) -> SessionMemory:
+    """Return what sessions take of the memory of a model."""
+    page_size = host.config.page_size
+    if host.memory is None:
+        return PageMemory(host.config.num_pages, page_size)
+    return BlockMemory(host.memory.num_blocks(host.config.num_pages), page_size, host.memory)
 
 
 def check_settings(config: SessionsConfig, host: ModelHost) -> None:
@@ -382,13 +384,13 @@ def check_settings(config: SessionsConfig, host: ModelHost) -> None:
         if settings.retention == "host" and host.core.tiers is None:
             raise _needs_host_memory()
         return
-    page_size = host.config.page_size
-    keeps = SinkWindow(settings.sink, settings.window)
-    num_wanted = keeps.most_pages(page_size) + -(-config.chunk_tokens // page_size)
-    num_pages = host.config.num_pages if config.max_pages is None else min(host.config.num_pages, config.max_pages)
-    if num_wanted > num_pages:
+    memory = memory_of(host)
+    num_wanted = memory.most_pages(SinkWindow(settings.sink, settings.window))
+    num_wanted += memory.room(config.chunk_tokens).num_pages
+    total = memory.total if config.max_pages is None else min(memory.total, config.max_pages)
+    if num_wanted > total:
         raise ConfigError(
-            f"one session needs {num_wanted} pages, and the model has {num_pages} for sessions",
+            f"one session needs {num_wanted} {memory.unit}, and the model has {total} for sessions",
             field="window",
             hint="Give the model more kv_memory, or keep a smaller window.",
         )

@@ -81,6 +81,10 @@ class TiersBelow(Protocol):
 class SessionSettings(Protocol):
     """Settings of what engines keep of a trace's sessions."""
 
+    @property
+    def holds_pages(self) -> bool:
+        """Whether pages are kept in use between turns."""
+
     def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> SessionsKept:
         """Return the sessions of `trace` on `engines` of `config`. Raise ConfigError where they cannot be."""
 
@@ -225,7 +229,10 @@ class ReplayConfig(
                 "says nothing without one model", "kv_groups", hint="Give a model and a device, or leave it out."
             )
         refused = {
-            "sessions": self.sessions is not None and "sessions keep whole pages between turns",
+            "sessions": self.sessions is not None
+            and self.sessions.holds_pages
+            and self.offload is not None
+            and "beside tiers, sessions keep whole pages in use",
             "profile": self.profile != "default" and "the mocker knows pages of one kind",
             "eviction": self.eviction is not _default_eviction() and "parts are evicted in one list",
             "cost": int(getattr(self.cost, "num_ranks", 1)) > 1 and "ranks in lock step count whole pages",

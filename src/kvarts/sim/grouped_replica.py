@@ -94,17 +94,19 @@ def open_grouped(
     audit: bool,
     offload: GroupTierSettings | None = None,
     prefill: PrefillTimes | None = None,
+    holds_pages: bool = False,
 ) -> Replica:
     """Build an engine of a model with KV groups.
 
     Its memory is that of `config.num_pages` pages with parts in every group of `memory`. Where something reads page and
     request events, parts are accounted for page by page, and every step is scheduled: what these say is what happened.
-    `audit`: assert the laws of page accounting after every step, and check every event against a second bookkeeping.
-    `offload`: tiers below the device; then every step is scheduled, too. `prefill`: how long prompts take to compute.
+    The same with `holds_pages`: some of the memory is kept in use between requests; and with `offload`: tiers below the
+    device. `prefill`: how long prompts take to compute. `audit`: assert the laws of page accounting after every step,
+    and check every event against a second bookkeeping.
     """
     num_blocks = memory.num_blocks(config.num_pages)
     log = EventLog(readers, num_waiting=num_waiting)
-    if offload is not None or audit or log.tell_details is not None:
+    if offload is not None or audit or holds_pages or log.tell_details is not None:
         engine = build_grouped_engine(
             config,
             memory,

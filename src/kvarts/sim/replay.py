@@ -192,4 +192,5 @@ def _open_grouped(config: ReplayConfig, readers: Sequence[EventReader], executor
         audit=config.audit,
         offload=config.offload,
         prefill=prefill_cost(config),
+        holds_pages=config.sessions is not None and config.sessions.holds_pages,
     )

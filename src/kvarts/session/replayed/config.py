@@ -14,6 +14,7 @@ from kvarts.session.values import Retention
 from kvarts.settings import AtLeastOne, SettingError, setting
 
 if TYPE_CHECKING:
+    from kvarts.session.memory import SessionMemory
     from kvarts.session.replayed.sessions import ReplayedSessions
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.router import Routed
@@ -96,11 +97,17 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """What a bounded session keeps; None without a window."""
         return None if self.window is None else SinkWindow(self.sink, self.window)
 
+    @property
+    def holds_pages(self) -> bool:
+        """Whether pages are kept in use between turns."""
+        return self.window is not None or self.retention == "pin"
+
     def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> ReplayedSessions:
         """Return the sessions of `trace` on `engines` of `config`.
 
         Raise ConfigError for a configuration without what they need, and for a trace without sessions.
         """
+        from kvarts.session.memory import BlockMemory, PageMemory
         from kvarts.session.replayed.sessions import ReplayedSessions
 
         if not trace.has_sessions:
@@ -113,14 +120,20 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError("the profile 'mocker' knows no sessions", field="sessions", hint="Take another profile.")
         if self.retention == "host" and config.offload is None:
             raise ConfigError("'host' needs host memory", field="sessions.retention", hint="Set offload.")
-        if self.window is not None:
-            most_pages = SinkWindow(self.sink, self.window).most_pages(config.page_size)
-            room_pages = -(-self.chunk_tokens // config.page_size)
-            if most_pages + room_pages > config.num_pages:
+        memory: SessionMemory = PageMemory(config.num_pages, config.page_size)
+        if config.kv_groups != "off":
+            memory = BlockMemory(config.num_blocks, config.page_size, config.memory)
+        if self.keeps is not None:
+            try:
+                most_pages = memory.most_pages(self.keeps)
+            except ConfigError as error:
+                raise ConfigError(error.what, field="sessions.window", hint=error.hint) from error
+            room_pages = memory.room(self.chunk_tokens).num_pages
+            if most_pages + room_pages > memory.total:
                 raise ConfigError(
-                    f"a session needs {most_pages} pages, beside {room_pages} for chunks, and the device has "
-                    f"{config.num_pages}",
+                    f"a session needs {most_pages} {memory.unit}, beside {room_pages} for chunks, and the device has "
+                    f"{memory.total}",
                     field="sessions.window",
                     hint="Keep a smaller window, or give the device more memory.",
                 )
-        return ReplayedSessions(self, trace, source, engines, page_size=config.page_size)
+        return ReplayedSessions(self, trace, source, engines, memory)

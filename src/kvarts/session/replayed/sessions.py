@@ -9,7 +9,8 @@ from kvarts.events import Blocked
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
-from kvarts.session.pages import ChunkRoom, SessionPages
+from kvarts.session.memory import SessionMemory
+from kvarts.session.pages import OwnTables
 from kvarts.session.replayed.config import SessionReplay
 from kvarts.sim.router import Routed
 from kvarts.traffic.source import Source
@@ -26,7 +27,7 @@ class _Session:
 
     replica: int
     row: TraceRequest
-    pages: SessionPages | None = None
+    pages: OwnTables | None = None
     pin: int | None = None
     num_computed: int = 0
     idle_since_ns: int | None = None
@@ -35,14 +36,14 @@ class _Session:
 class _Replica:
     """Sessions on one replica, the one used longest ago first."""
 
-    def __init__(self, scheduler: Scheduler, config: SessionReplay, page_size: int) -> None:
+    def __init__(self, scheduler: Scheduler, config: SessionReplay, memory: SessionMemory) -> None:
         self.scheduler = scheduler
-        self.room = ChunkRoom(-(-config.chunk_tokens // page_size), page_size)
+        self.room = memory.room(config.chunk_tokens)
         self.num_bounded = 0
 
 
 class ReplayedSessions:
-    """The sessions of one model's traffic.
+    """The sessions of one model's traffic. `memory`: what they take of an engine.
 
     A turn goes on with its session if its prompt begins with the prompt before it, as far as the units of the trace
     tell, and is longer than that and the answer to it. Otherwise its client has changed the history: the session begins
@@ -50,15 +51,15 @@ class ReplayedSessions:
     """
 
     def __init__(
-        self, config: SessionReplay, trace: Trace, source: Source, engines: Sequence[Routed], *, page_size: int
+        self, config: SessionReplay, trace: Trace, source: Source, engines: Sequence[Routed], memory: SessionMemory
     ) -> None:
         self._config = config
         self._keeps = config.keeps
         self._source = source
-        self._page_size = page_size
+        self._memory = memory
         self._unit_tokens = trace.unit_tokens
         self._knows_output = trace.has_output_tokens and trace.unit_tokens == 1
-        self._replicas = [_Replica(engine.scheduler, config, page_size) for engine in engines]
+        self._replicas = [_Replica(engine.scheduler, config, memory) for engine in engines]
         self._sessions: dict[str, _Session] = {}
         """By id, the one used longest ago first."""
         self._computed: dict[str, int] = {}
@@ -169,10 +170,10 @@ class ReplayedSessions:
         """Reserve the pages of a bounded session; return the reason why that cannot be, or None."""
         at = self._replicas[session.replica]
         scheduler, reserve = at.scheduler, at.scheduler.own_pages.reserve
-        most_pages = keeps.most_pages(self._page_size)
+        most_pages = self._memory.most_pages(keeps)
         num_wanted = most_pages + (0 if at.num_bounded else at.room.num_pages)
         # A request that is here already must fit beside what is reserved, or it would wait for ever.
-        num_beside = scheduler.config.num_pages - scheduler.most_pages_needed() - reserve.num_pages
+        num_beside = self._memory.total - scheduler.most_pages_needed() - reserve.num_pages
         num_missing = num_wanted - min(num_beside, scheduler.cache.num_free)
         leaving: list[str] = []
         if self._config.at_capacity == "evict":
@@ -184,7 +185,7 @@ class ReplayedSessions:
                     leaving.append(session_id)
         if num_missing > 0:
             return (
-                f"a session needs {num_wanted} pages, and {num_wanted - num_missing} are free beside "
+                f"a session needs {num_wanted} {self._memory.unit}, and {num_wanted - num_missing} are free beside "
                 f"{at.num_bounded} sessions and what else runs"
             )
         for session_id in leaving:
@@ -193,7 +194,7 @@ class ReplayedSessions:
         # The last session that left may have taken the room for chunks along.
         reserve.extend(most_pages + (0 if at.num_bounded else at.room.num_pages))
         at.num_bounded += 1
-        session.pages = SessionPages(keeps, reserve, at.room)
+        session.pages = self._memory.open(keeps, reserve, at.room)
         self._note(at)
         return None
 
@@ -201,7 +202,7 @@ class ReplayedSessions:
         """Give back all that a session has that is not under way."""
         at = self._replicas[session.replica]
         if session.pages is not None:
-            most_pages = session.pages.keeps.most_pages(self._page_size)
+            most_pages = self._memory.most_pages(session.pages.keeps)
             session.pages.release()
             at.num_bounded -= 1
             at.scheduler.own_pages.reserve.shrink(most_pages + (0 if at.num_bounded else at.room.num_pages))
@@ -215,7 +216,7 @@ class ReplayedSessions:
         pins = at.scheduler.pins
         assert pins is not None, "an engine with one pool of pages has pins"
         before = session.pin
-        num_full = min(request.num_computed // self._page_size, request.content.num_known_pages)
+        num_full = min(request.num_computed // self._memory.page_size, request.content.num_known_pages)
         session.pin = pins.add(request.content, num_full)
         if before is not None:
             pins.remove(before)

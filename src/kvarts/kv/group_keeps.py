@@ -1,0 +1,137 @@
+"""What a bounded sequence retains in a model with KV groups: in each group what both the sequence and the layers allow.
+
+The token at p attends in a layer to positions that the layer attends to, and of these to its own, to q >= p - window
+and to q < sink. So layers that reach back no farther than the window of the sequence retain what they see themselves,
+and of the sink what is in reach; others retain the window and, for as long as they reach it, the sink.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import gcd
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.sink_window import SinkWindow
+
+__all__ = ["GroupKeeps", "most_blocks", "retained_by_group"]
+
+
+class GroupKeeps(msgspec.Struct, frozen=True):
+    """What a sequence that retains `whole` retains in layers that keep `layer`.
+
+    A sink that is out of reach of all later tokens goes back as a whole; it stays as long as one of its tokens is seen.
+    """
+
+    whole: SinkWindow
+    layer: KvLayer
+
+    @property
+    def _reach(self) -> int | None:
+        """How many tokens before its own the layers attend to at most; None for all."""
+        return None if self.layer.span is None else self.layer.span - 1
+
+    @property
+    def sink(self) -> int:
+        """The first tokens that are kept apart from the last ones; 0 where layers see nothing beyond the window."""
+        reach = self._reach
+        return self.whole.sink if reach is None or reach > self.whole.window else 0
+
+    @property
+    def window(self) -> int:
+        """The last tokens before its own that a token attends to at most."""
+        reach = self._reach
+        return self.whole.window if reach is None else min(reach, self.whole.window)
+
+    @property
+    def sink_until(self) -> int | None:
+        """The first position from which on no token sees the sink; None if there is none."""
+        sink, span = self.sink, self.layer.span
+        if not sink or span is None or self.whole.rotates_late:  # then the sink never gets farther away
+            return None
+        return sink + span - 1 if self.layer.kind == "window" else -(-sink // span) * span
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position after the sink that the token at `position` attends to."""
+        return max(0, position - self.whole.window, self.layer.first_seen(position))
+
+    def sink_seen(self, position: int) -> int:
+        """Return the tokens of the sink that are kept for the token at `position` and later ones."""
+        until = self.sink_until
+        return self.sink if until is None or position < until else 0
+
+    def num_retained(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens are kept for later ones."""
+        first = min(num_tokens, self.first_seen(num_tokens))
+        return num_tokens - first + min(first, self.sink_seen(num_tokens))
+
+    def num_sink_pages(self, page_size: int) -> int:
+        """Return the pages that hold the sink."""
+        return -(-self.sink // page_size)
+
+    def num_dropped(self, position: int, page_size: int) -> int:
+        """Return how many pages after those of the sink no token at `position` or later can see."""
+        return max(0, self.first_seen(position) // page_size - self.num_sink_pages(page_size))
+
+    def places(self, page_size: int) -> set[int]:
+        """Return the places in a page at which a token no longer needs a page that the token before it needed."""
+        places = {self.window % page_size}
+        if self.layer.kind == "chunk":
+            places.update(range(0, page_size, gcd(self.layer.span or 1, page_size)))
+        if self.sink_until is not None:
+            places.add(self.sink_until % page_size)
+        return places
+
+    def most_pages(self, page_size: int) -> int:
+        """Return the most pages that a sequence holds between steps, however long it becomes."""
+        return _most_pages(self, page_size)
+
+
+@cache
+def _most_pages(keeps: GroupKeeps, page_size: int) -> int:
+    if keeps.layer.span is None:
+        return keeps.whole.most_pages(page_size)
+    window, until = keeps.window, keeps.sink_until
+    num_sink_pages = keeps.num_sink_pages(page_size)
+    latest = page_size - 1
+    """The latest place in a page at which what a token attends to can begin."""
+    if keeps.layer.kind == "chunk":
+        step = gcd(keeps.layer.span, page_size)
+        latest = min(latest, page_size - step + keeps.layer.span - 1 - window)
+    of_window = (latest + window) // page_size + 1
+    if until is None:
+        return num_sink_pages + of_window
+    # While the sink is seen, there are the most pages when a token begins one.
+    with_sink = max(
+        position // page_size + 1 - keeps.num_dropped(position, page_size) for position in range(0, until, page_size)
+    )
+    return max(with_sink, of_window)
+
+
+def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[GroupKeeps, int]]:
+    """Return for each group what a sequence that retains `whole` retains there, and the blocks of a part.
+
+    Raise ConfigError for a model that cannot have such sequences.
+    """
+    for group in memory.groups:
+        if group.is_state:
+            raise ConfigError(
+                "layers of this model keep a state of all tokens, which has no window",
+                field="window",
+                hint="Leave the window out: then the session keeps all of its history.",
+            )
+        if group.layer.sink:
+            raise ConfigError(
+                f"layers of this model keep a sink of {group.layer.sink} tokens of their own",
+                field="window",
+                hint="Leave the window out: then the session keeps all of its history.",
+            )
+    return [(GroupKeeps(whole, group.layer), group.part_bytes // memory.block_bytes) for group in memory.groups]
+
+
+def most_blocks(memory: GroupMemory, whole: SinkWindow, page_size: int) -> int:
+    """Return the most blocks that a sequence holds between steps: in each group the most pages, in blocks of a part."""
+    return sum(blocks * keeps.most_pages(page_size) for keeps, blocks in retained_by_group(memory, whole))
