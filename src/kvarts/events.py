@@ -390,13 +390,25 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     """Of the drafted ones: those that were accepted."""
 
 
+class PartsMoved(msgspec.Struct, frozen=True, gc=False):
+    """What the steps of a leap did to parts in KV groups, beside taking those of pages.
+
+    For each group with windows or chunks, and each step, how many parts go out of use at its end: `listed` ones are
+    cached, `emptied` ones empty. The last step of the leap is not over. `evicted`: a group and how many of its parts
+    were evicted, again and again, in order. That happens as late as it can: when there are too few empty blocks.
+    """
+
+    listed: list[list[int]]
+    emptied: list[list[int]]
+    evicted: list[int]
+
+
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
     """Consecutive steps that are alike: decodes only.
 
     `durations_ns` and `pages_taken` are for each step; `num_used` and `num_cached` as before the first. `turns`: only
-    for an engine that shares its device. `counts`: only of a cache with KV groups, for each step the blocks used,
-    cached and released, and the parts used and cached in each group; `pages_taken` is then by how much what is used
-    grew since the step before, and `num_used` and what follows it are of the first step.
+    for an engine that shares its device. `parts`: only of a cache with KV groups, of which `tiers` has the parts used
+    and cached as before the first step.
     """
 
     step: int
@@ -413,7 +425,7 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
     turns: Turns | None = None
     num_reserved: int = 0
     num_loading: int = 0
-    counts: list[int] | None = None
+    parts: PartsMoved | None = None
 
 
 class AtRest(msgspec.Struct, frozen=True, gc=False):

@@ -191,8 +191,11 @@ def test_a_tail_of_which_everything_was_evicted_is_forgotten_when_it_is_split_of
         cache.extend(holding, 4 * num_pages, is_end=True)
         cache.close(holding, num_pages)
     assert cache.num_evicted == [10, 4]
-    holding = cache.begin(first, cache.match(first, 9))
+    # Of the first only its first page is left once there is room for another that begins with two of its pages.
+    third = Content.from_tokens([*range(8), *range(200, 204)], page_size=4, owner=200)
+    holding = cache.begin(third, cache.match(third, 2))
     cache.extend(holding, 12)
-    (span,) = (child for root in cache._tree.roots.values() for child in root.children.values() if child.end == 3)
-    assert not span.children
+    assert cache.num_evicted == [10, 9]
+    (span,) = (child for root in cache._tree.roots.values() for child in root.children.values() if child.end == 2)
+    assert [child.content for child in span.children.values()] == [third]
     cache.close(holding, 3)

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from bisect import insort
 from heapq import heappop, heappush
+from typing import TypeVar
 
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_account import PartAccount
 from kvarts.kv.spans import PartRun, RunHolding, Span
 from kvarts.kv.streams import Stream
 
-__all__ = ["Decodes"]
+__all__ = ["Decodes", "turned"]
+
+T = TypeVar("T")
 
 
 class Decodes:
     """Owner of what holdings note of their decode, and of `step`, the step that is done next.
 
-    By slot: `num_due` decodes begin a page; `keeping` are the streams that list a part, in the order of admission,
-    `num_kept` their number in each group; `num_emptied` parts of each group are empty at once; `filling` are decodes
-    that fill a page which others may find.
+    By slot: `num_due` decodes begin a page; `listing` are the streams that list a part, in the order of admission;
+    `given_bytes` are given back by these and by streams of which parts are empty at once; `filling` are decodes that
+    fill a page which others may find. By group and slot: `num_listed` and `num_emptied` parts are given back by such
+    streams.
     """
 
     def __init__(self, memory: GroupMemory, page_size: int, account: PartAccount) -> None:
@@ -31,14 +35,16 @@ class Decodes:
         self.page_size = page_size
         self.step = 0
         self.num_due = [0] * page_size
-        self.keeping: list[list[Stream]] = [[] for _ in range(page_size)]
-        self.num_kept = [[0] * len(groups) for _ in range(page_size)]
-        self.num_emptied = [[0] * len(groups) for _ in range(page_size)]
+        self.num_decoding = 0
+        self.listing: list[list[Stream]] = [[] for _ in range(page_size)]
+        self.given_bytes = [0] * page_size
+        self.num_listed = [[0] * page_size for _ in groups]
+        self.num_emptied = [[0] * page_size for _ in groups]
         self.filling: list[list[RunHolding]] = [[] for _ in range(page_size)]
         self.num_filling = 0
         self._account = account
         self._keeps_all = memory.keeps == "all"
-        self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
+        self.bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         self._first_seen = [group.layer.first_seen for group in groups]
         self._is_chunk = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
@@ -53,22 +59,24 @@ class Decodes:
         holding.is_decoding = True
         holding.base = base
         holding.admission = admission
+        self.num_decoding += 1
         self.num_due[-base % page_size] += 1
         if holding.content.num_known_pages > holding.num_named:
             self.num_filling += 1
             insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
-        for index in self._bounded:
+        for index in self.bounded:
             self.begin(holding, index)
 
     def leave(self, holding: RunHolding) -> None:
         """Remove a holding that ended or is preempted; what it gave back before this step is known then."""
         page_size, base = self.page_size, holding.base
+        self.num_decoding -= 1
         self.num_due[-base % page_size] -= 1
         filling = self.filling[(-1 - base) % page_size]
         if self.num_filling and holding in filling:
             self.num_filling -= 1
             filling.remove(holding)
-        for index in self._bounded:
+        for index in self.bounded:
             self.stop(holding, index)
         holding.is_decoding = False
         holding.num_tokens = base + self.step
@@ -107,13 +115,14 @@ class Decodes:
             return
         slot = first_step % page_size
         stream = holding.streams[index] = Stream(holding, index, page, slot, keeps=keeps)
+        self.given_bytes[slot] += self._account.part_bytes[index]
         if keeps:
-            insort(self.keeping[slot], stream, key=_turn)
-            self.num_kept[slot][index] += 1
+            insort(self.listing[slot], stream, key=_turn)
+            self.num_listed[index][slot] += 1
             if not self._keeps_all:
                 stop_step = self._last_step(holding, index, end - 1)
         else:
-            self.num_emptied[slot][index] += 1
+            self.num_emptied[index][slot] += 1
         if stop_step >= 0:
             self._expect(holding, index, stop_step)  # what is generated is not kept
 
@@ -125,11 +134,13 @@ class Decodes:
             return
         self.catch_up(stream)
         holding.streams[index] = None
+        slot = stream.slot
+        self.given_bytes[slot] -= self._account.part_bytes[index]
         if stream.keeps:
-            self.keeping[stream.slot].remove(stream)
-            self.num_kept[stream.slot][index] -= 1
+            self.listing[slot].remove(stream)
+            self.num_listed[index][slot] -= 1
         else:
-            self.num_emptied[stream.slot][index] -= 1
+            self.num_emptied[index][slot] -= 1
         stream.last = stream.high
         stream.set_gate()
 
@@ -155,6 +166,26 @@ class Decodes:
             odd = self._odd[step] = []
             heappush(self._odd_steps, step)
         odd.append((holding.admission, index, holding))
+
+    def steps_to_odd(self, most_steps: int) -> int:
+        """Return after how many steps, at most `most_steps`, something odd may be given back for the first time."""
+        odd_steps = self._odd_steps
+        return min(most_steps, odd_steps[0] - self.step + 1) if odd_steps else most_steps
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether something odd may be given back at the end of this step."""
+        return bool(self._odd_steps) and self._odd_steps[0] == self.step
+
+    def steps_to_filling(self, most_steps: int) -> int:
+        """Return how many of the next `most_steps` steps are before one in which a page is filled that others may find.
+
+        -1 if there is none.
+        """
+        for offset in range(min(most_steps, self.page_size)):
+            if self.filling[(self.step + offset) % self.page_size]:
+                return offset
+        return -1
 
     def odd_now(self) -> list[tuple[int, int, RunHolding]]:
         """Return what is odd at the end of this step, by admission and group; none of it is expected any more."""
@@ -235,7 +266,7 @@ class Decodes:
     def look(self, span: Span) -> None:
         """Let the runs of `span` be as after the last step."""
         span.is_moving = False
-        for index in self._bounded:
+        for index in self.bounded:
             for run in tuple(span.parts[index]):
                 for holding in run.holders:
                     of_holder = holding.streams[index]
@@ -251,6 +282,16 @@ class Decodes:
             for run in span.parts[index]:
                 if run.stream is not None:
                     span.is_moving = True
+
+
+def turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:
+    """Return what is said of the slots of `num_steps` steps, the first of them `slot`."""
+    size = len(by_slot)
+    last = slot + num_steps
+    if last <= size:
+        return by_slot[slot:last]
+    turns = by_slot[slot:] + by_slot * ((last - size) // size)
+    return turns + by_slot[: num_steps - len(turns)]
 
 
 def _admission(holding: RunHolding) -> int:

@@ -13,7 +13,7 @@ from kvarts.kv.node import HeldPages
 from kvarts.kv.part_pages import Held, PartPages
 from kvarts.kv.pool import CountPool
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.run_leaps import leap
+from kvarts.kv.run_leaps import RunLeap, leap
 from kvarts.kv.spans import RunHolding, RunMatch
 
 __all__ = ["GroupPages", "PartHolding", "PartMatch"]
@@ -153,11 +153,11 @@ class GroupPages(PartPages):
         """Let decodes give back what none of their later tokens sees. `count` must follow."""
         self.parts.end_step()
 
-    def leap(self, most_steps: int, num_wanted: int, counts: list[int]) -> int:
-        """Do up to `most_steps` steps of decodes, see RunCache; return how many. `counts` are in bytes and parts."""
-        num_steps = leap(self.parts, most_steps, num_wanted * self.block_bytes, counts)
+    def leap(self, most_steps: int, num_wanted: int) -> RunLeap:
+        """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, see RunLeap."""
+        done = leap(self.parts, most_steps, num_wanted * self.block_bytes)
         self.count()
-        return num_steps
+        return done
 
     def count(self) -> None:
         """Take note of what was taken and given back."""

@@ -75,6 +75,7 @@ class PartAccount:
         self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
         self.shared: SharedMemory | None = None
         """The memory that all bytes come from, if others have parts in it as well."""
+        self._evicted: list[int] | None = None
         # One sentinel closes the list to a ring: newer of it is the oldest entry, older of it the youngest.
         self._ring = Listed()
         self._ring.older = self._ring.newer = self._ring
@@ -178,7 +179,11 @@ class PartAccount:
         num_bytes = count * self.page_bytes
         if self.empty_bytes < num_bytes:
             self.make_room(num_bytes)
-        self.empty_bytes -= num_bytes
+        self.note_pages_taken(count)
+
+    def note_pages_taken(self, count: int) -> None:
+        """Count the parts of `count` pages that were empty as used."""
+        self.empty_bytes -= count * self.page_bytes
         num_used = self.num_used
         for index in self._of_tokens:
             num_used[index] += count
@@ -198,8 +203,16 @@ class PartAccount:
             assert oldest is not None
             oldest.eat(self, num_bytes)
 
+    def evict_to(self, num_bytes: int, evicted: list[int]) -> None:
+        """Do the same; add to `evicted` a group and how many of its parts go, again and again."""
+        self._evicted = evicted
+        self.evict(num_bytes)
+        self._evicted = None
+
     def note_evicted(self, index: int, count: int) -> None:
         """Count parts of a group that were cached as evicted."""
+        if self._evicted is not None:
+            self._evicted += (index, count)
         num_bytes = count * self.part_bytes[index]
         self.num_cached[index] -= count
         self.num_evicted[index] += count

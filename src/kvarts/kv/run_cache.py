@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvarts.content import Content
-from kvarts.kv.decodes import Decodes
+from kvarts.kv.decodes import Decodes, turned
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_account import PartAccount
 from kvarts.kv.pool import PageError
@@ -62,6 +62,7 @@ class RunCache(PartAccount):
 
     def _release(self, index: int, runs: Iterable[PartRun], holding: RunHolding) -> None:
         """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
+        before: PartRun | None = None
         for run in runs:
             holders = run.holders
             holders.remove(holding)
@@ -69,7 +70,9 @@ class RunCache(PartAccount):
                 continue
             count = run.end - run.start
             if run.is_kept:
-                self.append(run)
+                if before is None or not before.join(run):
+                    self.append(run)
+                    before = run
                 self.note_cached(index, count)
             else:
                 run.forget()
@@ -85,12 +88,6 @@ class RunCache(PartAccount):
             return RunHolding(content, match.root, 0, self.page_size, len(self.groups))
         found = tree.pieces(match)
         last = match.spans[-1]
-        if last.end > length:
-            # Runs of `found` that reach beyond keep their pages before `length` only where they are split.
-            last = tree.split(last, length)
-            match.spans[-1] = last
-            match.pieces = None
-            found = tree.pieces(match)
         holding = RunHolding(content, last, length, self.page_size, len(self.groups))
         last.num_users += 1
         for pieces in found:
@@ -295,6 +292,7 @@ class RunCache(PartAccount):
                     and last.end == begin
                     and len(last.holders) == 1
                     and last.is_kept == self._kept[index]
+                    and span.parts[index][-1] is last  # no copy of these pages is younger than it
                 ):
                     last.end = stop
                     continue
@@ -340,7 +338,7 @@ class RunCache(PartAccount):
 
     def _keep_snapshots(self, holding: RunHolding) -> None:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
-        span, page = holding.last, holding.num_named
+        span, page = self._tree.last_of(holding), holding.num_named
         missing = [index for index in self._of_states if not any(run.end == page for run in span.parts[index])]
         if sum(self.part_bytes[index] for index in missing) > self.room_bytes:
             return
@@ -374,29 +372,38 @@ class RunCache(PartAccount):
         decodes = self.decodes
         slot = decodes.step % self.page_size
         odd = decodes.odd_now()
-        keeping = decodes.keeping[slot]
+        listing = decodes.listing[slot]
         if not odd:
-            if keeping:
-                self._turns().streams += keeping
+            if listing:
+                self._turns().streams += listing
         else:
             place = 0
             for admission, index, holding in odd:
                 start = place
-                while place < len(keeping) and (keeping[place].admission, keeping[place].group) < (admission, index):
+                while place < len(listing) and (listing[place].admission, listing[place].group) < (admission, index):
                     place += 1
                 if place > start:
-                    self._turns().streams += keeping[start:place]
+                    self._turns().streams += listing[start:place]
                 self.settle_group(holding, index, holding.base + decodes.step + 1)
-            if place < len(keeping):
-                self._turns().streams += keeping[place:]
-        for index in self._bounded:
-            if count := decodes.num_kept[slot][index]:
-                self.note_cached(index, count)
-            if count := decodes.num_emptied[slot][index]:
-                self.note_empty(index, count)
+            if place < len(listing):
+                self._turns().streams += listing[place:]
+        if decodes.given_bytes[slot]:
+            for index in self._bounded:
+                if count := decodes.num_listed[index][slot]:
+                    self.note_cached(index, count)
+                if count := decodes.num_emptied[index][slot]:
+                    self.note_empty(index, count)
         decodes.step += 1
         for _, index, holding in odd:
             decodes.begin(holding, index)
+
+    def pass_steps(self, num_steps: int) -> None:
+        """List what decodes give back in steps in which nothing is odd; the caller counts it."""
+        decodes = self.decodes
+        for listing in turned(decodes.listing, decodes.step % self.page_size, num_steps):
+            if listing:
+                self._turns().streams += listing
+        decodes.step += num_steps
 
     def _turns(self) -> Turns:
         """Return the youngest entry of the list, one that turns can be added to."""

@@ -1,42 +1,149 @@
-"""Many steps of a RunCache in which every decode computes a token, and nothing else happens."""
+"""Many steps of a RunCache in which every decode computes a token, and nothing else happens.
+
+What decodes take and give back in a step depends on its slot only, so sums over slots say how far the memory reaches.
+Parts are listed in the order in which they are given back, and evicted in the order of the list: whether that is done
+step by step or at once, the same ones go.
+"""
 
 from __future__ import annotations
 
+from kvarts.kv.decodes import turned
 from kvarts.kv.run_cache import RunCache
 
-__all__ = ["leap"]
+__all__ = ["RunLeap", "leap"]
 
 
-def leap(cache: RunCache, most_steps: int, wanted_bytes: int, counts: list[int]) -> int:
-    """Do up to `most_steps` steps, and return how many; the first of them fits.
+class RunLeap:
+    """What steps did. `taken`: pages taken, for each step.
 
-    The last one is under way, and `end_step` must follow, which may have nothing left to do. It ends before a step for
-    which decodes lack memory; and, where a request waits for `wanted_bytes`, before one in which these are free once
-    decodes have taken their pages, or in which a page becomes findable that the request may find.
-
-    Add what is in use in each step to `counts`, once its pages are taken: the bytes used, cached and released, then the
-    parts used and cached in each group.
+    For each group with windows or chunks, and each step: `listed` parts are given back at its end and can be found,
+    `emptied` ones are empty. `evicted`: a group and a number of parts, again and again, in the order of the list.
     """
-    decodes, page_size, page_bytes = cache.decodes, cache.page_size, cache.page_bytes
-    num_due, filling = decodes.num_due, decodes.filling
-    slot = decodes.step % page_size
-    num_steps = 0
-    while True:
-        if num_due[slot]:
-            cache.take_pages(num_due[slot])
-        if filling[slot]:
-            cache.fill_pages()
-        counts += (cache.used_bytes, cache.cached_bytes, cache.released_bytes)
-        for pair in zip(cache.num_used, cache.num_cached, strict=True):
-            counts += pair
-        num_steps += 1
-        if num_steps == most_steps:
-            return num_steps
+
+    __slots__ = ("emptied", "evicted", "listed", "taken")
+
+    def __init__(self, taken: list[int], listed: list[list[int]], emptied: list[list[int]], evicted: list[int]) -> None:
+        self.taken = taken
+        self.listed = listed
+        self.emptied = emptied
+        self.evicted = evicted
+
+    def end_odd(self, cache: RunCache) -> None:
+        """End the last step, which is odd."""
+        before = [(cache.num_used[index], cache.num_cached[index]) for index in cache.decodes.bounded]
         cache.end_step()
+        for place, index in enumerate(cache.decodes.bounded):
+            num_used, num_cached = before[place]
+            num_listed = cache.num_cached[index] - num_cached
+            self.listed[place][-1] = num_listed
+            self.emptied[place][-1] = num_used - cache.num_used[index] - num_listed
+
+    def add(self, other: RunLeap) -> None:
+        """Add the steps of `other`, which follow."""
+        self.taken += other.taken
+        for mine, others in zip(self.listed + self.emptied, other.listed + other.emptied, strict=True):
+            mine.extend(others)
+        self.evicted += other.evicted
+
+
+def leap(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
+    """Do up to `most_steps` steps; the first of them fits. The last is under way, and `end_step` must follow.
+
+    It is one after which decodes lack memory; or, where a request waits for `wanted_bytes`, one after which these are
+    free when decodes have taken their pages, or a page becomes findable that the request may find.
+    """
+    decodes = cache.decodes
+    done = _do(cache, decodes.steps_to_odd(most_steps), wanted_bytes)
+    while len(done.taken) < most_steps and decodes.is_odd:
+        # What is odd is given back now, though the step may be the last one.
+        done.end_odd(cache)
+        slot = decodes.step % cache.page_size
+        left_bytes = cache.free_bytes - decodes.num_due[slot] * cache.page_bytes
+        if left_bytes < 0 or (wanted_bytes and (wanted_bytes <= left_bytes or decodes.filling[slot])):
+            cache.has_ended = True
+            break
+        done.add(_do(cache, decodes.steps_to_odd(most_steps - len(done.taken)), wanted_bytes))
+    return done
+
+
+def _do(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
+    """Do the same in steps of which only the last one may be odd; what is odd is left to do."""
+    decodes, page_size = cache.decodes, cache.page_size
+    slot = decodes.step % page_size
+    num_steps = _num_certain(cache, slot, most_steps, wanted_bytes)
+    taken = turned(decodes.num_due, slot, num_steps)
+    bounded = decodes.bounded
+    listed = [turned(decodes.num_listed[index], slot, num_steps) for index in bounded]
+    emptied = [turned(decodes.num_emptied[index], slot, num_steps) for index in bounded]
+    num_ended = num_steps - 1
+    if decodes.num_filling:
+        _pass_and_fill(cache, num_steps)
+    else:
+        cache.pass_steps(num_ended)
+    missing_bytes = _missing_bytes(cache, taken, emptied)
+    for place, index in enumerate(bounded):
+        if count := sum(listed[place]) - listed[place][num_ended]:
+            cache.note_cached(index, count)
+    evicted: list[int] = []
+    if missing_bytes > 0:
+        cache.evict_to(cache.empty_bytes + missing_bytes, evicted)
+    cache.note_pages_taken(sum(taken))
+    for place, index in enumerate(bounded):
+        if count := sum(emptied[place]) - emptied[place][num_ended]:
+            cache.note_empty(index, count)
+    return RunLeap(taken, listed, emptied, evicted)
+
+
+def _pass_and_fill(cache: RunCache, num_steps: int) -> None:
+    """Let all but the last of `num_steps` steps pass, and make pages findable in each that decodes fill."""
+    decodes = cache.decodes
+    while num_steps:
+        num_before = decodes.steps_to_filling(num_steps)
+        if num_before < 0:
+            break
+        cache.pass_steps(num_before)
+        cache.fill_pages()
+        num_steps -= num_before
+        if num_steps == 1:
+            return
+        cache.pass_steps(1)
+        num_steps -= 1
+    cache.pass_steps(num_steps - 1)
+
+
+def _num_certain(cache: RunCache, slot: int, num_steps: int, wanted_bytes: int) -> int:
+    """Return after how many of the next `num_steps` steps the leap ends."""
+    decodes, page_size, page_bytes = cache.decodes, cache.page_size, cache.page_bytes
+    if wanted_bytes and decodes.num_filling:
+        num_filled = decodes.steps_to_filling(num_steps)
+        if num_filled >= 0:
+            num_steps = num_filled
+    num_due, given_bytes = decodes.num_due, decodes.given_bytes
+    left_bytes = cache.free_bytes - num_due[slot] * page_bytes
+    if not wanted_bytes and (num_steps // page_size + 1) * decodes.num_decoding * page_bytes <= left_bytes:
+        return num_steps
+    for step in range(1, num_steps):
+        left_bytes += given_bytes[slot]
         slot += 1
         if slot == page_size:
             slot = 0
-        left_bytes = cache.free_bytes - num_due[slot] * page_bytes
-        if left_bytes < 0 or (wanted_bytes and (wanted_bytes <= left_bytes or filling[slot])):
-            cache.has_ended = True
-            return num_steps
+        left_bytes -= num_due[slot] * page_bytes
+        if left_bytes < 0 or (wanted_bytes and wanted_bytes <= left_bytes):
+            return step
+    return num_steps
+
+
+def _missing_bytes(cache: RunCache, taken: list[int], emptied: list[list[int]]) -> int:
+    """Return how many bytes are evicted: what is taken up to a step, and neither empty before nor emptied up to it."""
+    page_bytes = cache.page_bytes
+    missing_bytes = sum(taken) * page_bytes - cache.empty_bytes
+    if missing_bytes <= 0 or not any(map(any, emptied)):
+        return missing_bytes
+    sizes = [cache.part_bytes[index] for index in cache.decodes.bounded]
+    most = missing_bytes = -cache.empty_bytes
+    for step, num_pages in enumerate(taken):
+        missing_bytes += num_pages * page_bytes
+        most = max(most, missing_bytes)
+        for of_group, num_bytes in zip(emptied, sizes, strict=True):
+            missing_bytes -= of_group[step] * num_bytes
+    return most

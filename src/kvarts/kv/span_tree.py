@@ -196,9 +196,24 @@ class SpanTree:
             del head.children[span.key]  # what it had was evicted
         return head
 
+    def last_of(self, holding: RunHolding) -> Span:
+        """Return the span that has the last full page of `holding`; where it has none, what is before its first."""
+        page, last = holding.num_named, holding.last
+        if last.start < page or last.parent is None:
+            return last
+        before = last  # which was split since
+        while last.start >= page and last.parent is not None:
+            last = last.parent
+        last.num_users += 1
+        holding.last = last
+        before.num_users -= 1
+        if not before.num_users:
+            before.prune()
+        return last
+
     def extend(self, holding: RunHolding, end: int) -> list[tuple[Span, int, int]]:
         """Let the pages of `holding` up to `end` have spans, made if need be; return these with the pages of each."""
-        content, last, page = holding.content, holding.last, holding.num_named
+        content, last, page = holding.content, self.last_of(holding), holding.num_named
         holding.num_named = end
         if last.content is content and last.num_users == 1 and not last.children and last.end == page:
             last.end = end
@@ -206,19 +221,26 @@ class SpanTree:
         before = last
         spans: list[tuple[Span, int, int]] = []
         while page < end:
-            key = content.key(page)
-            child = last.children.get(key)
-            if child is not None and child.is_moving:
-                self._decodes.look(child)
-                child = last.children.get(key)  # nothing may be left of it
-            if child is None:
-                child = last.children[key] = Span(content, key, page, end, last, len(self.groups))
+            if page < last.end:
+                child = last
+                if child.is_moving:
+                    self._decodes.look(child)
+                common = child.content.common_pages(content, page, min(end, child.end))
             else:
+                key = content.key(page)
+                of_key = last.children.get(key)
+                if of_key is not None and of_key.is_moving:
+                    self._decodes.look(of_key)
+                    of_key = last.children.get(key)  # nothing may be left of it
+                if of_key is None:
+                    of_key = last.children[key] = Span(content, key, page, end, last, len(self.groups))
+                child = of_key
                 common = _common(child, content, min(end, child.end))
-                if common < child.end:
-                    child = self.split(child, common)
-            spans.append((child, page, child.end))
-            last, page = child, child.end
+            if common < end and common < child.end:
+                child = self.split(child, common)
+            if common > page:
+                spans.append((child, page, common))
+            last, page = child, common
         before.num_users -= 1
         last.num_users += 1
         holding.last = last

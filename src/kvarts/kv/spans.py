@@ -62,6 +62,25 @@ class PartRun(Listed):
             if not (span.num_users or span.children):
                 span.prune()
 
+    def join(self, head: PartRun) -> bool:
+        """Take over the parts of `head`, which would be listed right after it, if they come before its own.
+
+        Return whether they do. No copies of them may be older than one and younger than the other.
+        """
+        span = self.span
+        if head.end != self.start or head.span is not span or span is None:
+            return False
+        runs = span.parts[self.group]
+        place = runs.index(self)
+        if place and runs[place - 1] is head:
+            del runs[place - 1]
+        elif place + 1 < len(runs) and runs[place + 1] is head:
+            del runs[place + 1]
+        else:
+            return False
+        self.start = head.start
+        return True
+
     def split(self, page: int) -> PartRun:
         """Split it before `page`; return the first part, a new run. The rest keeps its identity, and is evicted first.
 

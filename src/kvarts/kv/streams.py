@@ -106,24 +106,24 @@ class Turns(Listed):
         """Evict the pages of its first turns until `num_bytes` are empty or there are no more."""
         streams, at = self.streams, self.at
         end = len(streams)
-        part_bytes, num_cached, num_evicted = account.part_bytes, account.num_cached, account.num_evicted
-        missing = num_bytes - account.empty_bytes
-        evicted = 0
-        while evicted < missing and at < end:
-            stream = streams[at]
-            at += 1
-            page = stream.low
-            stream.low = page + 1
-            if not stream.holes or not stream.is_hole(page):
-                index = stream.group
-                evicted += part_bytes[index]
-                num_cached[index] -= 1
-                num_evicted[index] += 1
-            if page + 1 >= stream.gate:
-                stream.set_gate()
-        account.evicted_bytes += evicted
-        account.cached_bytes -= evicted
-        account.empty_bytes += evicted
+        missing_bytes = num_bytes - account.empty_bytes
+        while missing_bytes > 0 and at < end:
+            index = streams[at].group
+            part_bytes = account.part_bytes[index]
+            count = 0
+            while missing_bytes > 0 and at < end:
+                stream = streams[at]
+                if stream.group != index:
+                    break
+                at += 1
+                page = stream.low
+                stream.low = page + 1
+                if not stream.holes or not stream.is_hole(page):
+                    count += 1
+                    missing_bytes -= part_bytes
+                if page + 1 >= stream.gate:
+                    stream.set_gate()
+            account.note_evicted(index, count)
         if at == end:
             self.unlist()
         elif at > MOST_EATEN:

@@ -115,27 +115,22 @@ class LiveTimeline:
         """Keep steps that were alike."""
         rows = []
         num_used, start_ns, turns = done.num_used, done.start_ns, done.turns
-        num_released, side_counts, counts = done.num_released, done.tiers, done.counts
-        width = 3 + len(side_counts)
         for index, (duration_ns, num_taken) in enumerate(zip(done.durations_ns, done.pages_taken, strict=True)):
             num_used += num_taken
             num_cached = min(done.num_cached, self._total - num_used)
             num_withheld = 0
             if turns is not None:
                 start_ns, num_cached, num_withheld = turns.starts_ns[index], turns.cached[index], turns.withheld[index]
-            if counts is not None:
-                row = counts[index * width : (index + 1) * width]
-                num_used, num_cached, num_released, side_counts = row[0], row[1], row[2], tuple(row[3:])
             rows.append(
                 self._row(
                     done.step + index,
                     start_ns,
                     num_used,
                     num_cached,
-                    num_released,
+                    done.num_released,
                     done.num_running,
                     done.num_waiting,
-                    side_counts,
+                    done.tiers,
                     num_withheld,
                     done.num_reserved,
                 )

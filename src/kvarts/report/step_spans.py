@@ -13,6 +13,7 @@ from mypy_extensions import mypyc_attr
 from kvarts.columns import Rows
 from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
 from kvarts.report.packed import PackedColumn
+from kvarts.report.part_steps import PartSteps
 
 __all__ = ["StepSpans"]
 
@@ -71,8 +72,8 @@ class StepSpans:
         self._rests = Rows(len(self._rest_fields))
         self._durations_ns = PackedColumn("q")
         self._pages_taken = PackedColumn("i")
-        # Of the steps of leaps with KV groups: pages used, cached and released, and what the group fields say.
-        self._leap_counts = Rows(3 + len(self.group_fields))
+        if self.num_groups:
+            self.part_steps = PartSteps(self.memory)
         self._num_reserved = 0
         # Of the pages reserved, only where they change: the step, and the pages from then on.
         self._reserved = Rows(2)
@@ -128,8 +129,8 @@ class StepSpans:
                     event.num_loading,
                 )
                 spans += event.tiers
-                if event.counts is not None:
-                    self._leap_counts.add(event.counts)
+                if event.parts is not None:
+                    self.part_steps.add(event.parts)
                 durations_ns += event.durations_ns
                 pages_taken += event.pages_taken
             elif isinstance(event, AtRest):

@@ -51,6 +51,7 @@ class StepLog(StepSpans):
         """Return all steps in order, a block of them at a time."""
         spans = self.spans
         used_before = 0
+        of_each = self.of_each("used") if self.num_groups else None
         parts = _parts(spans["num_steps"], self._durations_ns.blocks())
         for (part, durations_ns), taken in zip(parts, self._pages_taken.blocks(), strict=True):
             used = np.cumsum(taken, dtype=np.int64)
@@ -59,6 +60,8 @@ class StepLog(StepSpans):
                 before[0] = used_before
             used += np.repeat(before, part.num_steps)
             used_before = int(used[-1])
+            if of_each is not None:
+                used, of_each = of_each[: len(used)], of_each[len(used) :]
             mine = {name: column[part.start : part.end] for name, column in spans.items()}
             yield Slab(durations_ns, used, mine, part.num_steps)
 
@@ -103,12 +106,21 @@ class StepLog(StepSpans):
     def _leap_columns(self) -> dict[str, Column]:
         """Of leaps with KV groups: what is told of each of their steps, by name, one row a step of a leap."""
         names = ("used", "cached", "released", *self.group_fields)
-        return dict(zip(names, self._leap_counts.take_columns(), strict=True))
+        is_leap = self.spans["is_leap"] != 0
+        num_steps = self.spans["num_steps"][is_leap]
+        before = [self.spans[name][is_leap] for name in names]
+        taken = self._pages_taken.whole()[self._is_of_leap].astype(np.int64)
+        return dict(zip(names, self.part_steps.columns(num_steps, taken, before, self.num_pages), strict=True))
+
+    @cached_property
+    def _is_of_leap(self) -> Column:
+        is_of_leap: Column = self.of_steps("is_leap", np.int8) != 0
+        return is_of_leap
 
     def of_each(self, name: str) -> Column:
         """Return a column of the steps in which those of a leap differ, where KV groups are counted."""
         column = self.of_steps(name)
-        column[self.of_steps("is_leap", np.int8) != 0] = self._leap_columns[name]
+        column[self._is_of_leap] = self._leap_columns[name]
         return column
 
     def cached(self) -> Column:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvarts.config import EngineConfig
 from kvarts.events import Blocked
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.run_leaps import RunLeap
 from kvarts.request import Request, RequestState
 from kvarts.sched.grouped import GroupedScheduler, GroupPreemptor, GroupPrefill
 from kvarts.sched.page_source import PageSource
@@ -125,13 +126,10 @@ class LeapingScheduler(GroupedScheduler):
         """Return whether a decode fills a page in the next step that others may find."""
         return bool(self.running.num_sharing) and self._counted.fills_known_page()
 
-    def leap(self, most_steps: int, counts: list[int]) -> int:
-        """Do up to `most_steps` of the steps that `horizon` promised; return how many. `commit` must follow.
-
-        All but the last have ended then. `counts`: what was in use in each step is added, see GroupPages.
-        """
+    def leap(self, most_steps: int) -> RunLeap:
+        """Do up to `most_steps` of the steps that `horizon` promised; all but the last have ended. `commit` follows."""
         num_wanted = self.num_pages_wanted if self.waiting.num_waiting and self.blocked is Blocked.PAGES else 0
-        num_steps = self._counted.leap(most_steps, num_wanted, counts)
-        finished = self.wheel.turn(num_steps - 1)
+        done = self._counted.leap(most_steps, num_wanted)
+        finished = self.wheel.turn(len(done.taken) - 1)
         assert not finished, "a request ended in the middle of steps that are alike"
-        return num_steps
+        return done

@@ -11,7 +11,7 @@ from kvarts.build import GroupTierSettings, build_grouped_engine
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventLog, EventReader
-from kvarts.events import LeapDone
+from kvarts.events import LeapDone, PartsMoved
 from kvarts.executor.base import VirtualExecutor
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.group_pages import GroupPages
@@ -45,41 +45,34 @@ class GroupedReplica(Replica):
         end_ns = now_ns + sum(durations_ns)
         while len(durations_ns) > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()
-        scheduler = self._grouped
-        step = scheduler.wheel.step
-        counts: list[int] = []
-        num_steps = scheduler.leap(len(durations_ns), counts)
-        while len(durations_ns) > num_steps:
+        scheduler, tell = self._grouped, self.engine.log.tell
+        cache, step = scheduler.parts, scheduler.wheel.step
+        num_used, num_cached, num_released, parts = cache.num_used, cache.num_cached, cache.num_released, cache.counts()
+        done = scheduler.leap(len(durations_ns))
+        while len(durations_ns) > len(done.taken):
             end_ns -= durations_ns.pop()
         if end_ns > LATEST_NS:
             raise TooLateError
         self._last_decode_ns = durations_ns[-1] or 1
-        if self.engine.log.tell is not None:
-            self.engine.log.tell(self._leap_done(step, now_ns, durations_ns, counts))
+        if tell is not None:
+            tell(
+                LeapDone(
+                    step,
+                    now_ns,
+                    durations_ns,
+                    done.taken,
+                    num_used,
+                    num_cached,
+                    num_released,
+                    scheduler.running.num_running,
+                    scheduler.num_waiting,
+                    scheduler.blocked,
+                    parts,
+                    parts=PartsMoved(done.listed, done.emptied, done.evicted),
+                )
+            )
         self.engine.now_ns = end_ns
         return end_ns
-
-    def _leap_done(self, step: int, start_ns: int, durations_ns: list[int], counts: list[int]) -> LeapDone:
-        scheduler = self._grouped
-        width, block_bytes = len(counts) // len(durations_ns), scheduler.parts.block_bytes
-        if block_bytes > 1:
-            for place in range(3):
-                counts[place::width] = [num_bytes // block_bytes for num_bytes in counts[place::width]]
-        used = counts[0::width]
-        return LeapDone(
-            step,
-            start_ns,
-            durations_ns,
-            [0, *map(int.__sub__, used[1:], used)],
-            counts[0],
-            counts[1],
-            counts[2],
-            scheduler.running.num_running,
-            scheduler.num_waiting,
-            scheduler.blocked,
-            tuple(counts[3:width]),
-            counts=counts,
-        )
 
 
 def open_grouped(
