@@ -36,6 +36,9 @@ from kvarts.sched.scheduler import Scheduler
 
 __all__ = ["GroupedScheduler"]
 
+MOST_UNCHECKED = 16
+"""One part in so many may have moved before all are looked at."""
+
 
 class GroupMark(PageMark):
     """Blocks, and parts of each group, at the mark of the last scheduled step."""
@@ -238,6 +241,8 @@ class GroupedScheduler(Scheduler):
         self._places = _places(cache.memory, config.page_size)
         self._lacking: tuple[Request, int, int] | None = None
         """The head that last lacked memory, how often parts had become findable, and the blocks that it needs."""
+        self._num_moved = 0
+        """Blocks that had been taken, released and evicted when `check` last looked at every part."""
 
     def side_counts(self) -> tuple[int, ...]:
         """Return the blocks used and cached in each tier, then the parts used and cached in each group, in pairs."""
@@ -246,6 +251,18 @@ class GroupedScheduler(Scheduler):
     def side_counts_at_mark(self) -> tuple[int, ...]:
         """Return the same at the mark of the last scheduled step."""
         return super().side_counts() + self.group_mark.parts
+
+    def check(self) -> None:
+        """Assert laws L1 and L2 of every part, between steps, and that requests are where their state says.
+
+        That takes time for every part there is: it is done where a sixteenth of them has moved since it last was, and
+        at rest.
+        """
+        parts = self.parts
+        num_moved = parts.num_used + 2 * parts.num_released + parts.num_evicted
+        if not self.has_work or num_moved - self._num_moved >= (parts.num_used + parts.num_cached) // MOST_UNCHECKED:
+            self._num_moved = num_moved
+            super().check()
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the parts evicted of each group, one number a group."""
