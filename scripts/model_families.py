@@ -91,6 +91,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "gemma3n_text": SHARED,
+    "gemma4_text": {"global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

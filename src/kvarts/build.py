@@ -174,6 +174,7 @@ def build_grouped_engine(
     audit: bool = False,
     offload: GroupTierSettings | None = None,
     prefill: PrefillTimes | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """Return an engine around an executor of a model with KV groups, in `num_blocks` blocks of `memory`.
 
@@ -192,7 +193,7 @@ def build_grouped_engine(
         below = TieredPages(memory, num_blocks=num_blocks, page_size=config.page_size)
         moves_pages = executor.needs_page_ids
         tiers = offload.open_group_tiers(config, below, with_page_ids=moves_pages, prefill=prefill)
-        return _grouped(config, below, executor, log, policy, audit=audit, tiers=tiers)
+        return _grouped(config, below, executor, log, policy, audit=audit, tiers=tiers, drafter=drafter)
     if audit:
         groups = tuple(
             from_room("audit.part_ledger", "AuditedGroup", field="audit")(
@@ -207,7 +208,7 @@ def build_grouped_engine(
     log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
     cache: BlockPages = BlockPages(memory, num_blocks=num_blocks, page_size=config.page_size, tell=tell)
-    return _grouped(config, cache, executor, log, policy, audit=audit)
+    return _grouped(config, cache, executor, log, policy, audit=audit, drafter=drafter)
 
 
 def build_sharing_engine(
@@ -233,11 +234,21 @@ def _grouped(
     audit: bool,
     tiers: GroupTiers | None = None,
     pages: PageSource | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """Return an engine with KV groups in `cache`. `tiers`: those below it. `pages`: of a device that is shared."""
     rows = GroupBatch(cache, config.max_num_seqs) if executor.needs_page_ids else None
     policy = PriorityPolicy() if policy is None else policy
     tell = log.tell_details
-    pins = Pins(cache, tell) if pages is None else None
-    scheduler = GroupedScheduler(config, cache, policy, rows=rows, pages=pages, tiers=tiers, tell=tell, pins=pins)
+    scheduler = GroupedScheduler(
+        config,
+        cache,
+        policy,
+        rows=rows,
+        pages=pages,
+        tiers=tiers,
+        tell=tell,
+        pins=Pins(cache, tell) if pages is None else None,
+        drafter=drafter,
+    )
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=executor.needs_page_ids)

@@ -9,13 +9,18 @@ import msgspec
 import pytest
 
 from kvarts.audit.auditor import AuditError, Auditor, Finding
+from kvarts.audit.group_auditor import GroupAuditor
+from kvarts.audit.part_ledger import AuditedGroup
 from kvarts.build import build_engine
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventLog
 from kvarts.events import DraftJudged, DraftTaken, Event
+from kvarts.kv.group_memory import GroupMemory, PartGroup
 
-from builders.guesser import Guesser
+from builders.case import Case, Row
+from builders.guesser import Guesser, Knowing
+from builders.live_groups import FULL, LiveRun, window, with_outputs
 from builders.serving import Arrival, make_request
 from builders.toy_model import ToyExecutor
 
@@ -97,3 +102,73 @@ def test_a_draft_that_begins_elsewhere_is_found() -> None:
 
     findings = run(change)
     assert "drafts tokens" in findings[0].what
+
+
+# With KV groups -------------------------------------------------------------------------------------------
+
+
+class Everything:
+    """Keeps every event."""
+
+    wants_details = True
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def observe(self, events: Sequence[Event]) -> None:
+        self.events += events
+
+
+def events_of_groups() -> list[Event]:
+    """What an engine with a full group and a window tells of requests with drafts, half of them wrong."""
+    rows = [Row(0, [1, 2, 3, index], 4, 12, None, 0, None) for index in range(3)]
+    case = Case(rows, 1, 2, 30, 16, 3, "default", 1)
+    drafter, kept = Knowing(4, 0.4, 5), Everything()
+    live = LiveRun(
+        with_outputs(case.naive_requests()), MEMORY, CONFIG, MEMORY.num_blocks(30), drafter=drafter, readers=[kept]
+    )
+    drafter.tokens = live.tokens
+    live.run()
+    assert 0 < drafter.num_accepted < drafter.num_drafted
+    return kept.events
+
+
+MEMORY = GroupMemory((PartGroup(FULL, 1), PartGroup(window(5), 2)))
+GROUPS = (AuditedGroup("full", 1, None, 0), AuditedGroup("window", 2, 5, 0))
+
+
+def audited_with_groups(change: Change) -> list[Finding]:
+    """What the audit says of these events, changed."""
+    auditor = GroupAuditor(GROUPS, MEMORY.num_blocks(30), CONFIG.page_size, keeps_all=True)
+    auditor.observe([changed for event in events_of_groups() if (changed := change(event)) is not None])
+    return auditor.findings
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        (lambda event: event, None),
+        (lambda event: None if isinstance(event, DraftJudged) else event, "was not judged"),
+        (lambda event: None if isinstance(event, DraftTaken) else event, "tokens, and 0 were drafted"),
+        (
+            lambda event: (
+                msgspec.structs.replace(event, start=event.start + 1, end=event.end + 1)
+                if isinstance(event, DraftTaken)
+                else event
+            ),
+            "drafts tokens",
+        ),
+        (
+            lambda event: (
+                msgspec.structs.replace(event, num_accepted=event.num_drafted)
+                if isinstance(event, DraftJudged)
+                else event
+            ),
+            "",
+        ),
+    ],
+)
+def test_drafts_with_kv_groups_are_followed(change: Change, finding: str | None) -> None:
+    findings = audited_with_groups(change)
+    assert bool(findings) is (finding is not None)
+    assert not findings or any(finding in str(one) for one in findings if finding is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from kvarts.sched.plan import Batch
 
 from builders.toy_model import NUM_TOKEN_IDS, generate
 
-__all__ = ["Guesser", "guessers"]
+__all__ = ["KNOWING", "Guesser", "Knowing", "guessers"]
 
 
 class Guesser:
@@ -47,3 +48,26 @@ def guessers() -> st.SearchStrategy[Guesser]:
     return st.builds(
         Guesser, st.integers(0, 1 << 16), wrong=st.sampled_from([0.0, 0.2, 0.6, 1.0]), most=st.integers(1, 9)
     )
+
+
+class Knowing:
+    """A Drafter that is told what requests generate, and is wrong as often as it is told to be."""
+
+    def __init__(self, seed: int, wrong: float, most: int) -> None:
+        self.tokens: list[tuple[Any, list[int]]] = []
+        self.num_accepted = self.num_drafted = 0
+        self._random = Random(seed)
+        self._wrong = wrong
+        self._most = most
+
+    def draft(self, request: Request, num_most: int, batch: Batch) -> npt.NDArray[np.uint64]:
+        known = request.content.num_known_tokens
+        following = self.tokens[request.index][1][known:][: self._random.randint(0, min(num_most, self._most))]
+        return np.array([token + (self._random.random() < self._wrong) for token in following], np.uint64)
+
+    def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+
+
+KNOWING = st.builds(Knowing, st.integers(0, 1 << 16), st.sampled_from([0.0, 0.2, 0.6, 1.0]), st.integers(1, 11))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from kvarts.build import GroupTierSettings, build_grouped_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.engine import Engine
+from kvarts.event_log import EventReader
 from kvarts.events import StepDone
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.transfer import Direction, TransferReport
 from kvarts.request import Request, RequestState
+from kvarts.sched.drafts import Drafter
 from kvarts.sched.plan import StepPlan, StepResult
 
 from builders.rooms import HAS_AUDIT
@@ -23,6 +27,32 @@ from oracles.naive import NaiveRequest
 from oracles.naive_kv_groups import seen_by
 
 STEP_NS = 1_000_000
+
+
+FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
+
+
+def window(span: int) -> KvLayer:
+    """A layer that sees so many tokens."""
+    return KvLayer(kind="window", num_heads=1, head_numbers=2, span=span)
+
+
+@st.composite
+def live_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
+    """Full layers, most often, and up to two windows; parts of one to six blocks."""
+    sizes = st.sampled_from([1, 1, 2, 4, 6])
+    groups = [PartGroup(FULL, draw(sizes))] if draw(st.integers(0, 4)) else []
+    spans = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), min_size=0 if groups else 1, max_size=2))
+    return (*groups, *(PartGroup(window(span), draw(sizes)) for span in spans))
+
+
+def with_outputs(requests: Sequence[NaiveRequest]) -> Sequence[NaiveRequest]:
+    """The requests; what they generate is known, and most often no other request's."""
+    own = count(1000)
+    for request in requests:
+        if request.output is None:
+            request.output = tuple(next(own) for _ in range(request.num_output))
+    return requests
 
 
 class Steps:
@@ -91,50 +121,63 @@ class ReadingExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         reports = self.move(plan)
-        computed: list[tuple[int, int, int]] = []
+        computed: list[tuple[int, int, int, list[int]]] = []
+        guessed: dict[int, list[int]] = {}
+        accepted: list[tuple[int, int]] = []
+        if plan.drafts is not None:
+            for row, token in zip(plan.drafts.rows.tolist(), plan.drafts.tokens.tolist(), strict=True):
+                guessed.setdefault(row, []).append(token)
         sampled = np.zeros(self.config.max_num_seqs, np.uint64)
         if plan.decodes is not None:
             for row, page, blocks in plan.decodes.new_blocks:
                 for table, taken in zip(self.rows[row][1], blocks, strict=True):
-                    assert len(table) == page, "a page is missing"
-                    table.append(taken)
+                    assert len(table) >= page, "a page is missing"
+                    table[page:] = [taken]  # what was there, only rejected guesses were in
             of = plan.decodes
             for row, position, token in zip(of.rows.tolist(), of.positions.tolist(), of.tokens.tolist(), strict=True):
                 request, _ = self.rows[row]
                 assert self.tokens[request][1][position] == token
-                computed.append((row, position, position + 1))
-                sampled[row] = self.tokens[request][1][position + 1]
+                guesses = guessed.get(row, [])
+                computed.append((row, position, position + 1, guesses))
+                said = self.tokens[request][1][position + 1 :]
+                right = 0
+                while right < len(guesses) and guesses[right] == said[right]:
+                    right += 1
+                sampled[row] = said[right]
+                if right:
+                    accepted.append((row, right))
         for chunk in plan.batch.chunks:
             assert chunk.page_ids is None and len(chunk.tables) == len(self.layers)
             self.rows[chunk.row] = chunk.request_index, [list(map(int, table)) for table in chunk.tables]
             tokens = self.tokens[chunk.request_index][1]
             assert tokens[chunk.start : chunk.end] == chunk.tokens.tolist()
-            computed.append((chunk.row, chunk.start, chunk.end))
+            computed.append((chunk.row, chunk.start, chunk.end, []))
             if chunk.is_last:
                 sampled[chunk.row] = tokens[chunk.end]
-        for row, start, end in computed:
-            for position in range(start, end):
+        for row, start, end, guesses in computed:
+            for position in range(start, end + len(guesses)):
                 for number, (block, place) in enumerate(self._slots(row, position)):
-                    self.held[block, place] = self._content(number, row, position)
-        for row, start, end in computed:
-            for position in range(start, end):
-                self._read(row, position)
-        return StepResult(STEP_NS, sampled, transfer_reports=reports)
+                    self.held[block, place] = self._content(number, row, position, end, guesses)
+        for row, start, end, guesses in computed:
+            for position in range(start, end + len(guesses)):
+                self._read(row, position, end, guesses)
+        return StepResult(STEP_NS, sampled, transfer_reports=reports, accepted=tuple(accepted))
 
     def _slots(self, row: int, position: int) -> list[tuple[int, int]]:
         page, place = position // self.config.page_size, position % self.config.page_size
         return [(table[page], place) for table in self.rows[row][1]]
 
-    def _content(self, number: int, row: int, position: int) -> tuple[Any, ...]:
+    def _content(self, number: int, row: int, position: int, end: int, guesses: Sequence[int]) -> tuple[Any, ...]:
+        """What a slot holds; the tokens of `row` from `end` on are guesses."""
         tenant, tokens = self.tokens[self.rows[row][0]]
-        return number, tenant, tuple(tokens[: position + 1])
+        return number, tenant, (*tokens[: min(end, position + 1)], *guesses[: max(0, position + 1 - end)])
 
-    def _read(self, row: int, position: int) -> None:
+    def _read(self, row: int, position: int, end: int, guesses: Sequence[int]) -> None:
         """Look at all that a token attends to, in the layers of each page table."""
         for number, layer in enumerate(self.layers):
             for other in seen_by(layer, position):
                 slot = self._slots(row, other)[number]
-                assert self.held[slot] == self._content(number, row, other), (
+                assert self.held[slot] == self._content(number, row, other, end, guesses), (
                     f"token {position} of request {self.rows[row][0]} attends to {other}, and its block holds another"
                 )
                 self.num_looked_at += 1
@@ -151,8 +194,10 @@ class LiveRun:
         num_blocks: int,
         *,
         offload: GroupTierSettings | None = None,
+        drafter: Drafter | None = None,
+        readers: Sequence[EventReader] = (),
     ) -> None:
-        """`requests`: of the naive engine, with all that they generate."""
+        """`requests`: of the naive engine, with all that they generate. `drafter`: guesses what that is."""
         self.steps = Steps()
         self.tokens: list[tuple[Any, list[int]]] = []
         for request in requests:
@@ -164,9 +209,10 @@ class LiveRun:
             memory,
             self.executor,
             num_blocks=num_blocks,
-            readers=[self.steps],
+            readers=[self.steps, *readers],
             audit=HAS_AUDIT,
             offload=offload,
+            drafter=drafter,
         )
         self.requests = [self._request(request, config) for request in requests]
 
@@ -183,7 +229,7 @@ class LiveRun:
             priority=request.priority,
         )
 
-    def run(self) -> None:
+    def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
         """Run all, each from its arrival on."""
         engine = self.engine
         waiting = sorted(self.requests, key=lambda request: request.arrival_ns)
@@ -194,6 +240,7 @@ class LiveRun:
             if engine.has_work:
                 engine.step(now_ns)
                 now_ns = engine.now_ns
+                between_steps()
             else:
                 now_ns = waiting[0].arrival_ns if waiting else now_ns
         assert all(request.state in (RequestState.FINISHED, RequestState.REJECTED) for request in self.requests)

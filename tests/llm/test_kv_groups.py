@@ -148,7 +148,6 @@ def test_more_sequences_run_in_the_same_memory(windowed: Any) -> None:
 def test_what_does_not_go_with_it_is_refused(windowed: Any) -> None:
     model, _ = windowed("gemma2")
     refused: dict[str, dict[str, Any]] = {
-        "speculative_config": {"speculative_config": "ngram"},
         "kv_groups": {"kv_groups": "some"},
         "layers": {"layers": "compiled"},
     }

@@ -27,6 +27,7 @@ from kvarts.sampling import SamplingParams
 from builders.guessing import Oracle, answers_of, guessing, untimed
 from builders.real_models import GREEDY, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
 from builders.rooms import HAS_AUDIT
+from builders.windowed_models import forgetting
 
 Models = Callable[[str], tuple[Any, Any]]
 
@@ -104,6 +105,37 @@ def test_a_seed_says_the_same_with_and_without(
                 [token for token, _ in top] for _, top in one.likeliest
             ]
     assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize(
+    ("family", "keeps", "attention"),
+    [
+        ("gemma3_text", "tails", "sdpa"),
+        ("gpt_oss", "tails", "numba"),
+        pytest.param("gemma4_text", "all", "numba", marks=pytest.mark.long),
+        pytest.param("qwen2", "tails", "numba", marks=pytest.mark.long),
+    ],
+)
+def test_guesses_change_no_token_where_windows_give_pages_back(
+    windowed: Models, monkeypatch: pytest.MonkeyPatch, family: str, keeps: str, attention: str
+) -> None:
+    """L6 with KV groups, greedy and drawn: on a memory that is too small for all, and forgets what nothing holds."""
+    model, reference = windowed(family)
+    prompts = prompts_with_prefixes()
+    drawn = msgspec.structs.replace(GREEDY, temperature=0.8, top_k=40, seed=5)
+    for params, wrong in ((GREEDY, 0.3), (GREEDY, 0.0), (drawn, 0.3)):
+        expected = engine_of(model).generate(prompts, params)
+        answers = {tuple(prompt): list(one.tokens) for prompt, one in zip(prompts, expected, strict=True)}
+        if params is GREEDY:
+            assert all(answers[tuple(one)] == undisturbed(reference, one, GREEDY.max_tokens) for one in prompts)
+        guessing(monkeypatch, Oracle(answers, wrong=wrong, most=11))
+        few: dict[str, Any] = {"num_pages": 40, "budget": 24, "attention": attention, "kv_groups": keeps}
+        engine = forgetting(engine_of(model, speculative_config="ngram", **few))
+        for prompt, completion in zip(prompts, engine.generate(prompts, params), strict=True):
+            assert list(completion.tokens) == answers[tuple(prompt)]
+        assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 20
+        assert engine.kv_live_bytes() == 0
+        engine.check()
 
 
 def test_tokens_are_distributed_as_their_logits_say(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

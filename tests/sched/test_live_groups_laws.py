@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import pytest
@@ -11,44 +10,17 @@ from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.grouped_cache import GroupedCache
 from kvarts.kv.pool import IdPool
 from kvarts.request import RequestState
 
 from builders.case import Case, Row, cases
-from builders.live_groups import STEP_NS, LiveRun
+from builders.live_groups import FULL, STEP_NS, LiveRun, live_groups, window, with_outputs
 from oracles.naive import NaiveRequest, run_naive
 from oracles.naive_group_engine import NaiveGroupEngine
 
 pytestmark = pytest.mark.laws
-
-FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
-
-
-def window(span: int) -> KvLayer:
-    """A layer that sees so many tokens."""
-    return KvLayer(kind="window", num_heads=1, head_numbers=2, span=span)
-
-
-@st.composite
-def live_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
-    """Full layers, most often, and up to two windows; parts of one to six blocks."""
-    sizes = st.sampled_from([1, 1, 2, 4, 6])
-    groups = [PartGroup(FULL, draw(sizes))] if draw(st.integers(0, 4)) else []
-    spans = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), min_size=0 if groups else 1, max_size=2))
-    return (*groups, *(PartGroup(window(span), draw(sizes)) for span in spans))
-
-
-def requests_of(case: Case) -> list[NaiveRequest]:
-    """The requests of a case; what they generate is known, and most often no other request's."""
-    requests = case.naive_requests()
-    own = count(1000)
-    for request in requests:
-        if request.output is None:
-            request.output = tuple(next(own) for _ in range(request.num_output))
-    return requests
 
 
 def both(case: Case, groups: tuple[PartGroup, ...], keeps: Any) -> tuple[LiveRun, list[NaiveRequest], NaiveGroupEngine]:
@@ -60,7 +32,7 @@ def both(case: Case, groups: tuple[PartGroup, ...], keeps: Any) -> tuple[LiveRun
         max_num_batched_tokens=case.max_num_batched_tokens,
         max_num_seqs=case.max_num_seqs,
     )
-    requests = requests_of(case)
+    requests = list(with_outputs(case.naive_requests()))
     naive = NaiveGroupEngine(
         [(group.layer, group.part_bytes) for group in groups],
         keeps_all=keeps == "all",
@@ -71,7 +43,7 @@ def both(case: Case, groups: tuple[PartGroup, ...], keeps: Any) -> tuple[LiveRun
         cost=lambda batch, engine: STEP_NS,
     )
     run_naive(requests, [naive])
-    live = LiveRun(requests_of(case), memory, config, memory.num_blocks(case.num_pages))
+    live = LiveRun(list(with_outputs(case.naive_requests())), memory, config, memory.num_blocks(case.num_pages))
     live.run()
     return live, requests, naive
 
@@ -133,7 +105,7 @@ def test_a_page_that_is_given_back_one_token_early_is_read_from_another_sequence
     assert live.executor.num_looked_at > 5_000
     config = live.engine.config
     memory = GroupMemory(full_and(span - 1), "tails")
-    wrong = LiveRun(requests_of(case), memory, config, memory.num_blocks(case.num_pages))
+    wrong = LiveRun(list(with_outputs(case.naive_requests())), memory, config, memory.num_blocks(case.num_pages))
     wrong.executor.layers = live.executor.layers
     with pytest.raises(AssertionError, match="its block holds another"):
         wrong.run()

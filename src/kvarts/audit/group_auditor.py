@@ -26,6 +26,8 @@ from kvarts.events import (
     Cancelled,
     ChunkComputed,
     CopiesRemoved,
+    DraftJudged,
+    DraftTaken,
     Event,
     Finished,
     PagesPinned,
@@ -42,7 +44,7 @@ from kvarts.events import (
 
 __all__ = ["GroupAuditor", "PartAccount"]
 
-OF_A_REQUEST = (Admitted, ChunkComputed, Preemption, Finished, Cancelled)
+OF_A_REQUEST = (Admitted, ChunkComputed, DraftTaken, DraftJudged, Preemption, Finished, Cancelled)
 """Of one that has arrived and has not ended."""
 
 
@@ -130,7 +132,7 @@ class GroupAuditor:
             case _:
                 self._expect_nothing()
         match event:
-            case Finished() | Cancelled() | Preemption():
+            case DraftJudged() | Finished() | Cancelled() | Preemption():
                 pass
             case _:
                 self._look_at_held()
@@ -171,6 +173,11 @@ class GroupAuditor:
             case StepEnded():
                 self._pass_steps(event.step)
                 self._end_step()
+            case DraftTaken():
+                self._settle()
+                self._held.draft(self._requests[event.request], event, is_decoding=event.request in self._decoding)
+            case DraftJudged():
+                self._held.judge(self._requests[event.request], event)
             case Finished():
                 self._finish(event.request)
             case Cancelled():

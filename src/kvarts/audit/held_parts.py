@@ -8,6 +8,7 @@ from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import Findings
 from kvarts.audit.part_ledger import AuditedPart, PartLedger
 from kvarts.content import Content
+from kvarts.events import DraftJudged, DraftTaken
 
 __all__ = ["HeldParts", "PartHolder"]
 
@@ -15,15 +16,15 @@ __all__ = ["HeldParts", "PartHolder"]
 class PartHolder:
     """What the auditor knows of one request. Its first `num_named` pages can be found, as far as it has parts of them.
 
-    `parts`: by group and page; `states`: by group.
+    `parts`: by group and page; `states`: by group. `drafted`: tokens that were drafted for it in this step.
     """
 
-    __slots__ = ("computed", "content", "is_running", "known", "num_named", "parts", "states")
+    __slots__ = ("computed", "content", "drafted", "is_running", "known", "num_named", "parts", "states")
 
     def __init__(self, content: Content, prompt: int, num_groups: int) -> None:
         self.content = content
         self.known = prompt
-        self.computed = self.num_named = 0
+        self.computed = self.num_named = self.drafted = 0
         self.parts: list[dict[int, AuditedPart]] = [{} for _ in range(num_groups)]
         self.states: dict[int, AuditedPart] = {}
         self.is_running = False
@@ -112,6 +113,28 @@ class HeldParts:
             self._publish(known, index, page, part)
             self._ledger.release(part)
 
+    def draft(self, known: PartHolder, event: DraftTaken, *, is_decoding: bool) -> None:
+        """Take what drafted tokens need, which follow the one that the decode computes in this step."""
+        if not is_decoding or known.drafted or event.start != known.computed or event.end <= event.start:
+            what = f"drafts tokens {event.start} to {event.end}, and had {known.computed} computed"
+            self._found.add(what, event.request, event.start // self._page_size)
+        known.drafted = event.end - event.start
+        self.take_pages(known, event.end)
+
+    def judge(self, known: PartHolder, event: DraftJudged) -> None:
+        """Count accepted tokens, and give back the parts of pages that only others were in."""
+        if event.num_drafted != known.drafted or not 0 <= event.num_accepted <= known.drafted:
+            what = f"accepts {event.num_accepted} of {event.num_drafted} tokens, and {known.drafted} were drafted"
+            self._found.add(what, event.request)
+        known.drafted = 0
+        known.computed += event.num_accepted
+        known.known += event.num_accepted
+        num_pages = -(-known.computed // self._page_size)
+        for parts in known.parts:
+            for page in sorted((page for page in parts if page >= num_pages), reverse=True):
+                self._ledger.release(parts.pop(page))
+        self.name(known)
+
     def close(self, known: PartHolder) -> None:
         """Release all that a request holds, group by group, its state and then the last page first."""
         self._keep_tails(known)
@@ -124,7 +147,10 @@ class HeldParts:
         known.is_running = False
 
     def look_at(self, known: PartHolder) -> None:
-        """Find what a running request holds between two steps though no later token sees it."""
+        """Find what a running request holds between two steps though no later token sees it, and drafts not judged."""
+        if known.drafted:
+            self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
+            known.drafted = 0
         for index, group in enumerate(self._ledger.groups):
             if group.kind in ("full", "latent"):
                 continue

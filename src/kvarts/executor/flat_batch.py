@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, StepPlan
 
-__all__ = ["ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "RowTables", "TableBatch"]
+__all__ = ["ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "RowTables", "TableBatch", "with_drafts"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -174,7 +174,7 @@ class RowTables:
             if plan.drafts is None:
                 sampled_at += range(len(rows))
             else:
-                drafts, sampled_at = _with_drafts(sampled_rows, plan.drafts)
+                drafts, sampled_at = with_drafts(sampled_rows, plan.drafts)
                 rows = np.concatenate((rows, plan.drafts.rows))
                 where, own = np.concatenate((where, plan.drafts.positions)), np.concatenate((own, plan.drafts.tokens))
             decodes = self._decodes(rows, where)
@@ -274,7 +274,7 @@ class RowTables:
             self._tables = longer
 
 
-def _with_drafts(rows: list[int], drafts: DraftRows) -> tuple[list[list[int]], list[int]]:
+def with_drafts(rows: list[int], drafts: DraftRows) -> tuple[list[list[int]], list[int]]:
     """Return the drafted tokens of each of the decodes `rows`, and the tokens of the batch after which one is sampled.
 
     These are in the order of `rows`, each followed by its drafted ones, which come after all decodes in the batch.

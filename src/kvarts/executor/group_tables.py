@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.executor.flat_batch import ALL, ChunkMetadata, DecodeMetadata, FlatBatch, Ints, TableBatch
+from kvarts.executor.flat_batch import ALL, ChunkMetadata, DecodeMetadata, FlatBatch, Ints, TableBatch, with_drafts
 from kvarts.sched.plan import StepPlan
 
 __all__ = ["GroupTables", "LayerTable"]
@@ -59,12 +59,12 @@ class GroupTables:
 
     def flatten(self, plan: StepPlan) -> FlatBatch | None:
         """Note what changed, and return the tokens of the step; None if there are none."""
-        assert plan.drafts is None, "drafted tokens are of models without KV groups"
         tokens: list[npt.NDArray[Any]] = []
         positions: list[Ints] = []
         block_slots: list[Ints] = []
         sampled_rows: list[int] = []
         sampled_at: list[int] = []
+        drafts: list[list[int]] = []
         num_tokens = 0
         nothing = np.zeros(0, np.int64)
         every = [
@@ -77,9 +77,16 @@ class GroupTables:
             for row, page, blocks in plan.decodes.new_blocks:
                 self._reserve(page + 1)
                 self._ids[:, row, page] = blocks
-            num_tokens = len(rows)
+            own_tokens = plan.decodes.tokens
             sampled_rows += rows.tolist()
-            sampled_at += range(num_tokens)
+            if plan.drafts is None:
+                sampled_at += range(len(rows))
+            else:
+                drafts, sampled_at = with_drafts(sampled_rows, plan.drafts)
+                rows = np.concatenate((rows, plan.drafts.rows))
+                where = np.concatenate((where, plan.drafts.positions))
+                own_tokens = np.concatenate((own_tokens, plan.drafts.tokens))
+            num_tokens = len(rows)
             ids = self._ids[:, rows, : int(where.max()) // self._page_size + 1]
             zeros, prompts = np.zeros_like(where), self._prompts[rows]
             windows, at = np.full_like(where, ALL), np.arange(num_tokens)
@@ -92,7 +99,7 @@ class GroupTables:
                 else:
                     size = self._page_size // len(layer_table.blocks)
                     own.append(table[at, where // size] * size + where % size)
-            tokens.append(plan.decodes.tokens)
+            tokens.append(own_tokens)
             positions.append(where)
         for chunk in plan.batch.chunks:
             ids = np.array(chunk.tables, np.int64)
@@ -128,6 +135,7 @@ class GroupTables:
             sampled_rows,
             sampled_at,
             self._requests[sampled_rows].tolist(),
+            drafts + [[] for _ in sampled_rows[len(drafts) :]] if drafts else [],
             tables=every,
             block_slots=np.concatenate(block_slots, axis=1),
         )

@@ -182,6 +182,11 @@ class BlockPages(PartPages):
         """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
         self.parts.fill_page(cast(BlockHolding, holding).parts, num_tokens)
 
+    def drop_pages(self, holding: Holding, num_pages: int) -> None:
+        """Give back the parts of all but the first `num_pages` pages, which `take_page` took: no token is in them."""
+        self.parts.drop_pages(cast(BlockHolding, holding).parts, num_pages)
+        self.count()
+
     def settle(self, holding: Holding, num_tokens: int) -> None:
         """Give back what no token from `num_tokens` on attends to. `count` must follow."""
         self.parts.settle(cast(BlockHolding, holding).parts, num_tokens)

@@ -381,6 +381,14 @@ class GroupedCache:
         holding.num_tokens = num_tokens
         self._name(holding)
 
+    def drop_pages(self, holding: GroupedHolding, num_pages: int) -> None:
+        """Undo `take_page` for all but the first `num_pages` pages of `holding`."""
+        assert num_pages >= len(holding.names), "a page that can be found has no token"
+        for index, parts in enumerate(holding.parts):
+            pages = [page for page in parts if page >= num_pages]
+            if pages:
+                self._release(index, [parts.pop(page) for page in reversed(pages)])
+
     def settle(self, holding: GroupedHolding, num_tokens: int) -> None:
         """Give back what no token from `num_tokens` on attends to; all before are computed."""
         holding.num_tokens = num_tokens

@@ -105,6 +105,10 @@ class PartPages(PageCache):
         """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
         raise NotImplementedError
 
+    def drop_pages(self, holding: Holding, num_pages: int) -> None:
+        """Give back the parts of all but the first `num_pages` pages, which `take_page` took: no token is in them."""
+        raise NotImplementedError
+
     def settle(self, holding: Holding, num_tokens: int) -> None:
         """Give back what no token from `num_tokens` on attends to. `count` must follow."""
         raise NotImplementedError

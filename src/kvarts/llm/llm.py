@@ -76,8 +76,7 @@ class LLM:
     directory of the files, which a later run of the same model reads again.
 
     `kv_groups`: `off`, every layer keeps every token; `all` or `tails`, a layer with a window keeps what later tokens
-    see, see kvarts.llm.room. More sequences fit the same memory then; tiers, speculation and sessions do not go with it
-    yet.
+    see, see kvarts.llm.room. More sequences fit the same memory then; tiers and sessions do not go with it yet.
 
     `speculative_config`: have tokens guessed that may follow, which are computed beside the others and accepted where
     they are right: a SpeculativeConfig, a mapping of its fields, or `ngram`. It changes no token.
@@ -126,11 +125,7 @@ class LLM:
         page_size = page_size if config is None else config.page_size
         room = KVRoom(model, page_size, kv_groups)
         if kv_groups != "off":
-            for field, given in (
-                ("host_memory", offload),
-                ("disk_path", disk_path),
-                ("speculative_config", speculation),
-            ):
+            for field, given in (("host_memory", offload), ("disk_path", disk_path)):
                 if given is not None:
                     raise ConfigError("does not go with KV groups yet", field=field, hint="Set kv_groups to off.")
         if config is None:
@@ -190,6 +185,7 @@ class LLM:
                 num_blocks=room.num_blocks(config.num_pages),
                 readers=readers,
                 audit=audit,
+                drafter=drafter,
             )
         )
         self.kv_groups = kv_groups

@@ -19,12 +19,12 @@ from msgspec.structs import replace
 
 from kvarts.event_log import Tell
 from kvarts.events import DraftJudged, DraftTaken
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Holding, PageCache
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
-from kvarts.sched.plan import Batch, DraftRows, StepResult
+from kvarts.sched.plan import Batch, DecodeRows, DraftRows, StepResult
 from kvarts.sched.wheel import DecodeWheel
 
 __all__ = ["DraftTotals", "Drafter", "Drafts"]
@@ -79,34 +79,31 @@ class Drafts:
         self._tell = tell
         self._page_size = wheel.page_size
         self._taken: list[tuple[Request, Tokens]] = []
+        self._new_pages: list[NewPage] = []
         self._num_drafts = self._num_drafted = self._num_accepted = 0
 
     def totals(self) -> DraftTotals:
         """Return what was drafted so far."""
         return DraftTotals(self._num_drafts, self._num_drafted, self._num_accepted)
 
-    def take(
-        self, rows: npt.NDArray[np.int64], batch: Batch, token_budget: int
-    ) -> tuple[DraftRows | None, tuple[NewPage, ...]]:
-        """Draft for the decodes `rows` of the step that `batch` is, within what is left of its budget.
+    def take(self, decodes: DecodeRows, batch: Batch, token_budget: int) -> tuple[DraftRows | None, DecodeRows]:
+        """Draft for `decodes`, of the step that `batch` is, within what is left of its budget.
 
-        Return the drafts, None without any, and the pages that they took. Requests with pages of their own are passed
-        over: what these drop cannot be taken back.
+        Return the drafts, None without any, and the decodes with the pages that drafts took. Requests with pages of
+        their own are passed over: what these drop cannot be taken back.
         """
-        wheel, cache, page_size = self._wheel, self._cache, self._page_size
+        wheel = self._wheel
         step, taken = wheel.step, self._taken
         num_left = token_budget - batch.num_tokens
-        new_pages: list[NewPage] = []
-        for row in rows.tolist():
+        for row in decodes.rows.tolist():
             if num_left <= 0:
                 break
             request = self._batch.requests[row]
             if request is None or (holding := request.holding) is None:
                 continue
             end = wheel.num_computed(request) + 1
-            num_room = (holding.num_pages + cache.num_free) * page_size - end
             # The last token that it may generate is sampled, and not computed.
-            num_most = min(num_left, num_room, request.stop_step - step)
+            num_most = min(num_left, self._num_room(holding, end), request.stop_step - step)
             if num_most <= 0:
                 continue
             self._batch.append_sampled(request, end, step)
@@ -118,21 +115,17 @@ class Drafts:
             batch = replace(batch, num_drafted=batch.num_drafted + count)
             if self._tell is not None:
                 self._tell(DraftTaken(request.index, end, end + count))
-            page_ids = holding.page_ids
-            assert page_ids is not None
-            num_before = holding.num_pages
-            cache.grow(holding, -(-(end + count) // page_size))
-            new_pages += [(row, index, page_ids[index]) for index in range(num_before, len(page_ids))]
+            self._take_pages(request, holding, end, end + count)
             taken.append((request, tokens))
         if not taken:
-            return None, ()
+            return None, decodes
         counts = [len(tokens) for _, tokens in taken]
         drafts = DraftRows(
             np.repeat([request.row for request, _ in taken], counts),
             np.concatenate([np.arange(len(tokens)) + wheel.num_computed(request) + 1 for request, tokens in taken]),
             np.concatenate([tokens for _, tokens in taken]),
         )
-        return drafts, tuple(new_pages)
+        return drafts, self._with_pages(decodes)
 
     def judge(self, result: StepResult) -> None:
         """Count what was accepted and give back what was not: the step has ended, and the wheel has not turned yet."""
@@ -152,13 +145,35 @@ class Drafts:
 
     def _count(self, request: Request, tokens: Tokens) -> None:
         """Count accepted tokens as computed and generated, and keep no more pages than all computed tokens need."""
-        page_size, content, holding = self._page_size, request.content, request.holding
-        assert holding is not None
         before = self._wheel.num_computed(request) + 1
-        end = before + len(tokens)
         if len(tokens):
             self._wheel.skip(request, len(tokens))
             self._batch.skip(request, tokens)
+        self._keep_pages(request, before, before + len(tokens))
+
+    # Pages ------------------------------------------------------------------------------------------------
+
+    def _num_room(self, holding: Holding, end: int) -> int:
+        """Return how many tokens from `end` on have a place in pages that a request holds or that are free."""
+        return (holding.num_pages + self._cache.num_free) * self._page_size - end
+
+    def _take_pages(self, request: Request, holding: Holding, start: int, end: int) -> None:
+        """Take pages for the drafted tokens [start, end)."""
+        num_before = holding.num_pages
+        page_ids = holding.page_ids
+        assert page_ids is not None
+        self._cache.grow(holding, -(-end // self._page_size))
+        self._new_pages += [(request.row, index, page_ids[index]) for index in range(num_before, len(page_ids))]
+
+    def _with_pages(self, decodes: DecodeRows) -> DecodeRows:
+        """Return the decodes of the step with the pages that were taken in it."""
+        new_pages, self._new_pages = self._new_pages, []
+        return replace(decodes, new_pages=(*decodes.new_pages, *new_pages))
+
+    def _keep_pages(self, request: Request, before: int, end: int) -> None:
+        """Keep the pages of `end` computed tokens; others may find those that were filled since `before`."""
+        page_size, content, holding = self._page_size, request.content, request.holding
+        assert holding is not None
         self._cache.shrink(holding, -(-end // page_size))
         num_full = end // page_size
         if num_full > before // page_size:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvarts.kv.block_pages import BlockPages
+from kvarts.kv.pool import PageId
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.plan import Chunk, DecodeRows
@@ -44,9 +45,13 @@ class GroupBatch(InputBatch):
     ) -> DecodeRows:
         """Return the decodes of `step`. `with_new_page`: the requests that got a page for it."""
         decodes = super().decodes(step, ())
-        new_blocks = []
-        for request in with_new_page:
-            assert request.holding is not None
-            page = (request.wheel_base + step) // self._cache.page_size
-            new_blocks.append((request.row, page, self._cache.blocks_of_page(request.holding, page)))
-        return DecodeRows(decodes.rows, decodes.positions, decodes.tokens, (), new_blocks=tuple(new_blocks))
+        page_size = self._cache.page_size
+        new_blocks = tuple(
+            self.new_blocks(request, (request.wheel_base + step) // page_size) for request in with_new_page
+        )
+        return DecodeRows(decodes.rows, decodes.positions, decodes.tokens, (), new_blocks=new_blocks)
+
+    def new_blocks(self, request: Request, page: int) -> tuple[int, int, tuple[PageId, ...]]:
+        """Return a page that `request` got, as a plan names it: its row, the page, and its block in each table."""
+        assert request.holding is not None
+        return request.row, page, self._cache.blocks_of_page(request.holding, page)

@@ -22,7 +22,9 @@ from kvarts.kv.part_pages import PartPages
 from kvarts.kv.pins import Pins
 from kvarts.kv.tiered_pages import TieredPages
 from kvarts.request import Request, RequestState
+from kvarts.sched.drafts import Drafter
 from kvarts.sched.group_batch import GroupBatch
+from kvarts.sched.group_drafts import GroupDrafts
 from kvarts.sched.group_loads import GroupLoads, GroupTiers
 from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sched.own_pages import OwnPagesInUse
@@ -202,6 +204,7 @@ class GroupQueue(WaitingQueue):
 
 class GroupedScheduler(Scheduler):
     """A Scheduler of a cache with KV groups. `rows`: those of an executor that needs ids; plans then name blocks.
+    `drafter`: guesses tokens for such an executor.
 
     `pages`: of a device that other models share, instead of a pool of its own. `tiers`: those below a cache of
     TieredPages. `pins`: parts that are kept in use for later, as long as no request needs their memory; None without
@@ -219,6 +222,7 @@ class GroupedScheduler(Scheduler):
         tiers: GroupTiers | None = None,
         tell: Tell | None = None,
         pins: Pins | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._queue: GroupQueue | None = None
         """The waiting queue, where other models ask what it needs."""
@@ -239,6 +243,11 @@ class GroupedScheduler(Scheduler):
         if tiers is not None:
             self.loads = GroupLoads(tiers, cast(TieredPages, cache), self.waiting, config.page_size, self.needs)
         self._places = _places(cache.memory, config.page_size)
+        self.group_drafts: GroupDrafts | None = None
+        if drafter is not None:
+            assert rows is not None, "only an executor of tokens can tell which drafts are right"
+            self.group_drafts = GroupDrafts(drafter, self.wheel, cache, rows, page_blocks=page_blocks, tell=tell)
+        self.drafts = self.group_drafts
         self._lacking: tuple[Request, int, int] | None = None
         """The head that last lacked memory, how often parts had become findable, and the blocks that it needs."""
         self._num_moved = 0
@@ -397,7 +406,9 @@ class GroupedScheduler(Scheduler):
         for place in self._places:
             if wheel.num_computing_at(place):
                 settling += wheel.computing_at(place)
-        if len(self._places) > 1:
+        if self.group_drafts is not None:
+            settling += self.group_drafts.take_ahead()  # they may have passed such a place
+        if len(self._places) > 1 or self.group_drafts is not None:
             settling.sort(key=lambda request: request.admission)
         for request in (*settling, *joined):
             if request.own is not None:

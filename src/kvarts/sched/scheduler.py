@@ -272,11 +272,10 @@ class Scheduler:
         decodes = batch.decodes(wheel.step, wheel.needing_page(), with_new_table) if wheel.num_decoding else None
         drafts: DraftRows | None = None
         if decodes is not None and self.drafts is not None:
-            drafts, new_pages = self.drafts.take(decodes.rows, plan_batch, self.pages.token_budget)
+            drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
                 self.mark.look()
                 plan_batch = replace(plan_batch, num_drafted=len(drafts.rows))
-                decodes = replace(decodes, new_pages=decodes.new_pages + new_pages)
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.own_pages.take_copies()
         left = batch.take_left()

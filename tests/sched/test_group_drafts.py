@@ -1,0 +1,94 @@
+"""Drafts with KV groups: whatever is guessed, no token misses a part, and guesses that were wrong give theirs back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.config import EngineConfig
+from kvarts.kv.block_pages import BlockHolding
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.request import Request, RequestState
+from kvarts.sched.group_drafts import GroupDrafts
+
+from builders.case import Case, Row, cases
+from builders.guesser import KNOWING, Knowing
+from builders.live_groups import FULL, LiveRun, live_groups, window, with_outputs
+from oracles.naive_kv_groups import seen_by
+
+pytestmark = pytest.mark.laws
+
+
+def run(case: Case, groups: tuple[PartGroup, ...], keeps: Any, drafter: Knowing) -> LiveRun:
+    """A case with guesses, and a look at what every decode holds after every step."""
+    memory = GroupMemory(groups, keeps)
+    config = EngineConfig(
+        num_pages=case.num_pages,
+        page_size=case.page_size,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+        max_num_seqs=case.max_num_seqs,
+    )
+    num_blocks = memory.num_blocks(case.num_pages)
+    live = LiveRun(with_outputs(case.naive_requests()), memory, config, num_blocks, drafter=drafter)
+    drafter.tokens = live.tokens
+
+    def look() -> None:
+        scheduler = live.engine.scheduler
+        for request in live.requests:
+            if request.state is not RequestState.DECODING:
+                continue
+            assert isinstance(request.holding, BlockHolding)
+            num_computed = scheduler.wheel.num_computed(request)
+            for group, parts in zip(groups, request.holding.parts.parts, strict=True):
+                # Of its own page it has the part if a token before it is in it.
+                before = [*seen_by(group.layer, num_computed), num_computed - num_computed % case.page_size]
+                needed = {other // case.page_size for other in before if other < num_computed}
+                assert set(parts) == needed, "a decode holds what its next token sees, and nothing else"
+
+    live.run(look)
+    return live
+
+
+@given(case=cases(), groups=live_groups(), keeps=st.sampled_from(["all", "tails"]), drafter=KNOWING)
+def test_guesses_take_parts_and_those_that_were_wrong_give_them_back(
+    case: Case, groups: tuple[PartGroup, ...], keeps: Any, drafter: Knowing
+) -> None:
+    """L1 to L3, L6 and L8: under prefix hits, chunks, eviction and preemption; the executor looks at all that is read,
+    and a second bookkeeping follows the events."""
+    live = run(case, groups, keeps, drafter)
+    for request in live.requests:
+        if request.state is RequestState.FINISHED:
+            assert request.num_computed == request.num_known - 1
+            known = request.content.tokens(0, request.num_known).tolist()
+            assert known == live.tokens[request.index][1][: request.num_known]
+    assert live.engine.scheduler.cache.num_used == 0
+
+
+CASE = Case([Row(0, [1, 2, 3, 4, 5], 5, 40, None, 0, None)], 1, 2, 60, 16, 4, "default", 1)
+
+
+def test_guesses_that_are_right_save_steps() -> None:
+    groups = (PartGroup(FULL, 1), PartGroup(window(5), 2))
+    steps = {}
+    for most in (0, 5):
+        drafter = Knowing(1, 0.0, most)
+        steps[most] = len(run(CASE, groups, "all", drafter).steps.done)
+    assert drafter.num_accepted == drafter.num_drafted > 20
+    assert steps[5] < steps[0] / 2
+
+
+def test_a_window_that_believes_a_guess_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what a guess would no longer see goes back before it is known to be right."""
+    take = GroupDrafts._take_pages
+
+    def take_and_believe(self: GroupDrafts, request: Request, holding: Any, start: int, end: int) -> None:
+        take(self, request, holding, start, end)
+        self._parts.settle(holding, end)
+        self._parts.count()
+
+    monkeypatch.setattr(GroupDrafts, "_take_pages", take_and_believe)
+    with pytest.raises(Exception, match=r"(next|later) token sees"):
+        run(CASE, (PartGroup(FULL, 1), PartGroup(window(5), 2)), "tails", Knowing(1, 0.7, 5))
