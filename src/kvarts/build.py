@@ -175,6 +175,7 @@ def build_grouped_engine(
     offload: GroupTierSettings | None = None,
     prefill: PrefillTimes | None = None,
     drafter: Drafter | None = None,
+    moves_pages: bool | None = None,
 ) -> Engine:
     """Return an engine around an executor of a model with KV groups, in `num_blocks` blocks of `memory`.
 
@@ -191,9 +192,12 @@ def build_grouped_engine(
                 hint="Leave out what reads events of pages, or the tiers.",
             )
         below = TieredPages(memory, num_blocks=num_blocks, page_size=config.page_size)
-        moves_pages = executor.needs_page_ids
+        if moves_pages is None:
+            moves_pages = executor.needs_page_ids
         tiers = offload.open_group_tiers(config, below, with_page_ids=moves_pages, prefill=prefill)
-        return _grouped(config, below, executor, log, policy, audit=audit, tiers=tiers, drafter=drafter)
+        return _grouped(
+            config, below, executor, log, policy, audit=audit, tiers=tiers, drafter=drafter, moves_pages=moves_pages
+        )
     if audit:
         groups = tuple(
             from_room("audit.part_ledger", "AuditedGroup", field="audit")(
@@ -208,7 +212,7 @@ def build_grouped_engine(
     log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
     cache: BlockPages = BlockPages(memory, num_blocks=num_blocks, page_size=config.page_size, tell=tell)
-    return _grouped(config, cache, executor, log, policy, audit=audit, drafter=drafter)
+    return _grouped(config, cache, executor, log, policy, audit=audit, drafter=drafter, moves_pages=moves_pages)
 
 
 def build_sharing_engine(
@@ -221,7 +225,7 @@ def build_sharing_engine(
     policy: AdmissionPolicy | None = None,
 ) -> Engine:
     """Return an engine of a model with KV groups that shares its device: `cache` is that of its part, `pages`."""
-    return _grouped(config, cache, executor, log, policy, audit=False, pages=pages)
+    return _grouped(config, cache, executor, log, policy, audit=False, pages=pages, moves_pages=False)
 
 
 def _grouped(
@@ -235,6 +239,7 @@ def _grouped(
     tiers: GroupTiers | None = None,
     pages: PageSource | None = None,
     drafter: Drafter | None = None,
+    moves_pages: bool | None = None,
 ) -> Engine:
     """Return an engine with KV groups in `cache`. `tiers`: those below it. `pages`: of a device that is shared."""
     rows = GroupBatch(cache, config.max_num_seqs) if executor.needs_page_ids else None
@@ -251,4 +256,6 @@ def _grouped(
         pins=Pins(cache, tell) if pages is None else None,
         drafter=drafter,
     )
-    return Engine(config, scheduler, executor, log, audit=audit, moves_pages=executor.needs_page_ids)
+    if moves_pages is None:
+        moves_pages = executor.needs_page_ids
+    return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)

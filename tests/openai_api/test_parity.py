@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvarts.events import StepDone
 from kvarts.executor.cost import LinearCost
+from kvarts.kv.group_memory import PartGroup
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door, open_mock
 from kvarts.openai_api.served import Ask, Limits
@@ -22,6 +23,7 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.recorded import RecordedRow, recorded_trace
 
+from builders.grouped import part_groups
 from builders.parity import Heard, Sent, shifted
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
@@ -108,11 +110,22 @@ requests = st.builds(
     budget=st.sampled_from([4, 16, 64]),
     seqs=st.integers(1, 4),
     has_host=st.booleans(),
+    groups=st.one_of(st.just(()), part_groups()),
+    keeps=st.sampled_from(["all", "tails"]),
 )
 def test_a_recorded_run_replays_to_the_same_events(
-    sent: list[Sent], pages: int, page_size: int, budget: int, seqs: int, has_host: bool
+    sent: list[Sent],
+    pages: int,
+    page_size: int,
+    budget: int,
+    seqs: int,
+    has_host: bool,
+    groups: tuple[PartGroup, ...],
+    keeps: str,
 ) -> None:
-    config = small(pages, page_size, budget, seqs, has_host=has_host and HAS_OFFLOAD)
+    config = small(pages, page_size, budget, seqs, has_host=has_host and HAS_OFFLOAD and not groups)
+    if groups:
+        config = msgspec.structs.replace(config, groups=groups, kv_groups=keeps)
     rows, live = served_live(config, sent, speedup=1.0)
     assert len(rows) == len(sent)
     assert_same(config, rows, live)

@@ -51,14 +51,17 @@ def server_options() -> list[click.Option]:
 
 
 def server_readers(
-    stack: ExitStack, values: Mapping[str, Any], sources: list[dict[str, Any]]
+    stack: ExitStack,
+    values: Mapping[str, Any],
+    sources: list[dict[str, Any]],
+    kv_groups: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> Callable[[str], list[EventReader]]:
     """Return what opens a publisher for each model of a server, by its name, until `stack` ends, and returns its
     reader; none where none is asked for. Raise ConfigError.
 
     Each model has endpoints and numbers of its own, as engines of one model each have: a consumer that follows one of
     them sees no gaps, events name no model, and indexers are told the model with the endpoint. What is opened is added
-    to `sources`, which /kv_event_sources tells.
+    to `sources`, which /kv_event_sources tells. `kv_groups`: by the name of a model, those that are counted of it.
     """
     config = _config_of(values)
 
@@ -68,6 +71,8 @@ def server_readers(
         from kvarts.serve.kv_events.opening import open_kv_events
 
         of_model = config.for_model(name, len(sources))
+        if name in kv_groups:
+            of_model = _with_groups(of_model, kv_groups[name])
         taken = {source[key] for source in sources for key in ("endpoint", "replay_endpoint")}
         for field, endpoint in (("kv_events", of_model.endpoint), ("kv_events_replay", of_model.replay_endpoint)):
             if endpoint in taken:

@@ -38,6 +38,7 @@ KEYS = (
     "max_batched_tokens",
     "max_seqs",
     "cost",
+    "kv_groups",
     "audit",
 )
 TABLES = ("offload.",)
@@ -104,17 +105,21 @@ def mock_command(**params: Any) -> None:
     )
     readers_of: Callable[[str], list[EventReader]] = _no_readers
     sources: list[dict[str, Any]] = []
+    kv_groups: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         opened: Opened | None = None
-        readers_of = kv_events.server_readers(stack, params, sources)
-        opened = mock_sharing.open_if_several(given, sections, params, door, speedup=speedup, readers_of=readers_of)
+        readers_of = kv_events.server_readers(stack, params, sources, kv_groups)
+        opened = mock_sharing.open_if_several(
+            given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
+        )
         if opened is None:
             config = resolve_replay(given, sections)
-            if config.kv_groups != "off":
-                raise given.error("kv_groups", "is for `kvarts replay`: a mock counts whole pages")
             name = str(given["model"]) if "model" in given else "mock"
             token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
-            readers = readers_of((*params["names"], name)[0])
+            served_name = (*params["names"], name)[0]
+            if config.kv_groups != "off":
+                kv_groups[served_name] = config.memory.to_builtins()["kv_groups"]
+            readers = readers_of(served_name)
             opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
         opened.routes.event_sources += sources
         http_sessions.open_sessions_of(opened, params)

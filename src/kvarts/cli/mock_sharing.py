@@ -42,10 +42,12 @@ def open_if_several(
     *,
     speedup: float,
     readers_of: Callable[[str], list[EventReader]],
+    kv_groups: dict[str, list[dict[str, Any]]],
 ) -> Opened | None:
     """Return the mocks of several models, where models have names; or else None. Raise ConfigError.
 
-    `readers_of` is asked for readers of the events of each.
+    `readers_of` is asked for readers of the events of each, when its KV groups, if they are counted, are in
+    `kv_groups`.
     """
     if not given.names(MODELS):
         for key in KEYS:
@@ -60,4 +62,8 @@ def open_if_several(
     from kvarts.openai_api.several.opening import open_several
     from kvarts.sharing.config import resolve_shares
 
-    return open_several(resolve_shares(given, sections), door, speedup=speedup, readers_of=readers_of)
+    config = resolve_shares(given, sections)
+    for name, of_model in config.configs.items():
+        if of_model.kv_groups != "off":
+            kv_groups[name] = of_model.memory.to_builtins()["kv_groups"]
+    return open_several(config, door, speedup=speedup, readers_of=readers_of)

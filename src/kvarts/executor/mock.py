@@ -17,8 +17,10 @@ from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.executor.cost import CostModel
 from kvarts.executor.flat_batch import FlatBatch, RowTables
+from kvarts.executor.group_tables import GroupTables, LayerTable
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.rotation import NoRotation
+from kvarts.kv.group_memory import GroupMemory
 from kvarts.sampling import Likeliest, SamplingParams
 from kvarts.sched.plan import StepPlan, StepResult
 
@@ -57,7 +59,8 @@ class MockExecutor:
 
     Steps end at absolute times, so that waiting does not add up. Lag behind its own clock is counted in `late_ns`.
     Owner of the tokens that end each request. `vary`: makes tokens of the vocabulary out of those before them and those
-    drawn. A request with a seed has tokens of its own.
+    drawn. A request with a seed has tokens of its own. `groups`: of a model with KV groups, and the blocks of its
+    memory; states are counted and not written.
     """
 
     needs_page_ids = True
@@ -72,12 +75,17 @@ class MockExecutor:
         seed: int = 0,
         speedup: float = 1.0,
         vary: Callable[[Tokens, Tokens], Tokens] | None = None,
+        groups: GroupMemory | None = None,
+        num_blocks: int = 0,
     ) -> None:
-        self.slots = PageSlots(config.num_pages, config.page_size)
+        self.slots = PageSlots(config.num_pages if groups is None else num_blocks, config.page_size)
         self.rotation = NoRotation()
         self.late_ns = 0
         """How much later than they should the steps have ended so far, the most of all."""
-        self._rows = RowTables(config.max_num_seqs, config.page_size)
+        self._rows: RowTables | GroupTables = RowTables(config.max_num_seqs, config.page_size)
+        if groups is not None:
+            tables = [LayerTable((block,)) for block in range(groups.page_bytes // groups.block_bytes)]
+            self._rows = GroupTables(config.max_num_seqs, config.page_size, tables)
         self._max_num_seqs = config.max_num_seqs
         self._cost = cost
         self._clock = clock
@@ -126,7 +134,7 @@ class MockExecutor:
         sampled = np.zeros(self._max_num_seqs, np.uint64)
         stopped: tuple[int, ...] = ()
         if batch is not None:
-            self.slots.write(batch.slots, batch.positions)
+            self.slots.write(batch.slots if batch.block_slots is None else batch.block_slots, batch.positions)
             if batch.sampled_rows:
                 at = batch.sampled_at
                 before = batch.tokens[at].astype(np.uint64)

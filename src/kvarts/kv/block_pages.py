@@ -230,7 +230,7 @@ class BlockPages(PartPages):
         return self._blocks_of(counts)
 
     def tables(self, holding: Holding, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
-        """Return the page tables of a request, group by group, one for every block of a part.
+        """Return the page tables of a request, group by group, one for every block of a part; states have none.
 
         Each has an entry for every page of its first `num_tokens` tokens, which is 0 where the group has no part of it:
         no token that is computed from here on attends to such a page.
@@ -238,6 +238,8 @@ class BlockPages(PartPages):
         num_pages = -(-num_tokens // self.page_size)
         tables: list[tuple[PageId, ...]] = []
         for index, group in enumerate(self.parts.groups):
+            if group.is_state:
+                continue
             own: dict[int, Part] = cast(BlockHolding, holding).parts.parts[index]
             for place in range(group.part_bytes // self.block_bytes):
                 table = [PageId(0)] * num_pages
@@ -249,8 +251,9 @@ class BlockPages(PartPages):
     def blocks_of_page(self, holding: Holding, page: int) -> tuple[PageId, ...]:
         """Return the blocks of a page, one for every page table; the request has a part of it in every group."""
         blocks: list[PageId] = []
-        for own in cast(BlockHolding, holding).parts.parts:
-            blocks += own[page].blocks
+        for group, own in zip(self.parts.groups, cast(BlockHolding, holding).parts.parts, strict=True):
+            if not group.is_state:
+                blocks += own[page].blocks
         return tuple(blocks)
 
     def has_empty(self, count: int) -> bool:

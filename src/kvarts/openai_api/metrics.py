@@ -258,7 +258,7 @@ class ModelMetrics:
         num_used, num_cached, num_free = cache.num_used, cache.num_cached, cache.num_free
         pages = [("used", num_used), ("cached", num_cached), ("empty", num_free - num_cached)]
         if served.sharing is not None:
-            pages.append(("elsewhere", served.host.config.num_pages - num_used - num_free))
+            pages.append(("elsewhere", cache.pool.total - num_used - num_free))
         yield self._gauges("kvarts:pages", "Pages of KV memory, by state.", "state", pages)
         yield self._counter("kvarts:pages_evicted", "Cached pages that were overwritten.", cache.num_evicted)
         yield self._counter("kvarts:steps", "Steps of the engine.", meter.num_steps)

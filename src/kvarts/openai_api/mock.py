@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvarts.build import TierSettings, build_engine
+from kvarts.build import TierSettings, build_engine, build_grouped_engine
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventReader
@@ -18,6 +18,7 @@ from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.waiting import WaitingExecutor
+from kvarts.kv.group_memory import GroupMemory
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
@@ -76,26 +77,38 @@ def mock_model(
     readers: Sequence[EventReader] = (),
     audit: bool = False,
     clock: Clock | None = None,
+    groups: GroupMemory | None = None,
 ) -> ModelHost:
     """Return a model that takes as long as `cost` says, divided by `speedup`, and writes words.
 
-    `clock`: instead of one that keeps pace with real time. The rest as of `build_engine` and ModelHost.
+    `clock`: instead of one that keeps pace with real time. `groups`: of a model with KV groups. The rest as of
+    `build_engine` and ModelHost.
     """
     paced = PacedClock(speedup=speedup)
     if clock is None:
         clock = paced
     put_off = PutOffClock(clock)
-    executor = MockExecutor(config, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words)
-    detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=put_off)
-    core = build_engine(
-        config,
-        WaitingExecutor(detokenizing, put_off),
-        readers=readers,
-        audit=audit,
-        offload=offload,
-        prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
-        moves_pages=False,
+    num_blocks = 0 if groups is None else groups.num_blocks(config.num_pages)
+    executor = MockExecutor(
+        config, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words, groups=groups, num_blocks=num_blocks
     )
+    detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=put_off)
+    waiting = WaitingExecutor(detokenizing, put_off)
+    if groups is None:
+        core = build_engine(
+            config,
+            waiting,
+            readers=readers,
+            audit=audit,
+            offload=offload,
+            prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
+            moves_pages=False,
+        )
+    else:
+        assert offload is None, "a mock with KV groups has no tiers"
+        core = build_grouped_engine(
+            config, groups, waiting, num_blocks=num_blocks, readers=readers, audit=audit, moves_pages=False
+        )
     paced.is_at_rest = lambda: not core.scheduler.has_work
     replica = Replica(core, SimExecutor(cost), step_by_step=True)
     engine = LLMEngine(PacedEngine(replica, clock), executor, detokenizing, clock, page_size=config.page_size)
@@ -111,4 +124,5 @@ def mock_model(
         vocab_size=VOCABULARY_SIZE,
         max_positions=max_positions,
         fingerprint=lambda: f"mock {seed}",
+        kv_groups="off" if groups is None else groups.keeps,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvarts.clock import Clock
+from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.openai_api.app import OpenAIApp, OwnerOf, Watcher
 from kvarts.openai_api.failures import FailureScript
@@ -19,6 +20,7 @@ from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Limits, Served, Sharing
 from kvarts.rooms import from_room
+from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.config import ReplayConfig
 
 __all__ = ["Door", "Opened", "make_served", "mock_limits", "open_app", "open_mock", "open_model"]
@@ -75,8 +77,12 @@ def open_mock(
 ) -> Opened:
     """Return a mock of the engine that `config` describes. `readers`: of all of its events.
 
-    `max_model_len` of the limits is cut to what the pages hold.
+    `max_model_len` of the limits is cut to what the pages hold. Raise ConfigError for tiers below KV groups.
     """
+    if config.kv_groups != "off" and config.offload is not None:
+        raise ConfigError(
+            "is not mocked with KV groups yet", field="offload", hint="Leave it out, or set kv_groups to off."
+        )
     limits = mock_limits(door, config)
     meter = Meter(max_model_len=limits.max_model_len, speedup=speedup)
     host = mock_model(
@@ -90,6 +96,7 @@ def open_mock(
         readers=(*readers, meter),
         audit=config.audit,
         clock=clock,
+        groups=None if config.kv_groups == "off" else config.memory,
     )
     facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost": config.to_builtins()["cost"]}
     served = make_served(host, WordText(), door.names or (model,), door, limits=limits, meter=meter, facts=facts)
@@ -98,9 +105,15 @@ def open_mock(
 
 def mock_limits(door: Door, config: ReplayConfig) -> Limits:
     """Return the limits of a mock: a context that its pages hold, and answers that end."""
+    most = door.limits.max_model_len
+    if config.kv_groups == "off":
+        most = min(most, config.pool_tokens)
+    else:
+        needs = GroupNeeds(config.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+        most = needs.most_tokens(most, config.num_blocks)
     return msgspec.structs.replace(
         door.limits,
-        max_model_len=min(door.limits.max_model_len, config.pool_tokens),
+        max_model_len=most,
         default_tokens=DEFAULT_TOKENS if door.limits.default_tokens is None else door.limits.default_tokens,
     )
 

@@ -48,6 +48,17 @@ class GroupNeeds:
             blocks += self._state_blocks
         return blocks
 
+    def most_tokens(self, limit: int, num_blocks: int) -> int:
+        """Return how many tokens a request has at most, of up to `limit`, that can run in `num_blocks`; 0 for none."""
+        fewest, most = 0, limit
+        while fewest < most:
+            middle = (fewest + most + 1) // 2
+            if self.at_most(middle) <= num_blocks:
+                fewest = middle
+            else:
+                most = middle - 1
+        return fewest
+
     def of_request(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Return the same for a request by its prompt and output, the last token of which is never computed."""
         return self.at_most(max(1, num_prompt_tokens + max_tokens - 1))

@@ -283,14 +283,7 @@ class GroupedScheduler(Scheduler):
 
     def most_tokens(self, limit: int) -> int:
         """Return how many tokens a sequence has at most, of up to `limit`, that can run in this memory; 0 for none."""
-        fewest, most = 0, limit
-        while fewest < most:
-            middle = (fewest + most + 1) // 2
-            if self.needs.at_most(middle) <= self.parts.pool.total:
-                fewest = middle
-            else:
-                most = middle - 1
-        return fewest
+        return self.needs.most_tokens(limit, self.parts.pool.total)
 
     def _never_fits(self, request: Request) -> str | None:
         num_most, total = self.pages.num_most, self.parts.pool.total

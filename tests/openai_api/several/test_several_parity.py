@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarts.executor.cost import LinearCost
+from kvarts.kv.group_memory import PartGroup
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits
@@ -23,6 +24,7 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.recorded import RecordedRow, recorded_trace
 
+from builders.grouped import part_groups
 from builders.parity import Heard, Sent, shifted
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
@@ -31,8 +33,16 @@ TOKEN_BYTES = {"chat": 8, "code": 12}
 
 
 def shared(
-    pages: int, budget: int, seqs: int, *, has_host: bool, turns: Any = "tokens", step_ms: float = 0.05
+    pages: int,
+    budget: int,
+    seqs: int,
+    *,
+    has_host: bool,
+    turns: Any = "tokens",
+    step_ms: float = 0.05,
+    groups: tuple[PartGroup, ...] = (),
 ) -> SharingConfig:
+    """Two models. `groups`: those of the first."""
     offload = None
     if has_host:
         from kvarts.offload.config import OffloadConfig
@@ -51,6 +61,8 @@ def shared(
         name: ModelShare(cost=cost, kv_bytes_per_token=TOKEN_BYTES[name], weight=weight)
         for name, weight in zip(NAMES, (2.0, 1.0), strict=True)
     }
+    if groups:
+        models["chat"] = ModelShare(cost=cost, weight=2.0, kv_groups="all", groups=groups)
     return SharingConfig(models=models, kv_memory=pages * 16, each=each, turns=turns)
 
 
@@ -167,11 +179,19 @@ requests = st.tuples(
     seqs=st.integers(1, 4),
     has_host=st.booleans(),
     turns=st.sampled_from(["tokens", "time"]),
+    groups=st.one_of(st.just(()), part_groups()),
 )
 def test_a_recorded_run_of_several_models_replays_to_the_same_events(
-    sent: list[tuple[str, Sent]], pages: int, budget: int, seqs: int, has_host: bool, turns: str
+    sent: list[tuple[str, Sent]],
+    pages: int,
+    budget: int,
+    seqs: int,
+    has_host: bool,
+    turns: str,
+    groups: tuple[PartGroup, ...],
 ) -> None:
-    config = shared(pages, budget, seqs, has_host=has_host and HAS_OFFLOAD, turns=turns)
+    has_host = has_host and HAS_OFFLOAD and not groups
+    config = shared(pages, budget, seqs, has_host=has_host, turns=turns, groups=groups)
     rows, live = served_live(config, sent)
     assert sum(map(len, rows.values())) == len(sent)
     if all(row.num_output_tokens for of_model in rows.values() for row in of_model) and all(rows.values()):

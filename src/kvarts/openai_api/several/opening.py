@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
-from kvarts.build import build_engine
+from kvarts.build import build_engine, build_sharing_engine
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.waiting import WaitingExecutor
+from kvarts.kv.block_pages import BlockPages
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
@@ -117,6 +119,7 @@ def open_several(
             vocab_size=VOCABULARY_SIZE,
             max_positions=limits[name].max_model_len,
             fingerprint=lambda: f"mock {door.seed}",
+            kv_groups=of_model.kv_groups,
         )
         facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost": of_model.to_builtins()["cost"]}
         served.append(
@@ -149,33 +152,46 @@ def _engine(
     of_model, share = config.configs[name], config.models[name]
     below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
     log = EventLog([*readers, meter], num_waiting=1)
-    part: DevicePart = device.register(
+    register = partial(
+        device.register,
         name,
-        page_bytes=config.page_bytes[name],
         weight=share.weight,
         guaranteed_bytes=config.guaranteed_bytes[name],
         floor=share.floor,
         ceiling=share.ceiling,
-        with_page_ids=True,
-        order=of_model.eviction() if below is None else below.order,
-        watcher=None if below is None else below.watcher,
-        tell=log.tell_details,
     )
     cost = TurnCost(of_model.cost_model)
     put_off = PutOffClock(clock)
-    executor = MockExecutor(of_model, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words)
-    detokenizing = DetokenizingExecutor(executor, max_num_seqs=of_model.max_num_seqs, clock=put_off)
-    engine = build_engine(
-        of_model,
-        WaitingExecutor(detokenizing, put_off),
-        log=log,
-        cache=part.cache,
-        pages=part,
-        policy=of_model.admission(),
-        below=below,
-        prefill=prefill_cost(of_model),
-        moves_pages=False,
+    groups = None if of_model.kv_groups == "off" else of_model.memory
+    num_counted = config.most_bytes(name) // config.counted_bytes[name]
+    executor = MockExecutor(
+        of_model, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words, groups=groups, num_blocks=num_counted
     )
+    detokenizing = DetokenizingExecutor(executor, max_num_seqs=of_model.max_num_seqs, clock=put_off)
+    waiting = WaitingExecutor(detokenizing, put_off)
+    if groups is None:
+        part: DevicePart = register(
+            page_bytes=config.page_bytes[name],
+            with_page_ids=True,
+            order=of_model.eviction() if below is None else below.order,
+            watcher=None if below is None else below.watcher,
+            tell=log.tell_details,
+        )
+        engine = build_engine(
+            of_model,
+            waiting,
+            log=log,
+            cache=part.cache,
+            pages=part,
+            policy=of_model.admission(),
+            below=below,
+            prefill=prefill_cost(of_model),
+            moves_pages=False,
+        )
+    else:
+        blocks = BlockPages(groups, num_blocks=num_counted, page_size=of_model.page_size, tell=log.tell_details)
+        part = register(parts=blocks)
+        engine = build_sharing_engine(of_model, blocks, waiting, log=log, pages=part, policy=of_model.admission())
     device.attach(name, engine.scheduler, engine.cancel)
     tenant = Tenant(name, engine, SimExecutor(cost), device, part, weight=share.weight)
     return _Engine(tenant, executor, detokenizing, meter)

@@ -1,0 +1,81 @@
+"""Mocks that count KV groups: blocks in metrics, the longest request, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from builders.http_client import call
+
+GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--tensor-parallel", "2", "--kv-memory", "1GiB")
+
+
+@contextmanager
+def mocked(*args: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "kvarts", "mock", *args, "--speedup", "1000", "--audit", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert url is not None
+        yield url[0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def pages(url: str) -> dict[str, dict[str, float]]:
+    """Return the blocks in each state by model, and without a model of all."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(call(url, "/metrics").payload.decode()):
+        for sample in family.samples:
+            if sample.name == "kvarts:pages":
+                found.setdefault(sample.labels["model_name"], {})[sample.labels["state"]] = sample.value
+            elif sample.name == "vllm:cache_config_info":
+                found[""] = {"total": float(sample.labels["num_gpu_blocks"])}
+    return found
+
+
+def test_a_window_that_was_passed_is_cached_and_not_used() -> None:
+    prompt = " ".join(["word"] * 3000)
+    with mocked(*GEMMA, "--kv-groups", "all") as url:
+        reply = call(url, "/v1/completions", {"model": "gemma-3-27b", "prompt": prompt, "max_tokens": 8})
+        assert reply.status == 200
+        found = pages(url)
+    of_model = found["gemma-3-27b"]
+    assert of_model["used"] == 0
+    assert sum(of_model.values()) == found[""]["total"]
+    # A page has a part of two blocks in each fifth layer of the others: all are cached, those that a window passed too.
+    assert of_model["cached"] > 3000 // 16
+
+
+def test_a_request_may_be_longer_where_windows_give_back() -> None:
+    lengths = []
+    for kv_groups in ("off", "all"):
+        with mocked(*GEMMA, "--kv-groups", kv_groups, "--max-batched-tokens", "512") as url:
+            (model,) = call(url, "/v1/models").json["data"]
+            lengths.append(model["max_model_len"])
+    assert lengths[1] > 3 * lengths[0]
+
+
+def test_one_of_two_models_counts_its_groups() -> None:
+    models = ("--model", "chat=gemma-3-27b:kv_groups=tails", "--model", "code=qwen3-8b")
+    with mocked(*models, *GEMMA[2:]) as url:
+        for name in ("chat", "code"):
+            reply = call(url, "/v1/completions", {"model": name, "prompt": " ".join(["a"] * 50), "max_tokens": 4})
+            assert reply.status == 200
+        found = pages(url)
+    for name in ("chat", "code"):
+        states = found[name]
+        assert states["cached"] > 0 == states["used"]
+        assert states["elsewhere"] == 0, "what others have cached is free"
+
+
+def test_tiers_are_refused(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("mock", *GEMMA, "--kv-groups", "all", "--host-memory", "1GiB", "--port", "0") == 2
+    assert "is not mocked with KV groups yet" in capsys.readouterr().err
