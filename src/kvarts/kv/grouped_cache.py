@@ -101,7 +101,7 @@ class GroupedCache:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that can be taken now, whoever has them: the same, unless the memory is shared."""
+        """Bytes that can be taken now, here or from others: the same as `free_bytes`, unless the memory is shared."""
         return self.free_bytes if self._shared is None else self._shared.num_free_bytes
 
     # A memory that others share: as in RunCache -----------------------------------------------------------

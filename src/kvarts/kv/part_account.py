@@ -92,7 +92,7 @@ class PartAccount:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that can be taken now, whoever has them: the same as `free_bytes`, unless the memory is shared."""
+        """Bytes that can be taken now, here or from others: the same as `free_bytes`, unless the memory is shared."""
         return self.free_bytes if self.shared is None else self.shared.num_free_bytes
 
     # A memory that others share ---------------------------------------------------------------------------
