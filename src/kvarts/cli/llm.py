@@ -101,10 +101,14 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
     )
     config = llm.config
     blocks = "" if llm.kv_groups == "off" else f" as {llm.num_pages:,} blocks of {llm.kv_blocks['block_bytes']:,} bytes"
+    latent = ""
+    if llm.latent_token_bytes is not None:
+        expanded = llm.kv_bytes() // (config.num_pages * config.page_size)
+        latent = f"; its latent is kept as keys and values, {expanded:,} bytes a token, not {llm.latent_token_bytes:,}"
     click.echo(
         f"kvarts: on {llm.device} in {llm.dtype}, attention by {llm.attention}, layers by {llm.layers} "
         f"({llm.layers_reason}), {config.num_pages:,} pages of {config.page_size} tokens in "
-        f"{llm.kv_bytes() / 2**20:,.1f} MiB{blocks}",
+        f"{llm.kv_bytes() / 2**20:,.1f} MiB{blocks}{latent}",
         err=True,
     )
     return llm

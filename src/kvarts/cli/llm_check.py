@@ -82,6 +82,12 @@ def check_command(
     return 0 if check.is_exact else EXIT_DIFFERENT
 
 
+def _of_latent(check: ModelCheck) -> str:
+    if check.latent_bytes_per_token is None:
+        return ""
+    return f" of keys and values; the latent that they come from would be {check.latent_bytes_per_token:,}"
+
+
 def _print_lines(model: str, check: ModelCheck) -> None:
     windows = ", ".join(
         f"{count} see {'all' if window == 'all' else f'the last {window} tokens'}"
@@ -92,7 +98,7 @@ def _print_lines(model: str, check: ModelCheck) -> None:
         ("layers", f"by {check.layers}: {check.layers_reason}"),
         *([] if check.quantization is None else [("weights", str(check.quantization))]),
         ("attention", f"{check.num_attention_calls} times a step; {windows}"),
-        ("KV a token", f"{check.kv_bytes_per_token:,} bytes"),
+        ("KV a token", f"{check.kv_bytes_per_token:,} bytes{_of_latent(check)}"),
         *([] if check.kv_groups == "off" else [("KV groups", f"{check.kv_groups}: windows keep what they see")]),
     ]
     if check.switch_length is not None:

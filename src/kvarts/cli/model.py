@@ -121,6 +121,7 @@ def show_command(model: str, sequence_tokens: int | None, as_json: bool, **setti
             "weight_bytes": geometry.weight_bytes,
             "kv_bytes_per_token": token_bytes,
             "kv_bytes_per_page": token_bytes * page_size,
+            "expanded_kv_bytes_per_token": geometry.expanded_kv_bytes_per_token(kv_dtype),
             "page_size": page_size,
             "layers_by_window": {str(window or "all"): count for window, count in geometry.layers_by_window.items()},
             "kv_groups": [group_values(group) for group in groups],
@@ -157,6 +158,9 @@ def _rows(
         rows.append(("states", f"{geometry.state_bytes:,} bytes a sequence"))
     numbers = numbers_text(geometry, on.tensor_parallel, on.pipeline_parallel)
     rows.append(("KV a token", f"{numbers} x {kv_dtype or geometry.dtype} = {token_bytes:,} bytes"))
+    expanded = geometry.expanded_kv_bytes_per_token(kv_dtype)
+    if expanded is not None:
+        rows.append(("", f"as a latent; a model that runs in kvarts keeps keys and values, {expanded:,} bytes"))
     rows.append(("KV a page", f"{page_size} tokens = {page_size * token_bytes:,} bytes"))
     if geometry.has_spans:
         long = 131_072

@@ -284,6 +284,18 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
         return whole_bytes(sum((group.token_bits(bits) for group in self.kv_groups), Fraction(0)))
 
+    def expanded_kv_bytes_per_token(self, kv_dtype: str | None = None) -> int | None:
+        """Return the bytes of a token where a latent is kept as the keys and values that it is expanded to.
+
+        So do models that run here: keys and values have as many numbers, those of the larger. None without a latent.
+        """
+        latent = self.latent
+        if latent is None:
+            return None
+        head_dim = max(latent.nope_dim + latent.rope_dim, latent.v_dim)
+        bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
+        return whole_bytes(self.num_attending_layers * self.num_heads * 2 * head_dim * bits)
+
     def kv_bytes(self, num_tokens: int, kv_dtype: str | None = None) -> int:
         """Return the bytes that are kept of a sequence while the last of its `num_tokens` tokens is computed."""
         bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")

@@ -37,7 +37,9 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class ModelCheck(msgspec.Struct, frozen=True):
-    """What a check found. `windows`: how many calls of attention see so far back, `all` for everything.
+    """What a check found. `latent_bytes_per_token`: what a latent, which is kept expanded, would take.
+
+    `windows`: how many calls of attention see so far back, `all` for everything.
 
     `num_tokens` were compared, of which `num_alike` come before the first difference of their prompt. `rounded`: those
     differences that rounding in 16 bits decides; `differences`: all others, of which there must be none.
@@ -52,6 +54,7 @@ class ModelCheck(msgspec.Struct, frozen=True):
     kv_groups: str
     num_attention_calls: int
     kv_bytes_per_token: int
+    latent_bytes_per_token: int | None
     windows: dict[str, int]
     switch_length: int | None
     num_prompts: int
@@ -121,6 +124,7 @@ def check_model(
         kv_groups=llm.kv_groups,
         num_attention_calls=len(facts.layers),
         kv_bytes_per_token=page_bytes_of(facts.layers, page_size=1, dtype=model.dtype),
+        latent_bytes_per_token=llm.latent_token_bytes,
         windows=windows,
         switch_length=None if facts.switch is None else facts.switch.length,
         num_prompts=len(prompts),

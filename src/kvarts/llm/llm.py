@@ -24,7 +24,7 @@ from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
-from kvarts.llm.room import KVRoom, token_bytes
+from kvarts.llm.room import KVRoom, latent_token_bytes, token_bytes
 from kvarts.llm.speculation import NgramDrafter, SpeculativeConfig, StepTimes
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
@@ -192,6 +192,8 @@ class LLM:
         """What layers keep: `off` for everything, else by which rule."""
         self.kv_blocks: dict[str, Any] = {} if room.cut is None else room.cut.memory.to_builtins()
         """With KV groups: the bytes of a block, and the groups; else empty."""
+        self.latent_token_bytes = latent_token_bytes(model)
+        """Of a model with a latent, which is kept expanded: the bytes that the latent of a token would take."""
         self._clock = clock
         engine = LLMEngine(
             self._core,

@@ -16,7 +16,7 @@ from kvarts.executor.torch.probe import layer_shapes
 from kvarts.kv.group_memory import Retention
 from kvarts.units import parse_bytes
 
-__all__ = ["KV_GROUPS", "KVRoom", "token_bytes"]
+__all__ = ["KV_GROUPS", "KVRoom", "latent_token_bytes", "token_bytes"]
 
 MOST_AUTO_BYTES = 4 << 30
 KV_GROUPS = ("off", "all", "tails")
@@ -25,6 +25,19 @@ KV_GROUPS = ("off", "all", "tails")
 def token_bytes(model: Any) -> int:
     """Return the bytes of KV of a token."""
     return page_bytes_of(layer_shapes(model), page_size=1, dtype=model.dtype)
+
+
+def latent_token_bytes(model: Any) -> int | None:
+    """Return the bytes of a token if its latent were kept, and not what that is expanded to; None without a latent.
+
+    Attention of transformers is handed expanded keys and values only.
+    """
+    text = model.config.get_text_config(decoder=True)
+    rank = getattr(text, "kv_lora_rank", None)
+    if not rank:
+        return None
+    numbers: int = rank + (getattr(text, "qk_rope_head_dim", None) or 0)
+    return len(layer_shapes(model)) * numbers * int(model.dtype.itemsize)
 
 
 class KVRoom:
