@@ -77,6 +77,31 @@ def test_text_is_the_same_and_memory_is_told(kvarts: Kvarts, directory: Path) ->
     assert "16 pages of 16 tokens in 0.2 MiB as 32 blocks of 8,192 bytes" in said
 
 
+@pytest.mark.skipif(not (HAS_OFFLOAD and HAS_RECORD), reason="needs kvarts.offload and kvarts.record")
+def test_host_memory_changes_no_token_and_is_in_timeline_and_report(
+    kvarts: Kvarts, directory: Path, prompts: Path
+) -> None:
+    options = ("profile", "--model", directory, "--prompts", prompts, "--max-tokens", 30, "--ignore-eos",
+               "--kv-memory", "320KiB", "--kv-groups", "tails")  # fmt: skip
+    timeline = prompts.with_suffix(".host.jsonl")
+    traces = [prompts.with_suffix(name) for name in (".alone", ".below")]
+    assert kvarts(*options, "--write-trace", traces[0])[0] == 0
+    code, printed, said = kvarts(
+        *options, "--host-memory", "4MiB", "--write-trace", traces[1], "--kv-timeline", timeline
+    )
+    assert code == 0, said
+    assert traces[0].read_bytes() == traces[1].read_bytes()
+    report = json.loads(printed)
+    assert report["transfers"]["num_stores"] > 0
+    stored = [report["transfers"][f"num_stored_parts_group{group}"] for group in range(2)]
+    assert 0 < stored[0] < stored[1], "tails of the window, and all of the full layers"
+    assert sum(stored) * report["block_bytes"] == report["transfers"]["bytes"]["d2h"]
+    assert kvarts("verify", timeline)[0] == 0
+    head, *rows = map(json.loads, timeline.read_text().splitlines())
+    assert head["host_total_blocks"] == (4 << 20) // report["block_bytes"]
+    assert 0 < max(row["host_cached_blocks"] for row in rows[:-1]) <= sum(stored)
+
+
 def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = ("model", "check", directory, "--prompts", 3, "--kv-groups")
     code, printed, said = kvarts(*check, "all")
@@ -102,8 +127,8 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
     [
         (["--kv-groups", "some"], "--kv-groups: must be off, all or tails, got 'some'"),
         pytest.param(
-            ["--kv-groups", "all", "--host-memory", "1MiB"],
-            "--host-memory: does not go with KV groups yet",
+            ["--kv-groups", "all", "--host-memory", "1MiB", "--disk-memory", "1MiB", "--disk-path", "."],
+            "--disk-memory: is not counted by KV group yet: files keep whole pages",
             marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload"),
         ),
         (

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvarts.build import TierSettings, build_engine, build_grouped_engine
+from kvarts.build import GroupTierSettings, TierSettings, build_engine, build_grouped_engine
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -46,7 +46,7 @@ class PageFiles(PageStore, Protocol):
         """Return the keys of the pages that are there, the oldest first."""
 
 
-class Offload(TierSettings, Protocol):
+class Offload(TierSettings, GroupTierSettings, Protocol):
     """The tiers below the device, as kvarts.OffloadConfig describes them."""
 
     def for_model(self, kv_bytes_per_token: int) -> Offload:
@@ -76,7 +76,7 @@ class LLM:
     directory of the files, which a later run of the same model reads again.
 
     `kv_groups`: `off`, every layer keeps every token; `all` or `tails`, a layer with a window keeps what later tokens
-    see, see kvarts.llm.room. More sequences fit the same memory then; tiers and sessions do not go with it yet.
+    see, see kvarts.llm.room. More sequences fit the same memory then; files and sessions do not go with it yet.
 
     `speculative_config`: have tokens guessed that may follow, which are computed beside the others and accepted where
     they are right: a SpeculativeConfig, a mapping of its fields, or `ngram`. It changes no token.
@@ -124,10 +124,6 @@ class LLM:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
         page_size = page_size if config is None else config.page_size
         room = KVRoom(model, page_size, kv_groups)
-        if kv_groups != "off":
-            for field, given in (("host_memory", offload), ("disk_path", disk_path)):
-                if given is not None:
-                    raise ConfigError("does not go with KV groups yet", field=field, hint="Set kv_groups to off.")
         if config is None:
             config = EngineConfig(
                 num_pages=room.num_pages(kv_memory),
@@ -139,8 +135,12 @@ class LLM:
         self.config = config
         self.tokenizer = tokenizer
         self.offload = None if offload is None else offload.for_model(token_bytes(model))
-        self.tiers: dict[str, int] = {} if self.offload is None else self.offload.tiers(config.page_size)
-        """Pages of each tier below the device, by its name."""
+        self.tiers: dict[str, int] = {}
+        """Pages of each tier below the device, by its name; blocks with KV groups."""
+        if self.offload is not None and room.cut is None:
+            self.tiers = self.offload.tiers(config.page_size)
+        elif self.offload is not None and room.cut is not None:
+            self.tiers = self.offload.group_tiers(room.cut.memory, config.page_size)
         if self.tiers and model.device.type != "cpu":
             raise ConfigError("only a model on a CPU has tiers below its pages", field="offload")
         if ("disk" in self.tiers) != (disk_path is not None):
@@ -186,6 +186,7 @@ class LLM:
                 readers=readers,
                 audit=audit,
                 drafter=drafter,
+                offload=self.offload,
             )
         )
         self.kv_groups = kv_groups

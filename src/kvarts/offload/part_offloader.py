@@ -90,6 +90,9 @@ class PartOffloader(Transfers):
         self._store_within_ns = store_within_ns
         self.tier_names: tuple[str, ...] = (tier.name,)
         self._block_bytes = cache.block_bytes
+        self._num_stored = [0] * len(tier.part_blocks)
+        self._num_loaded = list(self._num_stored)
+        """Parts by group that arrived so far, below and above."""
         self._offered: dict[int, Offered] = {}
         self._is_behind = False
         """Whether the way down is behind: nothing is stored before a transfer has ended."""
@@ -105,8 +108,13 @@ class PartOffloader(Transfers):
 
     def totals(self) -> TransferTotals:
         """Return what moved so far."""
+        counts = msgspec.structs.asdict(self.counts)
+        for group, evicted in enumerate(self.tier.num_evicted_parts):
+            counts[f"num_stored_parts_group{group}"] = self._num_stored[group]
+            counts[f"num_loaded_parts_group{group}"] = self._num_loaded[group]
+            counts[f"num_evicted_parts_group{group}"] = evicted
         return TransferTotals(
-            msgspec.structs.asdict(self.counts),
+            counts,
             {channel.name: channel.num_bytes for channel in self.channels},
             {self.tier.name: self.tier.num_evicted},
             dict(self._waited_ns),
@@ -246,6 +254,8 @@ class PartOffloader(Transfers):
         if under_way.direction is Direction.STORE:
             is_stored = self._count_store(under_way)
             self.tier.settle(under_way.below, is_stored=is_stored)
+            for part in under_way.below if is_stored else ():
+                self._num_stored[part.group] += 1
             self._parts.unhold(under_way.above, go_first=is_stored and self._policy.goes_first)
         else:
             self._end_load(under_way)
@@ -260,6 +270,7 @@ class PartOffloader(Transfers):
             num_left -= self.tier.part_blocks[part.group]
             if num_left >= 0:
                 good.append(arrived)
+                self._num_loaded[part.group] += 1
             else:
                 self.tier.drop(part)
         self._parts.arrive(good)

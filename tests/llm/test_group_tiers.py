@@ -1,0 +1,162 @@
+"""L6 with KV groups and host memory below them, on real models; skipped where PyTorch is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+
+from kvarts.errors import ConfigError
+from kvarts.executor.copier import PageCopier
+from kvarts.kv.transfer import Direction, Move
+from kvarts.offload.config import OffloadConfig
+from kvarts.sampling import SamplingParams
+
+from builders.guessing import Oracle, answers_of, guessing
+from builders.real_models import GREEDY, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.windowed_models import forgetting
+
+BRIEF = SamplingParams(max_tokens=10, ignore_eos=True)
+FAMILIES = ("gemma3_text", "gpt_oss", "mistral")
+"""Windows in most layers, in every other one with learned sinks, and in all of them."""
+
+CASES = [(family, keeps, policy) for family in FAMILIES for keeps in ("all", "tails") for policy in ("eager", "lazy")]
+FEW = [("gemma3_text", "tails", "eager"), ("gpt_oss", "tails", "eager"), ("mistral", "all", "lazy")]
+
+
+def prompts() -> list[Ids]:
+    """Prompts of which others left a prefix, in turns: more than the device keeps."""
+    random = Random(7)
+    shared = [random.randrange(VOCABULARY) for _ in range(45)]
+    turns = [shared + [random.randrange(VOCABULARY) for _ in range(turn)] for turn in (2, 9, 5)]
+    return [*prompts_with_prefixes(), *turns]
+
+
+@pytest.mark.parametrize(
+    ("family", "keeps", "policy"),
+    [pytest.param(*case, marks=[] if case in FEW else pytest.mark.long) for case in CASES],
+)
+def test_parts_that_went_through_host_memory_say_the_same(
+    windowed: Callable[[str], tuple[Any, Any]], family: str, keeps: str, policy: Any
+) -> None:
+    """L6: a device too small for all, that preempts and forgets; what comes back comes from host memory."""
+    model, reference = windowed(family)
+    asked = prompts()
+    expected = [undisturbed(reference, prompt, BRIEF.max_tokens) for prompt in asked]
+    offload = OffloadConfig(host_pages=400, policy=policy)
+    engine = forgetting(engine_of(model, num_pages=28, budget=16, kv_groups=keeps, offload=offload))
+    for order in (asked, asked[::-1]):
+        for prompt in order:
+            completion = engine.generate([prompt], BRIEF)[0]
+            assert list(completion.tokens) == expected[asked.index(prompt)]
+    # All at once: they wait for loads, and for each other's.
+    for completion, tokens in zip(engine.generate(asked, BRIEF), expected, strict=True):
+        assert list(completion.tokens) == tokens
+    counts = engine.transfers[0].counts
+    assert counts["num_loads"] > 3 and not counts["num_failed"]
+    assert engine.kv_live_bytes() == 0
+    engine.check()
+
+
+def test_a_load_that_brings_a_wrong_block_breaks_it(
+    windowed: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the blocks of loads are exchanged."""
+    model, reference = windowed("gemma3_text")
+    asked = prompts()
+    turns = [asked[2], asked[1], asked[3], asked[0], asked[2]]
+
+    def last_said() -> Ids:
+        engine = engine_of(model, num_pages=13, budget=16, kv_groups="tails", offload=OffloadConfig(host_pages=400))
+        said = [list(engine.generate([prompt], BRIEF)[0].tokens) for prompt in turns]
+        assert engine.transfers[0].counts["num_loads"] == 1
+        return said[-1]
+
+    expected = undisturbed(reference, asked[2], BRIEF.max_tokens)
+    assert last_said() == expected
+    move = PageCopier._move
+
+    def exchanged(copier: PageCopier, direction: Direction, of: Move) -> int:
+        if direction is Direction.LOAD:
+            of = replace(of, source_ids=of.source_ids[::-1])
+        return move(copier, direction, of)
+
+    monkeypatch.setattr(PageCopier, "_move", exchanged)
+    assert last_said() != expected
+
+
+@pytest.mark.laws
+@settings(max_examples=3)
+@given(seed=st.integers(0, 1 << 30), family=st.sampled_from(FAMILIES), keeps=st.sampled_from(["all", "tails"]))
+def test_requests_come_and_go_at_any_time(
+    windowed: Callable[[str], tuple[Any, Any]], seed: int, family: str, keeps: str
+) -> None:
+    """L2, L6, L8: random arrivals, cancels while loads are under way, and the laws of accounting after every step."""
+    model, reference = windowed(family)
+    random = Random(seed)
+    shared = [[number * 7 + other for number in range(30)] for other in (0, 3)]
+    policy: Any = random.choice(["eager", "lazy"])
+    engine = engine_of(
+        model,
+        num_pages=random.choice([14, 20]),
+        budget=random.choice([5, 16, 256]),
+        seqs=random.choice([1, 3, 6]),
+        kv_groups=keeps,
+        offload=OffloadConfig(host_pages=random.choice([5, 200]), policy=policy),
+    )
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    asked: dict[int, Ids] = {}
+    done = {}
+    for _ in range(40):
+        if random.random() < 0.25:
+            # A few, which transformers is asked for once.
+            prompt = random.choice(shared)[: random.choice([13, 21, 30])] + [1] * random.choice([1, 4])
+            asked[engine.submit(prompt, params, priority=random.choice([0, 0, 1]))] = prompt
+        if asked and random.random() < 0.08:
+            engine.cancel(random.choice(list(asked)))
+        if engine.has_work:
+            done.update({completion.index: completion for completion in engine.step()})
+    while engine.has_work:
+        done.update({completion.index: completion for completion in engine.step()})
+    for index, completion in done.items():
+        if completion.finish_reason != "cancelled":
+            assert list(completion.tokens) == undisturbed(reference, asked[index], params.max_tokens)
+    assert engine.kv_live_bytes() == 0
+    engine.check()
+
+
+def test_guesses_change_nothing_with_host_memory(
+    windowed: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L6: pages that guesses filled are stored, and come back."""
+    model, _ = windowed("gemma3_text")
+    asked = prompts_with_prefixes()
+    answers = answers_of(model, asked)
+    guessing(monkeypatch, Oracle(answers))
+    engine = engine_of(
+        model,
+        num_pages=28,
+        budget=16,
+        kv_groups="tails",
+        offload=OffloadConfig(host_pages=200),
+        speculative_config="ngram",
+    )
+    for _ in range(2):
+        for prompt, completion in zip(asked, engine.generate(asked, GREEDY), strict=True):
+            assert list(completion.tokens) == answers[tuple(prompt)]
+    assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 50
+    assert engine.transfers[0].counts["num_stores"] > 0
+
+
+def test_files_below_are_refused(windowed: Callable[[str], tuple[Any, Any]]) -> None:
+    model, _ = windowed("gemma2")
+    with pytest.raises(ConfigError, match="files keep whole pages"):
+        engine_of(model, kv_groups="all", offload=OffloadConfig(host_pages=8, disk_pages=8))
