@@ -9,7 +9,8 @@ A family is a name that AutoModelForCausalLM knows. Its config is made small, it
 seed, wide enough that every token depends on all that was read. It is then refused, with a reason, or it runs: prompts
 of many lengths, with prefixes that they share, in chunks, on a pool that is too small for all of them. Every token must
 be that of `generate`, which runs each prompt by itself with the model's own attention and cache. Anything else is a
-defect of kvarts, and ends the script with 1. Families with windows run once more with KV groups.
+defect of kvarts, and ends the script with 1. Families with windows run once more with KV groups, and those whose layers
+keep states run with KV groups only.
 
 A family that cannot be built small, or does not generate by itself, is neither.
 """
@@ -68,6 +69,9 @@ SMALL: dict[str, Any] = {
     "laurel_rank": 8,
     "first_k_dense_replace": 1,
     "query_pre_attn_scalar": 16,
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys(("linear_num_value_heads",), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     "type_vocab_size": 2,
     "hash_rounds": 1,
     "pad_token_id": 0,
@@ -87,17 +91,28 @@ SHARED = {
     "altup_num_inputs": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 OF_FAMILY: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1, 3]},
+    "bamba": {"attn_layer_indices": [1, 3], **MAMBA},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "gemma3n_text": SHARED,
     "gemma4_text": {"global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "falcon_h1": {"mamba_d_ssm": 128, **MAMBA},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, **MAMBA},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2, "expert_ffn_hidden_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
     "phi3": {
         "original_max_position_embeddings": 64,
         "rope_parameters": {
@@ -244,9 +259,11 @@ def compare(family: str, model: Any) -> Outcome:
     asked = prompts(vocabulary)
     reference = copy.deepcopy(model)
     try:
-        config = EngineConfig(num_pages=48, page_size=PAGE_SIZE, max_num_batched_tokens=16, max_num_seqs=4)
+        num_pages = 48 + 4 * state_pages(model)
+        config = EngineConfig(num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=16, max_num_seqs=4)
         # By the backend that needs no compiler: tests hold all backends to the same numbers.
-        llm = LLM(model, None, config, attention="sdpa", audit=HAS_AUDIT)
+        keeps = "all" if num_pages > 48 else "off"
+        llm = LLM(model, None, config, attention="sdpa", kv_groups=keeps, audit=HAS_AUDIT)
     except ConfigError as error:
         reason = str(error).partition("cannot run in pages: ")[2].partition(". `kvarts")[0]
         return Outcome(family, "refused", reason or str(error))
@@ -274,6 +291,8 @@ def compare(family: str, model: Any) -> Outcome:
 
     if reason := wrong(llm):
         return Outcome(family, "wrong", reason)
+    if keeps == "all":
+        return Outcome(family, "exact", "with states, with `--kv-groups`")
     if not has_windows(model):
         return Outcome(family, "exact")
     try:
@@ -290,6 +309,16 @@ def has_windows(model: Any) -> bool:
     from kvarts.executor.torch.probe import layer_shapes
 
     return any(layer.window is not None for layer in layer_shapes(model))
+
+
+def state_pages(model: Any) -> int:
+    """Return how many pages are as large as the state of a sequence, 0 for a model without states."""
+    from kvarts.executor.torch.pools import page_bytes_of
+    from kvarts.executor.torch.probe import examine
+
+    facts = examine(model)
+    page_bytes = page_bytes_of(facts.layers, page_size=PAGE_SIZE, dtype=model.dtype)
+    return -(-sum(state.num_bytes for state in facts.states) // page_bytes)
 
 
 def alike(one: list[int], other: list[int]) -> int:

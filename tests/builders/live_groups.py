@@ -30,6 +30,7 @@ STEP_NS = 1_000_000
 
 
 FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
+STATE = KvLayer(kind="state", state_bytes=1)
 
 
 def window(span: int) -> KvLayer:
@@ -70,7 +71,9 @@ class Steps:
 class ReadingExecutor:
     """Samples the tokens that are given, and computes nothing: what a slot of a block holds is the tokens before it.
 
-    Whatever the layers of a group attend to is looked up, token by token, through the page tables of the plans.
+    Whatever the layers of a group attend to is looked up, token by token, through the page tables of the plans. A state
+    is all tokens so far, and fills every slot of its blocks: it is looked up before a token is added to it, and after
+    everything that the step writes.
     """
 
     needs_page_ids = True
@@ -81,12 +84,20 @@ class ReadingExecutor:
         self.config = config
         self.layers: list[KvLayer] = []
         """Those that each page table is for."""
+        self.num_state_blocks = 0
         for group in memory.groups:
+            if group.is_state:
+                self.num_state_blocks += group.part_bytes // memory.block_bytes
+                continue
             self.layers += [group.layer] * (group.part_bytes // memory.block_bytes)
         self.held: dict[tuple[int, int], tuple[Any, ...]] = {}
         """By block and place in the page: the page table, the tenant, and all tokens up to this one."""
         self.rows: dict[int, tuple[int, list[list[int]]]] = {}
         """By row: the request, and its page tables."""
+        self.states: dict[int, tuple[int, ...]] = {}
+        """By row: the blocks of its state."""
+        self.num_snapshots = 0
+        self.num_begun_from_snapshots = 0
         self.below: dict[tuple[int, int], tuple[Any, ...]] = {}
         """The same of the blocks of host memory."""
         self.num_looked_at = 0
@@ -158,10 +169,58 @@ class ReadingExecutor:
             for position in range(start, end + len(guesses)):
                 for number, (block, place) in enumerate(self._slots(row, position)):
                     self.held[block, place] = self._content(number, row, position, end, guesses)
+        if self.num_state_blocks:
+            self._keep_states(plan)
         for row, start, end, guesses in computed:
             for position in range(start, end + len(guesses)):
                 self._read(row, position, end, guesses)
         return StepResult(STEP_NS, sampled, transfer_reports=reports, accepted=tuple(accepted))
+
+    def _keep_states(self, plan: StepPlan) -> None:
+        """Read and write the states of decodes, then of chunk after chunk, and look whether all of them stay."""
+        written: dict[tuple[int, ...], tuple[int, int]] = {}
+        if plan.decodes is not None:
+            of = plan.decodes
+            for row, position in zip(of.rows.tolist(), of.positions.tolist(), strict=True):
+                self._read_state(self.states[row], row, position)
+                self._write_state(self.states[row], row, position + 1)
+                written[self.states[row]] = row, position + 1
+        snapshots = {snapshot.row: snapshot for snapshot in plan.snapshots}
+        assert len(snapshots) == len(plan.snapshots)
+        self.num_snapshots += len(snapshots)
+        for chunk in plan.batch.chunks:
+            state, begins_from = tuple(map(int, chunk.state)), tuple(map(int, chunk.begins_from))
+            assert len(state) == self.num_state_blocks and bool(begins_from) == bool(chunk.start)
+            if begins_from:
+                self._read_state(begins_from, chunk.row, chunk.start)
+                self.num_begun_from_snapshots += begins_from != state
+            if chunk.row in snapshots:
+                snapshot = snapshots.pop(chunk.row)
+                assert chunk.start < snapshot.num_tokens <= chunk.end
+                assert not snapshot.num_tokens % self.config.page_size
+                self._write_state(snapshot.blocks, chunk.row, snapshot.num_tokens)
+                written[snapshot.blocks] = chunk.row, snapshot.num_tokens
+            self._write_state(state, chunk.row, chunk.end)
+            self.states[chunk.row] = state
+            written[state] = chunk.row, chunk.end
+        assert not snapshots, "a snapshot is of no chunk"
+        for blocks, (row, num_tokens) in written.items():
+            self._read_state(blocks, row, num_tokens)
+
+    def _state_slots(self, blocks: Sequence[int], row: int, num_tokens: int) -> dict[tuple[int, int], tuple[Any, ...]]:
+        tenant, tokens = self.tokens[self.rows[row][0]]
+        return {
+            (block, place): ("state", number, tenant, tuple(tokens[:num_tokens]))
+            for number, block in enumerate(blocks)
+            for place in range(self.config.page_size)
+        }
+
+    def _write_state(self, blocks: Sequence[int], row: int, num_tokens: int) -> None:
+        self.held.update(self._state_slots(blocks, row, num_tokens))
+
+    def _read_state(self, blocks: Sequence[int], row: int, num_tokens: int) -> None:
+        for slot, content in self._state_slots(blocks, row, num_tokens).items():
+            assert self.held[slot] == content, f"the state after {num_tokens} tokens of row {row} is another"
 
     def _slots(self, row: int, position: int) -> list[tuple[int, int]]:
         page, place = position // self.config.page_size, position % self.config.page_size

@@ -16,7 +16,7 @@ from kvarts.kv.pool import IdPool
 from kvarts.request import RequestState
 
 from builders.case import Case, Row, cases
-from builders.live_groups import FULL, STEP_NS, LiveRun, live_groups, window, with_outputs
+from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, live_groups, window, with_outputs
 from oracles.naive import NaiveRequest, run_naive
 from oracles.naive_group_engine import NaiveGroupEngine
 
@@ -54,9 +54,14 @@ def test_every_step_and_every_block_is_as_in_the_naive_engine(
 ) -> None:
     """L1, L2, L4, L8: used and cached bytes of every step, of every group, equal those of an engine that looks at every
     token of every layer; and every token finds in its blocks what it attends to."""
-    case.profile = "default"
     # Memory that is short now and then.
     case.num_pages = max(1, case.num_pages * 2 // 3)
+    assert_as_in_naive(case, groups, keeps)
+
+
+def assert_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+    """Requests, steps, and parts of every group at every step."""
+    case.profile = "default"
     live, requests, naive = both(case, groups, keeps)
     block_bytes = GroupMemory(groups).block_bytes
     for request, expected in zip(live.requests, requests, strict=True):
@@ -128,3 +133,26 @@ def test_the_longest_sequence_that_can_run_is_found(num_pages: int, span: int, p
 def test_blocks_must_divide_parts() -> None:
     with pytest.raises(ConfigError, match="divide no part"):
         GroupedCache([PartGroup(FULL, 3)], page_size=4, total_bytes=12, blocks=IdPool(6))
+
+
+@given(cases(max_requests=16), live_groups(), st.integers(1, 4), st.sampled_from(["all", "tails"]))
+def test_states_are_those_of_the_tokens_before(
+    case: Case, groups: tuple[PartGroup, ...], part_bytes: int, keeps: str
+) -> None:
+    """L6 without a model: a chunk begins from the state of its tokens, and a snapshot is that of a page end."""
+    case.num_pages += 2 * part_bytes
+    assert_as_in_naive(case, (*groups, PartGroup(STATE, part_bytes)), keeps)
+
+
+def with_prefixes(*, page_size: int) -> Case:
+    """Prompts that begin alike, and end in the middle of a page; the first is there before the others."""
+    begin = list(range(2, 2 + 3 * page_size))
+    rows = [Row(10 * seq, [*begin, 100 + seq, 200 + seq], 3 * page_size + 2, 12, None, 0, None) for seq in range(4)]
+    return Case(rows, 1, page_size, 40, 64, 4, "default", 1)
+
+
+def test_a_prefix_is_gone_on_from_at_its_snapshot() -> None:
+    live, _, _ = both(with_prefixes(page_size=4), (PartGroup(FULL, 2), PartGroup(STATE, 6)), "all")
+    assert live.executor.num_snapshots == 1, "of the prefix that all share"
+    assert live.executor.num_begun_from_snapshots == 3
+    assert [request.cached_tokens for request in live.requests] == [0, 12, 12, 12]

@@ -101,10 +101,14 @@ def _print_lines(model: str, check: ModelCheck) -> None:
         ("KV a token", f"{check.kv_bytes_per_token:,} bytes{_of_latent(check)}"),
         *([] if check.kv_groups == "off" else [("KV groups", f"{check.kv_groups}: windows keep what they see")]),
     ]
+    if check.num_state_layers:
+        rows.insert(-1, ("states", f"{check.num_state_layers} layers; {check.state_bytes:,} bytes a sequence"))
     if check.switch_length is not None:
         rows.append(("rotation", f"changes for sequences of more than {check.switch_length:,} tokens"))
     alike = f"{check.num_alike:,} of {check.num_tokens:,} tokens are those of generate, for {check.num_prompts} prompts"
     rows.append(("self-test", alike))
+    if check.num_state_layers:
+        rows.append(("", f"{check.num_cached_tokens:,} tokens of prompts were found, states with them"))
     if check.rounded:
         rows.append(("", f"{len(check.rounded)} prompts go on otherwise where rounding decides"))
     rows += [

@@ -256,6 +256,26 @@ class BlockPages(PartPages):
                 blocks += own[page].blocks
         return tuple(blocks)
 
+    def states(self, holding: Holding, start: int) -> tuple[tuple[PageId, ...], tuple[PageId, ...]]:
+        """Return the blocks of the state of a request before its token `start`, the next, and those where it is kept.
+
+        The first are those of the snapshot that the request began from, if `start` is its first token; there are none
+        before the first token of all. Both are empty without a group of states.
+        """
+        parts = cast(BlockHolding, holding).parts
+        for found, state in zip(parts.parts, parts.states, strict=True):
+            if state is not None:
+                snapshot = None if start % self.page_size else found.get(start // self.page_size - 1)
+                begin = () if not start else state.blocks if snapshot is None else snapshot.blocks
+                return begin, state.blocks
+        return (), ()
+
+    def take_snapshots(self, holding: Holding) -> list[tuple[int, Part]]:
+        """Return the snapshots that the last `extend` of a request asks for, each with the tokens after which."""
+        parts = cast(BlockHolding, holding).parts
+        snapshots, parts.snapshots = parts.snapshots, []
+        return snapshots
+
     def has_empty(self, count: int) -> bool:
         """Return whether `count` blocks can be taken and nothing is evicted for them."""
         return self.pool.has_empty(count)

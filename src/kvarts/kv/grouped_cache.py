@@ -409,7 +409,7 @@ class GroupedCache:
             self._release(index, [parts[page] for page in sorted(parts, reverse=True)])
         for name in reversed(holding.names):
             self._names.drop(name)
-        holding.parts, holding.states, holding.names = [], [], []
+        holding.parts, holding.states, holding.names, holding.snapshots = [], [], [], []
         holding.is_open = False
 
     def _check_open(self, holding: GroupedHolding) -> None:
@@ -512,6 +512,8 @@ class GroupedCache:
                 self._events.comes(holding.content, index, name)
                 self._events.told()
             self._publish(part, name)
+            if self._blocks is not None:
+                holding.snapshots.append((holding.num_tokens, part))
             self._release(index, (part,))  # a copy that nothing holds
 
     # Laws -------------------------------------------------------------------------------------------------

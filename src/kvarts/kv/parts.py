@@ -33,6 +33,11 @@ class Part:
         self.name: PageName | None = None
         self.refs = 1
 
+    @property
+    def is_found(self) -> bool:
+        """Whether it can be found: it has a name, and was not evicted since it got it."""
+        return self.name is not None and self in self.name.copies[self.group]
+
 
 class PageName:
     """One full page. `copies`: for each KV group, the resident copies of its part, the oldest first.
@@ -72,7 +77,8 @@ class GroupedHolding(msgspec.Struct, eq=False):
 
     `num_tokens`: tokens that are computed, or are about to be in this step. `parts`: for each group, the parts by page;
     a snapshot that the sequence began from is at the last page of its prefix. `states`: for each group of states, its
-    own. `names`: of its full pages.
+    own. `names`: of its full pages. `snapshots`: copies of its states that are to be made in this step, each with the
+    tokens after which; kept where parts have blocks.
     """
 
     content: Content
@@ -80,6 +86,7 @@ class GroupedHolding(msgspec.Struct, eq=False):
     names: list[PageName]
     parts: list[dict[int, Part]]
     states: list[Part | None]
+    snapshots: list[tuple[int, Part]] = []
     is_open: bool = True
 
     def held(self) -> Iterator[Part]:

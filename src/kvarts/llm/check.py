@@ -41,6 +41,9 @@ class ModelCheck(msgspec.Struct, frozen=True):
 
     `windows`: how many calls of attention see so far back, `all` for everything.
 
+    `num_state_layers`: layers with a state, of which a sequence has `state_bytes` in all of them. `num_cached_tokens`:
+    of prompts, found and not computed.
+
     `num_tokens` were compared, of which `num_alike` come before the first difference of their prompt. `rounded`: those
     differences that rounding in 16 bits decides; `differences`: all others, of which there must be none.
     """
@@ -56,10 +59,13 @@ class ModelCheck(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
     latent_bytes_per_token: int | None
     windows: dict[str, int]
+    num_state_layers: int
+    state_bytes: int
     switch_length: int | None
     num_prompts: int
     num_tokens: int
     num_alike: int
+    num_cached_tokens: int
     rounded: list[Difference]
     differences: list[Difference]
 
@@ -88,9 +94,12 @@ def check_model(
     facts = examine(model)
     prompts = _prompts(model, facts, num_prompts, num_tokens, seed)
     longest = max(map(len, prompts)) + num_tokens
-    # Room for the longest and half of another: the others wait, share and are preempted.
+    kv_bytes_per_token = page_bytes_of(facts.layers, page_size=1, dtype=model.dtype)
+    state_bytes = sum(state.num_bytes for state in facts.states)
+    # Room for the longest and half of another, and four states: the others wait, share and are preempted.
+    state_pages = -(-state_bytes // (kv_bytes_per_token * PAGE_SIZE))
     config = EngineConfig(
-        num_pages=-(-longest // PAGE_SIZE) * 3 // 2 + 2,
+        num_pages=-(-longest // PAGE_SIZE) * 3 // 2 + 2 + 4 * state_pages,
         page_size=PAGE_SIZE,
         max_num_batched_tokens=max(24, longest // 3),
         max_num_seqs=4,
@@ -99,7 +108,8 @@ def check_model(
         expected = [generated(model, prompt, num_tokens) for prompt in prompts]
     llm = LLM(model, None, config, attention=attention, layers=layers, kv_groups=kv_groups)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    said = [list(completion.tokens) for completion in llm.generate(prompts, params)]
+    completions = llm.generate(prompts, params)
+    said = [list(completion.tokens) for completion in completions]
     differences: list[Difference] = []
     num_alike = 0
     with _by_itself(model):
@@ -123,13 +133,16 @@ def check_model(
         layers_reason=llm.layers_reason,
         kv_groups=llm.kv_groups,
         num_attention_calls=len(facts.layers),
-        kv_bytes_per_token=page_bytes_of(facts.layers, page_size=1, dtype=model.dtype),
+        kv_bytes_per_token=kv_bytes_per_token,
         latent_bytes_per_token=llm.latent_token_bytes,
         windows=windows,
+        num_state_layers=len(facts.states),
+        state_bytes=state_bytes,
         switch_length=None if facts.switch is None else facts.switch.length,
         num_prompts=len(prompts),
         num_tokens=num_tokens * len(prompts),
         num_alike=num_alike,
+        num_cached_tokens=sum(completion.cached_tokens for completion in completions),
         rounded=[one for one in differences if one.gap <= most_gap],
         differences=[one for one in differences if one.gap > most_gap],
     )
@@ -152,6 +165,8 @@ def _prompts(model: Any, facts: Facts, count: int, num_tokens: int, seed: int) -
         if number % 3 == 2:
             shared = prompts[-1][: random.randint(1, len(prompts[-1]))]
             tokens = (shared + tokens)[:longest]
+            if facts.states:  # what can be gone on from is where the other ends
+                tokens = prompts[-1] + tokens[: random.randint(1, PAGE_SIZE)]
         prompts.append(tokens)
     if facts.switch is not None and facts.switch.length <= MOST_WINDOW:
         tokens = [random.randrange(text.vocab_size) for _ in range(facts.switch.length + PAGE_SIZE + 3)]

@@ -12,7 +12,7 @@ import torch
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
 from kvarts.executor.torch.pools import page_bytes_of
-from kvarts.executor.torch.probe import layer_shapes
+from kvarts.executor.torch.probe import examine, layer_shapes
 from kvarts.kv.group_memory import Retention
 from kvarts.units import parse_bytes
 
@@ -58,9 +58,23 @@ class KVRoom:
         self._page_bytes = token_bytes(model) * page_size
         self.cut: BlockCut | None = None
         """The groups, and where each layer has its blocks; None where every layer keeps every token."""
+        states = examine(model).states
+        if states and kv_groups == "off":
+            raise ConfigError(
+                f"{model.config.model_type} has {len(states)} layers that keep a state instead of tokens",
+                field="kv_groups",
+                hint="Set kv_groups to all or tails (--kv-groups all).",
+            )
         if kv_groups != "off":
             keeps: Retention = "all" if kv_groups == "all" else "tails"
-            self.cut = cut_blocks(layer_shapes(model), page_size=page_size, dtype=model.dtype, keeps=keeps)
+            self.cut = cut_blocks(
+                layer_shapes(model), page_size=page_size, dtype=model.dtype, keeps=keeps, states=states
+            )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state."""
+        return self.cut is not None and self.cut.num_state_blocks > 0
 
     def num_pages(self, kv_memory: str | int) -> int:
         """Return the pages of all layers that `kv_memory` holds. Raise ConfigError for bytes that hold none."""

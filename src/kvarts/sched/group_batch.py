@@ -1,4 +1,4 @@
-"""The rows of a live batch of a model with KV groups: a sequence has several page tables."""
+"""The rows of a live batch of a model with KV groups: a sequence has several page tables, and may have a state."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvarts.kv.block_pages import BlockPages
+from kvarts.kv.parts import Part
 from kvarts.kv.pool import PageId
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
-from kvarts.sched.plan import Chunk, DecodeRows
+from kvarts.sched.plan import Chunk, DecodeRows, Snapshot
 
 __all__ = ["GroupBatch"]
 
 
 class GroupBatch(InputBatch):
-    """An InputBatch with plans that name the blocks of every page table."""
+    """An InputBatch with plans that name the blocks of every page table, and of states, which are of one group."""
 
-    __slots__ = ("_cache",)
+    __slots__ = ("_cache", "_snapshots", "has_states")
 
     def __init__(self, cache: BlockPages, max_num_seqs: int) -> None:
         super().__init__(max_num_seqs, cache.page_size)
         self._cache = cache
+        num_state_groups = sum(group.is_state for group in cache.memory.groups)
+        assert num_state_groups <= 1, "a model that runs has its states in one group"
+        self.has_states = num_state_groups > 0
+        self._snapshots: list[tuple[int, int, Part]] = []
+        """Those of the step: the row, the tokens after which, and the part."""
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
         """Return a chunk of `request` that names its row, tokens and page tables."""
         holding = request.holding
         assert holding is not None
+        begins_from, state = self._cache.states(holding, start) if self.has_states else ((), ())
+        if self.has_states:
+            self._snapshots += [(request.row, *snapshot) for snapshot in self._cache.take_snapshots(holding)]
         return Chunk(
             start,
             num_tokens,
@@ -38,7 +47,18 @@ class GroupBatch(InputBatch):
             tokens=np.frombuffer(request.content.tokens(start, start + num_tokens).tobytes(), np.uint64),
             samples=not request.computes_only,
             tables=self._cache.tables(holding, start + num_tokens),
+            state=state,
+            begins_from=begins_from,
         )
+
+    def take_snapshots(self) -> tuple[Snapshot, ...]:
+        """Return the snapshots to be made in the step.
+
+        Of one that was evicted in the same step for another the blocks have another owner, and nobody begins from it.
+        """
+        made = tuple(Snapshot(row, count, part.blocks) for row, count, part in self._snapshots if part.is_found)
+        self._snapshots.clear()
+        return made
 
     def decodes(
         self, step: int, with_new_page: Iterable[Request], with_new_table: Iterable[Request] = ()

@@ -14,6 +14,8 @@ from __future__ import annotations
 from math import gcd
 from typing import cast
 
+from msgspec.structs import replace
+
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, ChunkComputed
@@ -29,7 +31,7 @@ from kvarts.sched.group_loads import GroupLoads, GroupTiers
 from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.page_source import OnePool, PageSource
-from kvarts.sched.plan import Chunk, StepResult
+from kvarts.sched.plan import Chunk, StepPlan, StepResult
 from kvarts.sched.policy import AdmissionPolicy, WaitingQueue
 from kvarts.sched.preemption import PageMark, Preemptor
 from kvarts.sched.prefill import Prefill
@@ -242,6 +244,7 @@ class GroupedScheduler(Scheduler):
         self._prefill = GroupPrefill(self.running, cache, self.own_pages, self.preemptor, rows, tell)
         if tiers is not None:
             self.loads = GroupLoads(tiers, cast(TieredPages, cache), self.waiting, config.page_size, self.needs)
+        self._rows = rows
         self._places = _places(cache.memory, config.page_size)
         self.group_drafts: GroupDrafts | None = None
         if drafter is not None:
@@ -318,6 +321,13 @@ class GroupedScheduler(Scheduler):
         return self._queue.num_waiting_blocks if super().num_pages_to_admit() else 0
 
     # One step ---------------------------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int) -> StepPlan:
+        """Plan the step that starts at `now_ns` and take its parts. `commit` must follow."""
+        plan = super().schedule(now_ns)
+        if self._rows is not None and self._rows.has_states:
+            return replace(plan, snapshots=self._rows.take_snapshots())
+        return plan
 
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and memory allow."""

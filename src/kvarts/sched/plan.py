@@ -17,7 +17,7 @@ from kvarts.kv.pool import PageId
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.kv.transfer import Transfer, TransferReport
 
-__all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "StepPlan", "StepResult"]
+__all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "Snapshot", "StepPlan", "StepResult"]
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -45,6 +45,10 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Pages that were dropped after those of the sink, and are not in `page_ids`."""
     tables: tuple[tuple[PageId, ...], ...] = ()
     """Of a model with KV groups, instead of `page_ids`: all page tables of the sequence, with 0 for pages not held."""
+    state: tuple[PageId, ...] = ()
+    """Of a model with states: its blocks, where the chunk leaves it, and decodes after it."""
+    begins_from: tuple[PageId, ...] = ()
+    """The blocks of the state before the chunk: `state`, or those of a snapshot; none before the first token."""
 
     @property
     def end(self) -> int:
@@ -125,13 +129,24 @@ class DraftRows(msgspec.Struct, frozen=True, gc=False):
     tokens: npt.NDArray[np.uint64]
 
 
+class Snapshot(msgspec.Struct, frozen=True, gc=False):
+    """A copy of the state of the chunk of `row` as it is after `num_tokens` tokens of its sequence, kept in `blocks`.
+
+    A later chunk of the same step may begin from it.
+    """
+
+    row: int
+    num_tokens: int
+    blocks: tuple[PageId, ...]
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One step. `admitted`: request indices, in order. `preemptions`: in order.
 
     `left_rows`: rows left by requests that finished, were cancelled or were preempted since the last plan.
     `transfers`: to be begun with this step; what they read is complete before it, and what they write is not read
     before they are reported. `page_copies`: (from, to) of pages to be copied before anything is written. `drafts`:
-    tokens that may follow those of the decodes; None without any.
+    tokens that may follow those of the decodes; None without any. `snapshots`: to be made of states, on the way.
     """
 
     step: int
@@ -143,6 +158,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     transfers: tuple[Transfer, ...] = ()
     page_copies: tuple[tuple[PageId, PageId], ...] = ()
     drafts: DraftRows | None = None
+    snapshots: tuple[Snapshot, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

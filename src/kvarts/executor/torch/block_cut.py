@@ -19,6 +19,7 @@ import torch
 from kvarts.errors import ConfigError
 from kvarts.executor.group_tables import LayerTable
 from kvarts.executor.torch.pools import LayerShape
+from kvarts.executor.torch.states import StateShape
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 
@@ -39,6 +40,12 @@ class BlockCut(msgspec.Struct, frozen=True):
     layer_tables: tuple[LayerTable, ...]
     page_sizes: tuple[int, ...]
 
+    @property
+    def num_state_blocks(self) -> int:
+        """Blocks of the state of a sequence; 0 for a model without states."""
+        memory = self.memory
+        return sum(group.part_bytes for group in memory.groups if group.is_state) // memory.block_bytes
+
 
 class _Group(msgspec.Struct):
     """Layers that keep alike. `window`: how far back they are read; `numbers`: of the keys of a page in one of them."""
@@ -50,9 +57,17 @@ class _Group(msgspec.Struct):
 
 
 def cut_blocks(
-    layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype, keeps: Retention = "all"
+    layers: Sequence[LayerShape],
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    keeps: Retention = "all",
+    states: Sequence[StateShape] = (),
 ) -> BlockCut:
-    """Return the cut for layers of a model. Raise ConfigError for layers that no block of one size can hold."""
+    """Return the cut for layers of a model, of which some may keep `states`.
+
+    Raise ConfigError for layers that no block of one size can hold, and for states of several sizes.
+    """
     groups = _groups(layers, page_size)
     largest = gcd(*(group.numbers * len(group.layers) for group in groups))
     divisor = _divisor(groups, page_size, largest)
@@ -61,7 +76,10 @@ def cut_blocks(
     unit = lcm(*(group.numbers for group in groups if block % group.numbers == 0))
     if any(group.numbers > block for group in groups):
         unit = block
-    memory = GroupMemory(tuple(_part_group(group, dtype) for group in groups), keeps, divisor)
+    parts = [_part_group(group, dtype) for group in groups]
+    if states:
+        parts.append(_state_group(states, gcd(*(part.part_bytes for part in parts))))
+    memory = GroupMemory(tuple(parts), keeps, divisor)
     tables: dict[LayerTable, int] = {}
     cuts: dict[int, tuple[int, int, int]] = {}
     num_blocks = 0
@@ -122,3 +140,19 @@ def _part_group(group: _Group, dtype: torch.dtype) -> PartGroup:
         span=group.window,
     )
     return PartGroup(layer, len(group.layers) * 2 * group.numbers * int(dtype.itemsize), len(group.layers))
+
+
+def _state_group(states: Sequence[StateShape], unit_bytes: int) -> PartGroup:
+    """Return the group of layers with states: a sequence has the states of all of them in whole units.
+
+    A unit is the largest size that divides the parts of pages, so that states make blocks no smaller.
+    """
+    sizes = sorted({state.num_bytes for state in states})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"layers of this model keep states of several sizes ({', '.join(f'{size:,}' for size in sizes)} bytes)",
+            field="kv_groups",
+            hint="No setting runs it.",
+        )
+    layer = KvLayer(kind="state", state_bytes=sizes[0])
+    return PartGroup(layer, -(-len(states) * sizes[0] // unit_bytes) * unit_bytes, len(states))

@@ -15,6 +15,7 @@ from kvarts.executor.copier import PageCopier, PageStore
 from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, RowTables
 from kvarts.executor.group_tables import GroupTables
 from kvarts.executor.page_slots import PageSlots
+from kvarts.executor.state_tables import StateTables
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.backend import backend_name, choose_backend
 from kvarts.executor.torch.block_cut import BlockCut
@@ -26,6 +27,8 @@ from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.rotary import TorchRotation
 from kvarts.executor.torch.sampling import TokenSampler
+from kvarts.executor.torch.state_memory import PagedStates
+from kvarts.executor.torch.states import keeping
 from kvarts.kv.transfer import TransferReport
 from kvarts.sched.plan import StepPlan, StepResult
 
@@ -88,6 +91,11 @@ class TorchExecutor:
         self._rows: RowTables | GroupTables = RowTables(config.max_num_seqs, config.page_size)
         if cut is not None:
             self._rows = GroupTables(config.max_num_seqs, config.page_size, cut.layer_tables)
+        self._states: PagedStates | None = None
+        """What answers layers with a state; None where there are none."""
+        if cut is not None and self._facts.states:
+            self._states = PagedStates(self.pools, self._facts.states, cut.num_state_blocks)
+            self._state_tables = StateTables(config.max_num_seqs, cut.num_state_blocks)
         self.rotation = TorchRotation(model)
         self.slots = PageSlots(self.pools.num_pages, config.page_size)
 
@@ -150,7 +158,10 @@ class TorchExecutor:
         stopped: tuple[int, ...] = ()
         accepted: tuple[tuple[int, int], ...] = ()
         if batch is not None:
-            logits = self._logits(batch, self._begin(batch))
+            every = self._begin(batch)
+            if self._states is not None:
+                self._states.begin(self._state_tables.batch(plan))
+            logits = self._logits(batch, every)
             if batch.sampled_rows:
                 if batch.drafts:
                     chosen, ends, counts = self._sampler.sample_drafted(batch.requests, logits, batch.drafts)
@@ -199,7 +210,7 @@ class TorchExecutor:
             with chosen:
                 tokens, positions = metadata.tensor(batch.tokens), metadata.tensor(batch.rotated_positions)
                 return self._layers.logits(tokens, positions, every, where)
-        with attending(self._attention), chosen:
+        with attending(self._attention), keeping(self._states), chosen:
             logits: torch.Tensor = self._model(
                 input_ids=metadata.tensor(batch.tokens)[None],
                 position_ids=metadata.tensor(batch.rotated_positions)[None],

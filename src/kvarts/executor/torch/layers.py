@@ -57,6 +57,8 @@ _proven: WeakKeyDictionary[Any, dict[int, list[AttentionParams] | str]] = WeakKe
 def _compiled(
     model: Any, facts: Facts, pools: KVPools, backends: Sequence[AttentionBackend], tables: Sequence[int]
 ) -> CompiledLayers:
+    if facts.states:
+        raise UnlikeError(f"{len(facts.states)} layers keep a state")
     numba = [backend for backend in backends if type(backend) is NumbaBackend]
     if len(numba) < len(backends):
         raise UnlikeError("attention is not that of numba")

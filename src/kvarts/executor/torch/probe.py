@@ -20,6 +20,7 @@ from kvarts.errors import ConfigError
 from kvarts.executor.torch.attention import ATTENTION, attending
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.rope_switch import RopeSwitch, find_switch
+from kvarts.executor.torch.states import StateShape, find_states, keeping
 from kvarts.executor.torch.watching import Alone, Packed, Refusal, Seen, Watched, Watching
 
 __all__ = ["Facts", "examine", "layer_shapes", "refused"]
@@ -34,12 +35,14 @@ class Facts(msgspec.Struct, frozen=True):
     """What is known of a model that can run in pages.
 
     `layers`: what each of its calls of attention keeps. `keeps_logits`: it computes logits where it is asked to, and
-    not everywhere. `switch`: its rotation depends on how long a sequence is.
+    not everywhere. `switch`: its rotation depends on how long a sequence is. `states`: what each of its layers keeps
+    that have a state, whatever the length of a sequence.
     """
 
     layers: tuple[LayerShape, ...]
     keeps_logits: bool
     switch: RopeSwitch | None
+    states: tuple[StateShape, ...] = ()
 
 
 def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
@@ -103,13 +106,14 @@ class _Examination:
         if not self._has_positions:
             raise refused(model, "it takes no position_ids: its positions are its own")
         own = self._run_by_itself()
+        states = self._look_at_states()
         calls = self._look_at_calls()
         switch = find_switch(model, self._most_position, self._device)
         self._look_at_tokens(self._most_position if switch is None else switch.length)
         shapes = self._look_at_masks(calls)
-        self._compare(own, shapes, switch)
+        self._compare(own, shapes, switch, states)
         self._look_at_cache(own, shapes)
-        return Facts(shapes, self._keeps_logits, switch)
+        return Facts(shapes, self._keeps_logits, switch, states)
 
     # Each look --------------------------------------------------------------------------------------------
 
@@ -136,6 +140,22 @@ class _Examination:
         if self._differ(logits[2][:-1], logits[0][:-1]):
             raise refused(model, "a token sees tokens that come after it, as in an encoder")
         return logits[:2]
+
+    def _look_at_states(self) -> tuple[StateShape, ...]:
+        """Return what each layer with a state keeps."""
+        model = self._model
+        ids = torch.tensor([self._sequences()[0]], device=self._device)
+
+        def run(cache: Any) -> None:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **{_cache_name(model): cache})
+
+        try:
+            model.set_attn_implementation("eager")
+            return find_states(model, run)
+        except Exception as error:  # whatever its code raises
+            raise refused(model, f"its layers keep states in a way that is not known ({_first_line(error)})") from error
+        finally:
+            model.set_attn_implementation(ATTENTION)
 
     def _look_at_calls(self) -> list[Seen]:
         """Return what each call of attention brought, for tokens that are each a sequence of its own."""
@@ -205,8 +225,7 @@ class _Examination:
         try:
             model.set_attn_implementation("eager")
             begun = model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=True)
-            # transformers 5.24 calls `cache` what was past_key_values.
-            name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+            name = _cache_name(model)
             cache = getattr(begun, name)
             last = model(input_ids=ids[:, -1:], attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache})
             logits = last.logits[0, -1:].float()
@@ -224,7 +243,13 @@ class _Examination:
         if forgets or self._differ(logits, own[0][-1:], several=10.0):
             raise refused(model, "going on from its cache it computes something else than at once: the two disagree")
 
-    def _compare(self, own: list[torch.Tensor], shapes: tuple[LayerShape, ...], switch: RopeSwitch | None) -> None:
+    def _compare(
+        self,
+        own: list[torch.Tensor],
+        shapes: tuple[LayerShape, ...],
+        switch: RopeSwitch | None,
+        states: tuple[StateShape, ...],
+    ) -> None:
         """Compare the model by itself with several sequences in a row."""
         sequences = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
         positions = torch.cat([torch.arange(length) for length in LENGTHS])
@@ -236,14 +261,15 @@ class _Examination:
             chosen = switch.chosen(torch.tensor(LENGTHS, device=self._device)[mixed[0]] > switch.length)
         with chosen:
             ids = [self._ids[place] for place in order.tolist()]
-            logits, _ = self._run(Packed(*mixed, shapes), ids, mixed[1].tolist())
+            logits, _ = self._run(Packed(*mixed, shapes, states), ids, mixed[1].tolist())
         logits = logits[torch.argsort(order).to(self._device)]
         for mine, alone in zip(logits.split(LENGTHS), own, strict=True):
             if self._differ(mine, alone, several=10.0):
+                why = "its positions, its masks or its attention are its own"
+                if states:
+                    why = f"layers with a state ({states[0].name} is the first) do not go on from it, or {why}"
                 raise refused(
-                    self._model,
-                    "with several sequences in a step it computes something else than by itself: its positions, its "
-                    "masks or its attention are its own",
+                    self._model, f"with several sequences in a step it computes something else than by itself: {why}"
                 )
 
     # Runs -------------------------------------------------------------------------------------------------
@@ -257,7 +283,7 @@ class _Examination:
         """Return the logits of a row of tokens, and what attention was asked."""
         more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self._device)}
         try:
-            with attending(attention):
+            with attending(attention), keeping(attention.states):
                 logits = self._model(
                     input_ids=torch.tensor([ids], device=self._device),
                     position_ids=torch.tensor([positions], device=self._device),
@@ -290,6 +316,11 @@ def _takes(model: Any, name: str) -> bool:
     """Return whether a model's forward has a keyword, or hands on all that it gets."""
     parameters = signature(model.forward).parameters
     return name in parameters or any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def _cache_name(model: Any) -> str:
+    """Return by which name a model takes a cache: transformers 5.24 calls `cache` what was past_key_values."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def _first_line(error: BaseException) -> str:

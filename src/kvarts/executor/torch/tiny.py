@@ -30,6 +30,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 24}),
     "gemma2": ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2}),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
 }
 """By name: transformers' model type, and what its config says besides."""
 

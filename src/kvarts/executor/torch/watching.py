@@ -13,6 +13,7 @@ from kvarts.executor.torch.masks import AskedMasks
 from kvarts.executor.torch.metadata import AttentionParams
 from kvarts.executor.torch.plain import causal, plain_attention
 from kvarts.executor.torch.pools import LayerShape
+from kvarts.executor.torch.states import StateCall, States, StateShape
 
 __all__ = ["Alone", "Packed", "Refusal", "Seen", "Watched", "Watching"]
 
@@ -33,7 +34,12 @@ class Seen(msgspec.Struct):
 
 
 class Watching:
-    """An Attention that keeps what it was asked. Tensors are kept, so that no other gets their address."""
+    """An Attention that keeps what it was asked. Tensors are kept, so that no other gets their address.
+
+    `states`: what answers layers with a state; None lets them run on the whole row, as one sequence.
+    """
+
+    states: States | None = None
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
@@ -66,6 +72,14 @@ class Watching:
 class Alone(Watching):
     """Every token sees itself."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = self
+
+    def state_called(self, call: StateCall) -> torch.Tensor:
+        """Return what a layer with a state makes of each token as the first of a sequence."""
+        return call.by_itself(call.hidden[0][:, None]).transpose(0, 1)
+
     def answer(self, call: AttentionCall) -> torch.Tensor:
         """Return the value of each token, for all heads that read it."""
         each = call.query.shape[1] // call.value.shape[1]
@@ -73,10 +87,25 @@ class Alone(Watching):
 
 
 class Packed(Watching):
-    """Several sequences in a row, as in a step."""
+    """Several sequences in a row, as in a step.
 
-    def __init__(self, sequences: torch.Tensor, positions: torch.Tensor, shapes: tuple[LayerShape, ...]) -> None:
+    Layers with `states` have them in pieces, as if over several steps, the last token of all sequences together.
+    """
+
+    def __init__(
+        self,
+        sequences: torch.Tensor,
+        positions: torch.Tensor,
+        shapes: tuple[LayerShape, ...],
+        states: tuple[StateShape, ...] = (),
+    ) -> None:
         super().__init__()
+        self.states = self
+        self._state_shapes = states
+        self._places = [
+            torch.nonzero(sequences == number)[:, 0][torch.argsort(positions[sequences == number])]
+            for number in range(int(sequences.max()) + 1)
+        ]
         self._shapes = shapes
         windows = {shape.window for shape in shapes}
         self._seen = {window: causal(sequences, positions, window) for window in windows}
@@ -86,6 +115,24 @@ class Packed(Watching):
         window = self._shapes[call.number].window
         read = plain_attention(*call.packed(), call.params(window), self._seen[window])
         return read[..., : call.value.shape[-1]].contiguous()
+
+    def state_called(self, call: StateCall) -> torch.Tensor:
+        """Go on from state to state within each sequence."""
+        shape = self._state_shapes[call.number]
+        made = torch.empty_like(call.hidden)
+        ends = []
+        for places in self._places:
+            middle, last = len(places) // 2, len(places) - 1
+            read, states = call.run(shape, call.hidden[:, places[:middle]], None)
+            made[:, places[:middle]] = read
+            read, states = call.run(shape, call.hidden[:, places[middle:last]], states)
+            made[:, places[middle:last]] = read
+            ends.append(states)
+        lasts = torch.stack([places[-1] for places in self._places])
+        together = [torch.cat(states) for states in zip(*ends, strict=True)]
+        read, _ = call.run(shape, call.hidden[0, lasts, None], together)
+        made[0, lasts] = read[:, 0]
+        return made
 
 
 class Watched(Watching):

@@ -1,0 +1,63 @@
+"""The states of a step: from which blocks each sequence goes on, and in which it is left."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from kvarts.executor.flat_batch import Ints
+from kvarts.sched.plan import StepPlan
+
+__all__ = ["StateBatch", "StateChunk", "StateTables"]
+
+
+class StateChunk(msgspec.Struct, frozen=True):
+    """Tokens [first, last) of the batch, of one sequence.
+
+    `begins_from`: the blocks of the state before them, None before the first token of all. `leaves`: for each of the
+    places, in order, at which the state is kept: the tokens of the batch up to there, and the blocks. The last is the
+    state of the sequence at `last`, those before it are snapshots.
+    """
+
+    first: int
+    last: int
+    begins_from: Ints | None
+    leaves: tuple[tuple[int, Ints], ...]
+
+
+class StateBatch(msgspec.Struct, frozen=True):
+    """The tokens of a step by their states: decodes, which have the `blocks` [decodes, blocks of a state], then chunks.
+
+    Chunks are in order: one may begin from what one before it leaves.
+    """
+
+    blocks: Ints
+    chunks: tuple[StateChunk, ...]
+
+
+class StateTables:
+    """Owner of the blocks of the state of each row."""
+
+    def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
+        self._blocks = np.zeros((max_num_seqs, num_blocks), np.int64)
+
+    def batch(self, plan: StepPlan) -> StateBatch:
+        """Note what changed, and return the states of the step."""
+        rows = np.zeros(0, np.int64) if plan.decodes is None else plan.decodes.rows
+        decodes = self._blocks[rows]
+        num_tokens = len(rows)
+        snapshots = {snapshot.row: snapshot for snapshot in plan.snapshots}
+        chunks: list[StateChunk] = []
+        for chunk in plan.batch.chunks:
+            state = np.array(chunk.state, np.int64)
+            self._blocks[chunk.row] = state
+            last = num_tokens + chunk.num_tokens
+            leaves = [(last, state)]
+            snapshot = snapshots.get(chunk.row)
+            if snapshot is not None:
+                at = num_tokens + snapshot.num_tokens - chunk.start
+                leaves.insert(0, (at, np.array(snapshot.blocks, np.int64)))
+            begins_from = np.array(chunk.begins_from, np.int64) if chunk.begins_from else None
+            chunks.append(StateChunk(num_tokens, last, begins_from, tuple(leaves)))
+            num_tokens = last
+        return StateBatch(decodes, tuple(chunks))
