@@ -70,8 +70,8 @@ class AuditedPart:
 class PartLedger:
     """Owner of the parts in `num_blocks` blocks. `keeps_all`: also what windows leave behind can be found.
 
-    `happened`: what has happened to parts that can be found, until it is taken from there: what, the group, the page, and
-    which of several copies.
+    `happened`: what has happened to parts that can be found, until it is taken from there: what, the group, the page,
+    and which of several copies.
     """
 
     def __init__(self, groups: tuple[AuditedGroup, ...], num_blocks: int, *, keeps_all: bool) -> None:

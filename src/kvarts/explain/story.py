@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvarts.explain.block_story import story_of_block
 from kvarts.explain.reading import Journal
 from kvarts.explain.telling import last_holder, named_pages, num_of, place_of, seconds_of
@@ -138,13 +140,17 @@ class _RequestStory:
         """Tell what went one after the other in one line: pages go one by one, and a prompt may have thousands."""
         gone, self._gone = self._gone, {}
         for (what, group), lines in gone.items():
+            given_back, not_kept = (_pages_of(gone.get((how, group), [])) for how in ("given back", "not kept"))
+            if what == "not kept" and given_back == not_kept:
+                continue
+            how = "given back, and not kept" if what == "given back" and given_back == not_kept else what
             num_pages = sum(line.end_page - line.start_page for line in lines)
             first, last = min(line.start_page for line in lines), max(line.end_page for line in lines) - 1
             which = f"page {first}" if num_pages == 1 else f"{num_pages:,} pages between {first:,} and {last:,}"
             if group is not None:
                 which += f" of {self._journal.name_of_group(group)}"
             until = "" if lines[-1].step == lines[0].step else f", until step {lines[-1].step}"
-            self._say(lines[0], f"of its sequence, {which} {what}{until}")
+            self._say(lines[0], f"of its sequence, {which} {how}{until}")
 
     def _admitted(self, line: AdmittedLine) -> None:
         size = self._journal.page_size
@@ -203,6 +209,10 @@ class _RequestStory:
         if line.reason == "token_budget":
             return "the step's token budget was spent"
         return "as many requests ran as may"
+
+
+def _pages_of(lines: Sequence[RemovedLine | GivenBackLine]) -> list[tuple[int, int, int]]:
+    return [(line.step, line.start_page, line.end_page) for line in lines]
 
 
 def _pages(count: int) -> str:

@@ -424,7 +424,10 @@ class Timeline:
         names = columns_of(self.columns)
         kinds = {**dict.fromkeys(floats, pa.float64()), **dict.fromkeys(GROUP_COLUMNS, pa.list_(pa.int64()))}
         fields = [(name, kinds.get(name, pa.int64())) for name in names]
-        metadata = {name: str(value) for name, value in {**self.head, **self.totals}.items()}
+        metadata = {
+            name: msgspec.json.encode(value).decode() if isinstance(value, list) else str(value)
+            for name, value in {**self.head, **self.totals}.items()
+        }
         schema = pa.schema([*fields, ("asked", pa.list_(ask))], metadata=metadata)
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for start in range(0, max(1, len(self)), SLAB_ROWS):

@@ -14,6 +14,7 @@ from kvarts.verify.values import Twice, any_value
 
 __all__ = [
     "NUMBERS",
+    "PARTS",
     "TOP_FIELDS",
     "Ask",
     "Chunk",
@@ -65,10 +66,14 @@ class Step(msgspec.Struct, gc=False):
     disk_cached_blocks: _Count = -1
     reserved_blocks: _Count = -1
     asked: list[Ask] | None = None
+    group_used_parts: list[_Count] | None = None
+    group_cached_parts: list[_Count] | None = None
 
 
 REQUIRED = Step.__struct_fields__[:7]
-OPTIONAL = Step.__struct_fields__[7:-1]
+OPTIONAL = Step.__struct_fields__[7:-3]
+PARTS = Step.__struct_fields__[-2:]
+"""Of each KV group a number."""
 REALS = ("t_ms", "used_pct")
 NUMBERS = REQUIRED + OPTIONAL
 _GETTERS = {name: attrgetter(name) for name in NUMBERS}
@@ -86,6 +91,7 @@ TOP_FIELDS = frozenset(
         "block_bytes",
         "host_total_blocks",
         "disk_total_blocks",
+        "kv_groups",
     }
 )
 """What rules and readers ask of the whole."""
@@ -107,6 +113,8 @@ class Complaint(msgspec.Struct, frozen=True):
 class Chunk(msgspec.Struct):
     """Consecutive well-formed rows. Optional columns hold -1 where a row lacks the field; `asked` is by place here.
 
+    `parts`: for each of PARTS what rows say, None where a row lacks it.
+
     `rows`: the number of each row, from 0; a row left out leaves a gap in it.
     """
 
@@ -114,6 +122,7 @@ class Chunk(msgspec.Struct):
     columns: dict[str, Column]
     asked: dict[int, list[Ask]]
     complaints: list[Complaint]
+    parts: dict[str, list[list[int] | None]]
 
 
 def chunk_of(rows: list[Any], first_row: int) -> Chunk:
@@ -138,7 +147,8 @@ def chunk_of(rows: list[Any], first_row: int) -> Chunk:
         for name, get in _GETTERS.items()
     }
     asked = {index: row.asked for index, row in enumerate(rows) if row.asked}
-    return Chunk(np.array(numbers, np.int64), columns, asked, complaints)
+    parts = {name: [getattr(row, name) for row in rows] for name in PARTS}
+    return Chunk(np.array(numbers, np.int64), columns, asked, complaints, parts)
 
 
 def rows_of(text: bytes) -> list[Any]:
@@ -179,6 +189,7 @@ def _are_unambiguous(text: bytes, rows: list[Step]) -> bool:
         num_fields = len(rows) * len(NUMBERS)
         for name in OPTIONAL:
             num_fields -= list(map(_GETTERS[name], rows)).count(-1)
+        num_fields += sum((row.group_used_parts is not None) + (row.group_cached_parts is not None) for row in rows)
         if text.count(b":") == num_fields:
             return True
     asks: list[Ask] = []
@@ -190,6 +201,9 @@ def _are_unambiguous(text: bytes, rows: list[Step]) -> bool:
         given = {"blocks": len(asks), "request": sum(ask.request is not None for ask in asks)}
         given["model"] = sum(ask.model is not None for ask in asks)
         if any(text.count(b'"%b"' % name.encode()) != count for name, count in given.items()):
+            return False
+    for name in PARTS:
+        if text.count(b'"%b"' % name.encode()) != sum(getattr(row, name) is not None for row in rows):
             return False
     for name in NUMBERS:
         count = text.count(b'"%b"' % name.encode()) - (len(asks) if name == "free_blocks" else 0)
@@ -219,6 +233,12 @@ def _wrong_with(row: Any) -> list[str]:
             complaint = _wrong_number(row[name], is_real=name in REALS)
             if complaint:
                 wrong.append(f"{name} {complaint}")
+    for name in PARTS:
+        if row.get(name) is not None:
+            try:
+                msgspec.convert(row[name], list[_Count])
+            except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+                wrong.append(f"{name}: {error}")
     asked = row.get("asked")
     for ask in asked if isinstance(asked, list) else ():
         if isinstance(ask, Twice):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvarts.errors import InputError
-from kvarts.verify.chunk import NUMBERS
+from kvarts.verify.chunk import NUMBERS, PARTS
 from kvarts.verify.reader import Recording
 from kvarts.verify.text import Source
 from kvarts.verify.values import JSON_ERRORS, any_value
@@ -53,7 +53,7 @@ class ParquetRecording(Recording):
                     except JSON_ERRORS:
                         continue  # other people's metadata
                 names = schema.names
-                self.twice = sorted({name for name in names if name in NUMBERS and names.count(name) > 1})
+                self.twice = sorted({name for name in names if name in (*NUMBERS, *PARTS) and names.count(name) > 1})
                 numbers = [
                     name
                     for name in NUMBERS
@@ -62,8 +62,15 @@ class ParquetRecording(Recording):
                 # What is no number is not read, however long it is: its type says what is wrong with it.
                 others = {name: str(schema.field(name).type) for name in NUMBERS if names.count(name) == 1}
                 others = {name: kind for name, kind in others.items() if name not in numbers}
+                parts = [
+                    name
+                    for name in PARTS
+                    if names.count(name) == 1
+                    and pa.types.is_list(schema.field(name).type)
+                    and pa.types.is_integer(schema.field(name).type.value_type)
+                ]
                 asked = ["asked"] if names.count("asked") == 1 else []
-                for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=[*numbers, *asked]):
+                for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=[*numbers, *parts, *asked]):
                     yield [{**row, **others} for row in batch.to_pylist()]
             except (pa.ArrowException, OSError, ValueError, RecursionError, OverflowError) as error:
                 raise self._source.broken(f"is no readable Parquet: {error}") from error

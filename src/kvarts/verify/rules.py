@@ -11,6 +11,7 @@ from kvarts.verify.boundedness import Boundedness
 from kvarts.verify.chunk import is_count
 from kvarts.verify.conservation import BlockConservation
 from kvarts.verify.flux import Flux
+from kvarts.verify.group_parts import GroupParts
 from kvarts.verify.leak import Leak
 from kvarts.verify.limits import Limits
 from kvarts.verify.preemptions import PreemptionNeeded, PreemptionTrigger
@@ -41,6 +42,8 @@ def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[R
         Flux(said("initial_used_blocks")),
         Leak(),
     ]
+    if top.get("kv_groups") is not None:
+        rules.append(GroupParts(top["kv_groups"]))
     if limits.max_bytes is not None:
         rules.append(Boundedness(limits.max_bytes, limits.block_bytes or said("block_bytes")))
     return rules

@@ -196,7 +196,8 @@ def _total(top: dict[str, Any]) -> int | None:
 
 def _relied_on(top: dict[str, Any]) -> tuple[Any, ...]:
     """Return what rules need to know of the body before they see a row."""
-    return _total(top), *(top.get(name) if is_count(top.get(name)) else None for name in _EARLY)
+    counts = (top.get(name) if is_count(top.get(name)) else None for name in _EARLY)
+    return _total(top), top.get("kv_groups"), *counts
 
 
 _EARLY = ("initial_used_blocks", "block_bytes", "every", "host_total_blocks", "disk_total_blocks")

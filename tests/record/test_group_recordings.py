@@ -1,0 +1,71 @@
+"""What `kvarts replay --kv-groups` records, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvarts import verify_file
+from kvarts.journal import Head
+
+from builders.rooms import HAS_AUDIT, ROOMS
+
+Kvarts = Callable[..., tuple[int, str, str]]
+
+OPTIONS = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-memory", "2GB", "--page-size", "64")
+"""Layers with a window of 1,024 tokens, five of six; memory for 4,000 tokens in all layers."""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Prompts of 2,048 tokens and more with a prefix of 512 in common; two of three go on from the one before."""
+    rows = []
+    for index in range(12):
+        chain = [0, *range(10 * (index // 3) + 1, 10 * (index // 3) + 4 + index % 3)]
+        tokens = {"input_length": 512 * len(chain), "output_length": 80}
+        rows.append({"timestamp": 900 * index, **tokens, "hash_ids": chain})
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("keeps", ["all", "tails"])
+def test_a_run_directory_has_a_journal_and_says_what_the_report_says(
+    kvarts: Kvarts, trace: Path, tmp_path: Path, keeps: str
+) -> None:
+    asked = ("replay", trace, *OPTIONS, "--kv-groups", keeps)
+    code, plain, said = kvarts(*asked, "--json")
+    assert code == 0, said
+    run = tmp_path / "run"
+    code, told, said = kvarts(*asked, "--run-dir", run, *(("--audit",) if HAS_AUDIT else ()), "--json")
+    assert (code, told) == (0, plain), said
+    summary = json.loads(plain)
+    assert summary["num_evicted_pages"] and summary["num_cached_tokens"]
+    assert verify_file(run / "timeline.json.gz").verdict == "ok"
+    journal = tmp_path / "events.jsonl"
+    assert kvarts(*asked, "--events", journal, "--json")[1] == plain
+    head = json.loads(journal.read_text().splitlines()[0])
+    assert head["total_blocks"] == summary["total_blocks"] and head["block_bytes"] == summary["block_bytes"]
+    assert [group["kind"] for group in head["kv_groups"]] == [group["kind"] for group in summary["kv_groups"]]
+    assert set(head) <= set(Head.__struct_fields__)
+
+
+@pytest.mark.skipif("explain" not in ROOMS, reason="needs kvarts.explain")
+def test_a_journal_tells_what_a_window_gave_back_and_which_group_ended_a_hit(
+    kvarts: Kvarts, trace: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert kvarts("replay", trace, *OPTIONS, "--kv-groups", "tails", "--run-dir", run)[0] == 0
+    code, hits, _ = kvarts("story", run, "--hits")
+    assert code == 0 and "not kept" in hits
+    story = kvarts("story", run, "--request", "2")[1]
+    assert "of window 1,024 given back" in story
+    ended = kvarts("story", run, "--request", "3")[1]
+    assert "as window 1,024 had no more; others could go on from" in ended
+    assert "stored in window 1,024: 0 filled it" in kvarts("story", run, "--block", "0:20")[1]
+    page = tmp_path / "page.html"
+    assert kvarts("report", run, "--html", page)[0] == 0
+    assert "seen, but not kept" in page.read_text()
