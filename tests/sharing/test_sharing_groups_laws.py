@@ -21,6 +21,8 @@ from kvarts.sim.config import ReplayConfig
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, part_groups
+from builders.guarantees import guarantees_kept
+from builders.kept import Kept
 from builders.rooms import timelines_json
 from oracles.naive import NaiveRequest
 from oracles.naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
@@ -239,6 +241,29 @@ def test_models_without_traffic_change_nothing(case: Device, place: int, is_grou
     for name, of_model in alone.reports.items():
         assert of_model.requests_jsonl() == beside.reports[name].requests_jsonl()
         assert timelines_json(of_model) == timelines_json(beside.reports[name])
+
+
+@given(devices(max_requests=20))
+def test_a_model_within_its_guarantee_waits_no_longer_than_said(case: Device) -> None:
+    """L13: unless what holds it is more important. What runs within its guarantee loses no parts to borrowers."""
+    with guarantees_kept(case.reclaim_after_s):
+        case.run()
+
+
+@given(devices(), st.booleans())
+def test_what_is_told_in_detail_is_the_same(case: Device, is_static: bool) -> None:
+    """Where something reads page events, parts are accounted for one by one."""
+    is_static = is_static and case.can_be_split
+    plain = case.run(static_split=is_static)
+    kept = [Kept() for _ in case.models]
+    config = case.config(static_split=is_static, audit=True)
+    told = replay(case.traces, config, observers_of=lambda name: [kept[int(name[1:])]])
+    assert plain.to_json() == told.to_json()
+    assert plain.loans_jsonl() == told.loans_jsonl()
+    for name, of_model in plain.reports.items():
+        assert of_model.requests_jsonl() == told.reports[name].requests_jsonl()
+        assert timelines_json(of_model) == timelines_json(told.reports[name])
+    assert all(each.events for each in kept)
 
 
 @given(devices(), st.booleans())

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -15,17 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts import replay
-from kvarts.events import Blocked
 from kvarts.report.requests import REJECTED
-from kvarts.request import Request
-from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.config import ModelShare, SharingConfig
-from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.loans import debts
 from kvarts.sharing.report import SharedReport
 from kvarts.sim.config import ReplayConfig
 
 from builders.case import Case, Row, cases
+from builders.guarantees import guarantees_kept
 from builders.kept import Kept
 from builders.laws import assert_steps_as_in_naive
 from builders.pages import evicted_names
@@ -231,52 +227,13 @@ def test_what_is_left_of_a_page_is_enough_for_a_guarantee() -> None:
         assert case.run().summary["device"]["num_completed"] == 2
 
 
-def holds_more_important_work(device: SharedDevice, model: str, priority: int) -> bool:
-    """Whether a model beyond its guarantee runs a request that does not give way to one of `priority`."""
-    return any(
-        request.priority > priority
-        for name, member in device._members.items()
-        if name != model and member.scheduler is not None
-        if member.part.num_used_bytes > member.part.guaranteed_bytes
-        for request in member.scheduler.running
-    )
-
-
 @given(sharings(max_requests=30))
 def test_a_model_within_its_guarantee_waits_no_longer_than_said(case: Sharing) -> None:
     """L13: unless what holds it is more important. What runs within its guarantee never loses its pages to borrowers.
 
     Nor does a model wait beyond its guarantee while enough is free and no other model has work.
     """
-    end_turn, make_way = SharedDevice.end_turn, SharedDevice.make_way
-
-    def checked_way(device: SharedDevice, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        member = device._members[model]
-        is_within = member.part.is_within(num_pages)
-        is_granted = make_way(device, model, request, num_pages, to_admit=to_admit)
-        if to_admit and not is_within:
-            assert not is_granted
-        elif is_within and not is_granted and case.reclaim_after_s < inf:
-            has_waited = member.since_ns != NEVER_NS and device.now_ns - member.since_ns >= case.reclaim_after_s * 1e9
-            if not to_admit or not case.reclaim_after_s or has_waited:
-                assert holds_more_important_work(device, model, request.priority)
-        return is_granted
-
-    def checked_end(device: SharedDevice, model: str, *, has_released: bool) -> None:
-        member = device._members[model]
-        scheduler, part = member.scheduler, member.part
-        assert scheduler is not None
-        if scheduler.waiting.num_waiting and scheduler.blocked is Blocked.PAGES:
-            head, num_wanted = scheduler.waiting.head(device.now_ns), scheduler.num_pages_wanted
-            part.refresh()
-            others = [other.scheduler for name, other in device._members.items() if name != model]
-            if part.is_within(num_wanted):
-                assert case.reclaim_after_s or holds_more_important_work(device, model, head.priority)
-            elif not any(other is not None and other.has_work for other in others):
-                assert num_wanted > part.cache.num_free or scheduler.running.chunked is not None
-        end_turn(device, model, has_released=has_released)
-
-    with patch.object(SharedDevice, "end_turn", checked_end), patch.object(SharedDevice, "make_way", checked_way):
+    with guarantees_kept(case.reclaim_after_s):
         case.run(step_by_step=True)
 
 
