@@ -179,6 +179,18 @@ def test_what_the_rest_of_a_prompt_needs_is_kept_for_it() -> None:
     assert fits.admission < 0, "claims hold in the order in which they were made"
 
 
+def test_what_a_waiting_request_needs_in_all_groups_is_kept_for_it() -> None:
+    rig = GroupRig(200, guarantees={"a": 120})
+    rig.run("b", 1, num_output=3)
+    mine = rig.add("a", 6)
+    waits = rig.run("c", 8)
+    assert waits.admission < 0, "19 are free, and twelve of them are kept"
+    rig.turn("a")
+    rig.turn("c")
+    assert (mine.num_output_tokens, waits.num_output_tokens) == (1, 1)
+    assert rig.cached() == (11, 0, 8), "of what is cached, one block went"
+
+
 # Options --------------------------------------------------------------------------------------------------
 
 DATA = Path(__file__).parents[2] / "src" / "kvarts" / "data"
