@@ -75,7 +75,8 @@ class GroupPages(PartPages):
     @property
     def num_used(self) -> int:
         """Blocks of parts that requests hold."""
-        return self.parts.used_bytes // self.block_bytes
+        parts = self.parts
+        return (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // self.block_bytes
 
     @property
     def num_published(self) -> int:
@@ -84,9 +85,9 @@ class GroupPages(PartPages):
 
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and the parts cached in each group, one pair a group."""
-        counts: list[int] = []
-        for pair in zip(self.parts.num_used, self.parts.num_cached, strict=True):
-            counts += pair
+        parts = self.parts
+        counts = [0] * (2 * len(parts.num_used))
+        counts[::2], counts[1::2] = parts.num_used, parts.num_cached
         return tuple(counts)
 
     def num_evicted_parts(self) -> tuple[int, ...]:
@@ -162,8 +163,11 @@ class GroupPages(PartPages):
     def count(self) -> None:
         """Take note of what was taken and given back."""
         parts, block_bytes = self.parts, self.block_bytes
-        parts.give_back()
-        self.num_free = parts.room_bytes // block_bytes
+        if parts.shared is None:
+            self.num_free = (parts.empty_bytes + parts.cached_bytes) // block_bytes
+        else:
+            parts.give_back()
+            self.num_free = parts.room_bytes // block_bytes
         self.num_released = parts.released_bytes // block_bytes
         self.num_evicted = parts.evicted_bytes // block_bytes
 

@@ -178,8 +178,14 @@ class PartAccount:
         """Take the parts of `count` pages in every group that keeps tokens."""
         num_bytes = count * self.page_bytes
         if self.empty_bytes < num_bytes:
-            self.make_room(num_bytes)
-        self.note_pages_taken(count)
+            if self.shared is None:
+                self.evict(num_bytes)
+            else:
+                self.shared.make_room(num_bytes)
+        self.empty_bytes -= num_bytes
+        num_used = self.num_used
+        for index in self._of_tokens:
+            num_used[index] += count
 
     def note_pages_taken(self, count: int) -> None:
         """Count the parts of `count` pages that were empty as used."""
@@ -209,11 +215,10 @@ class PartAccount:
         self.evict(num_bytes)
         self._evicted = None
 
-    def note_evicted(self, index: int, count: int) -> None:
-        """Count parts of a group that were cached as evicted."""
+    def note_evicted(self, index: int, count: int, num_bytes: int) -> None:
+        """Count parts of a group that were cached, of `num_bytes` together, as evicted."""
         if self._evicted is not None:
             self._evicted += (index, count)
-        num_bytes = count * self.part_bytes[index]
         self.num_cached[index] -= count
         self.num_evicted[index] += count
         self.evicted_bytes += num_bytes

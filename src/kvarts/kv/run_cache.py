@@ -16,7 +16,7 @@ from kvarts.kv.part_account import PartAccount
 from kvarts.kv.pool import PageError
 from kvarts.kv.span_tree import SpanTree
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
-from kvarts.kv.streams import Turns
+from kvarts.kv.streams import Stream, Turns
 
 __all__ = ["RunCache"]
 
@@ -63,6 +63,7 @@ class RunCache(PartAccount):
     def _release(self, index: int, runs: Iterable[PartRun], holding: RunHolding) -> None:
         """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
         before: PartRun | None = None
+        num_cached = num_empty = 0
         for run in runs:
             holders = run.holders
             holders.remove(holding)
@@ -70,13 +71,17 @@ class RunCache(PartAccount):
                 continue
             count = run.end - run.start
             if run.is_kept:
+                num_cached += count
                 if before is None or not before.join(run):
                     self.append(run)
                     before = run
-                self.note_cached(index, count)
             else:
+                num_empty += count
                 run.forget()
-                self.note_empty(index, count)
+        if num_cached:
+            self.note_cached(index, num_cached)
+        if num_empty:
+            self.note_empty(index, num_empty)
 
     # Sequences --------------------------------------------------------------------------------------------
 
@@ -103,9 +108,10 @@ class RunCache(PartAccount):
         `is_end`: other sequences may go on from here: tails of windows are kept, and snapshots are made at the last
         page end up to there, on the way, if the memory has room for them.
         """
-        page_end = num_tokens - num_tokens % self.page_size
-        if is_end and self._of_states and page_end != num_tokens and page_end > holding.num_tokens:
-            self._grow(holding, page_end, is_end)
+        if is_end and self._of_states:
+            page_end = num_tokens - num_tokens % self.page_size
+            if page_end != num_tokens and page_end > holding.num_tokens:
+                self._grow(holding, page_end, is_end)
         self._grow(holding, num_tokens, is_end)
 
     def take_page(self, holding: RunHolding) -> None:
@@ -176,7 +182,10 @@ class RunCache(PartAccount):
         """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
         num_pages = -(-(holding.num_tokens + num_new) // self.page_size) - holding.num_taken
         num_bytes = self.page_bytes * num_pages
-        return num_bytes + sum(self.part_bytes[index] for index in self._of_states if not holding.num_states[index])
+        for index in self._of_states:
+            if not holding.num_states[index]:
+                num_bytes += self.part_bytes[index]
+        return num_bytes
 
     def held_bytes(self, holding: RunHolding) -> int:
         """Return the bytes of all parts of `holding`, others' as well."""
@@ -278,26 +287,21 @@ class RunCache(PartAccount):
             self._place(holding.given, spans)
             holding.given = []
         for index in self._of_tokens:
-            held = holding.held[index]
-            first = holding.first_open[index]
+            held, kept, first = holding.held[index], self._kept[index], holding.first_open[index]
             holding.first_open[index] = end
-            last = held[-1] if held else None
             for span, span_start, stop in spans:
-                begin = max(first, span_start)
-                if begin >= stop:
+                if first >= stop:
                     continue
-                if (
-                    last is not None
-                    and last.span is span
-                    and last.end == begin
-                    and len(last.holders) == 1
-                    and last.is_kept == self._kept[index]
-                    and span.parts[index][-1] is last  # no copy of these pages is younger than it
-                ):
-                    last.end = stop
-                    continue
-                run = PartRun(index, span, begin, stop, [holding], is_kept=self._kept[index])
-                span.parts[index].append(run)
+                begin = first if first > span_start else span_start
+                siblings = span.parts[index]
+                if held and siblings:
+                    last = held[-1]
+                    # No copy of these pages may be younger than a run that gets longer.
+                    if siblings[-1] is last and last.end == begin and last.is_kept is kept and len(last.holders) == 1:
+                        last.end = stop
+                        continue
+                run = PartRun(index, span, begin, stop, [holding], is_kept=kept)
+                siblings.append(run)
                 held.append(run)
 
     def _place(self, runs: list[PartRun], spans: Sequence[tuple[Span, int, int]]) -> None:
@@ -400,9 +404,11 @@ class RunCache(PartAccount):
     def pass_steps(self, num_steps: int) -> None:
         """List what decodes give back in steps in which nothing is odd; the caller counts it."""
         decodes = self.decodes
+        given: list[Stream] = []
         for listing in turned(decodes.listing, decodes.step % self.page_size, num_steps):
-            if listing:
-                self._turns().streams += listing
+            given += listing
+        if given:
+            self._turns().streams += given
         decodes.step += num_steps
 
     def _turns(self) -> Turns:

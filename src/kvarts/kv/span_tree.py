@@ -153,7 +153,8 @@ class SpanTree:
         Only those that a token counts which needs pages from `first_page` on, and those of the sink.
         """
         count, sink = 0, self._sinks[index]
-        for run, start, end in self.pieces(match)[index]:
+        pieces = self.pieces(match) if match.pieces is None else match.pieces
+        for run, start, end in pieces[index]:
             if run.holders:
                 count += max(0, min(end, sink) - start) + max(0, end - max(start, sink, first_page))
         return count
@@ -249,21 +250,23 @@ class SpanTree:
 
 def _common(span: Span, content: Content, end: int) -> int:
     """Return up to which page, at most `end`, `span` and `content` are the same; they are in its first page."""
-    common = span.content.common_pages(content, span.start + 1, end) if span.start + 1 < end else end
-    return max(common, span.start + 1)
+    first = span.start + 1
+    if span.content is content or end <= first:
+        return end
+    return span.content.common_pages(content, first, end)
 
 
 def _covered_to(runs: list[PartRun], page: int, end: int) -> int:
     """Return the first page from `page` on, at most `end`, that none of `runs` has."""
     is_found = True
-    while is_found and page < end:
+    while is_found:
         is_found = False
         for run in runs:
             if run.start <= page < run.end:
                 page, is_found = run.end, True
                 if page >= end:
-                    break
-    return min(page, end)
+                    return end
+    return page
 
 
 def _covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
@@ -303,6 +306,10 @@ def _last_end(index: int, spans: list[Span], length: int) -> int:
 
 def _find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, int, int]]) -> None:
     """Add the runs that have pages [start, end) to `found`; of copies the oldest."""
+    oldest = runs[0]
+    if oldest.start <= start and end <= oldest.end:
+        found.append((oldest, start, end))
+        return
     todo = [(start, end)]
     pieces: list[tuple[PartRun, int, int]] = []
     for run in runs:

@@ -42,15 +42,16 @@ class PartRun(Listed):
     def eat(self, account: PartAccount, num_bytes: int) -> None:
         """Evict parts of it, the last first, until `num_bytes` are empty or it has none."""
         index = self.group
+        part_bytes = account.part_bytes[index]
         count = self.end - self.start
-        num_enough = -(-(num_bytes - account.empty_bytes) // account.part_bytes[index])
+        num_enough = -(-(num_bytes - account.empty_bytes) // part_bytes)
         if num_enough < count:
             count = num_enough
             self.end -= count
         else:
             self.unlist()
             self.forget()
-        account.note_evicted(index, count)
+        account.note_evicted(index, count, count * part_bytes)
 
     def forget(self) -> None:
         """Let it be found no more; it has no parts left."""

@@ -123,7 +123,7 @@ class Turns(Listed):
                     missing_bytes -= part_bytes
                 if page + 1 >= stream.gate:
                     stream.set_gate()
-            account.note_evicted(index, count)
+            account.note_evicted(index, count, count * part_bytes)
         if at == end:
             self.unlist()
         elif at > MOST_EATEN:

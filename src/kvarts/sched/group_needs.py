@@ -17,6 +17,8 @@ class GroupNeeds:
         self._groups = [(group, group.part_bytes // memory.block_bytes) for group in memory.groups]
         self._spans = sorted({group.layer.span or 1 for group in memory.groups if group.layer.kind == "chunk"})
         self._begins_in_pages = len(self._spans) > 1 or any(span % page_size for span in self._spans)
+        self._whole_blocks = sum(blocks for group, blocks in self._groups if group.layer.kind in ("full", "latent"))
+        self._bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
         self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
         self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
         """What a decode takes for the first token of a page."""
@@ -29,10 +31,15 @@ class GroupNeeds:
 
     def while_computing(self, start: int, end: int) -> int:
         """Return the blocks of parts that tokens [start, end) need, snapshots not counted."""
-        blocks = self._state_blocks
-        for group, part_blocks in self._groups:
-            blocks += part_blocks * group.layer.num_pages(end, self._page_size, end - start)
+        page_size = self._page_size
+        blocks = self._state_blocks + self._whole_blocks * -(-end // page_size)
+        for layer, part_blocks in self._bounded:
+            blocks += part_blocks * layer.num_pages(end, page_size, end - start)
         return blocks
+
+    def at_most_whole(self, num_tokens: int) -> int:
+        """Return no less than any of the others for a request of `num_tokens` tokens; quick to tell."""
+        return self.page_blocks * -(-num_tokens // self._page_size) + 2 * self._state_blocks
 
     def to_compute(self, start: int, end: int) -> int:
         """Return the most blocks that tokens [start, end) need at one time, wherever their chunks begin and end."""
@@ -63,14 +70,21 @@ class GroupNeeds:
         """Return the same for a request by its prompt and output, the last token of which is never computed."""
         return self.at_most(max(1, num_prompt_tokens + max_tokens - 1))
 
-    def to_admit(self, start: int, num_known: int, found: Held) -> int:
+    def to_admit(self, start: int, num_known: int, found: Held, enough: int = -1) -> int:
         """Return the blocks that may have to be taken for tokens [start, num_known) of a request, at one time.
 
-        `found`: what it begins with. Parts that others hold are not taken, for as long as the request needs them.
+        `found`: what it begins with. Parts that others hold are not taken, for as long as the request needs them; but
+        if `enough` blocks are certain to do without that, they are counted as well.
         """
+        most = self.at_most_whole(num_known)
+        if most <= enough:
+            return most
         most = 0
         for first, end in self._largest_chunks(start, num_known):
             blocks = self.while_computing(first, end)
+            if blocks + self._state_blocks <= enough:
+                most = max(most, blocks + self._state_blocks)
+                continue
             for index, (group, part_blocks) in enumerate(self._groups if start else ()):
                 if not group.is_state:
                     first_page = group.layer.first_seen(first) // self._page_size

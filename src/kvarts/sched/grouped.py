@@ -291,6 +291,8 @@ class GroupedScheduler(Scheduler):
     def _never_fits(self, request: Request) -> str | None:
         num_most, total = self.pages.num_most, self.parts.pool.total
         num_reserved = self.own_pages.reserve.num_pages
+        if self.needs.at_most_whole(request.num_prompt_tokens + request.max_tokens) <= num_most - num_reserved:
+            return None
         blocks = self._most_pages(request)
         if blocks <= num_most - num_reserved or request.own is not None:
             return None
@@ -355,7 +357,7 @@ class GroupedScheduler(Scheduler):
             # The last token is always computed: its logits are needed.
             match, held = cache.found(request.content, (num_known - 1) // page_size)
             hit_tokens = match.num_pages * page_size
-            num_wanted = self.needs.to_admit(hit_tokens, num_known, held)
+            num_wanted = self.needs.to_admit(hit_tokens, num_known, held, self._num_certain)
             is_short = num_wanted > self.pages.num_free_to_admit(num_wanted)
             if is_short and self.pins is not None and self.pins.give_up_oldest():
                 continue  # what it shared with the pin it may have to take now
@@ -380,6 +382,11 @@ class GroupedScheduler(Scheduler):
             if tell is not None:
                 self._tell_blocked(tell, request)
         return tuple(admitted)
+
+    @property
+    def _num_certain(self) -> int:
+        """Blocks that a request may take whatever it needs; -1 if others of the memory have a say."""
+        return self.parts.num_free if self._queue is None else -1
 
     def _still_lacks(self, head: Request) -> bool:
         """Return whether `head` was found to lack memory and certainly still does.
