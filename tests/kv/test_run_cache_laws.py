@@ -15,6 +15,7 @@ from kvarts.kv.grouped_cache import GroupedCache
 from kvarts.kv.parts import GroupedHolding
 from kvarts.kv.pool import PageError
 from kvarts.kv.run_cache import RunCache
+from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import RunHolding
 
 from builders.grouped import FULL, WINDOW, part_groups
@@ -28,6 +29,8 @@ class Both:
     content: Content
     by_page: GroupedHolding
     by_run: RunHolding
+    admission: int = -1
+    """Its place among the decodes, if it is one."""
 
 
 class RunMachine(RuleBasedStateMachine):
@@ -47,7 +50,7 @@ class RunMachine(RuleBasedStateMachine):
         if shares == "both":
             self.memories.append(MemoryOfOne(self.pages))
         self.holders: list[Both] = []
-        self.num_owners = 0
+        self.num_owners = self.num_admitted = 0
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
@@ -100,15 +103,80 @@ class RunMachine(RuleBasedStateMachine):
         """As GroupedCache does it: snapshots where the tokens end, and not on the way."""
         self.runs._grow(holding, num_tokens, is_end)
 
-    @precondition(lambda self: self.holders)
+    @precondition(lambda self: self.computing())
     @rule(data=st.data(), num_new=st.integers(1, 8), is_end=st.booleans())
     def advance(self, data: st.DataObject, num_new: int, is_end: bool) -> None:
-        both = data.draw(st.sampled_from(self.holders))
+        both = data.draw(st.sampled_from(self.computing()))
         num_tokens = both.by_page.num_tokens
         assert self.runs.missing_bytes(both.by_run, num_new) == self.pages.missing_bytes(both.by_page, num_new)
         self.runs.settle(both.by_run, num_tokens)
         if self.pages.advance(both.by_page, num_new, is_end=is_end):
             self.grow(both.by_run, num_tokens + num_new, is_end)
+
+    def computing(self) -> list[Both]:
+        return [both for both in self.holders if both.admission < 0]
+
+    def decoding(self) -> list[Both]:
+        decoding = [both for both in self.holders if both.admission >= 0]
+        return sorted(decoding, key=lambda both: both.admission)
+
+    @precondition(lambda self: self.computing())
+    @rule(data=st.data())
+    def start_decoding(self, data: st.DataObject) -> None:
+        """Also in the middle of what is known: others may find what it fills then."""
+        both = data.draw(st.sampled_from(self.computing()))
+        num_tokens = both.by_page.num_tokens
+        self.pages.settle(both.by_page, num_tokens)
+        self.runs.settle(both.by_run, num_tokens)
+        self.num_admitted += 1
+        both.admission = self.num_admitted
+        self.runs.start_decoding(both.by_run, both.admission)
+
+    @precondition(lambda self: self.decoding() and not self.memories)
+    @rule(most_steps=st.integers(1, 24), num_wanted=st.integers(0, 30))
+    def leap(self, most_steps: int, num_wanted: int) -> None:
+        """As many steps at once as that one by one, to the part that goes last."""
+        pages, page_size = self.pages, self.pages.page_size
+        decoding = self.decoding()
+        page_bytes = self.runs.page_bytes
+        if page_bytes * sum(both.by_page.num_tokens % page_size == 0 for both in decoding) > pages.room_bytes:
+            return
+        ends = [both.by_page.num_tokens + 1 for both in decoding]
+        contents = [both.content for both in decoding]
+        if num_wanted and any(
+            end % page_size == 0 and end // page_size <= content.num_known_pages
+            for end, content in zip(ends, contents, strict=True)
+        ):
+            return  # what waits may find it, so this step is scheduled
+        before = list(pages.num_evicted)
+        done = leap(self.runs, most_steps, num_wanted)
+        bounded = [index for index, group in enumerate(pages.groups) if group.is_bounded]
+        num_steps = len(done.taken)
+        assert 0 < num_steps <= most_steps
+        for step in range(num_steps):
+            due = [both for both in decoding if both.by_page.num_tokens % page_size == 0]
+            assert done.taken[step] == len(due)
+            for both in due:
+                pages.take_page(both.by_page, both.by_page.num_tokens // page_size)
+            if step and num_wanted:
+                assert pages.room_bytes < num_wanted, "it would have been admitted before this step"
+            for both in decoding:
+                if (both.by_page.num_tokens + 1) % page_size == 0:
+                    pages.fill_page(both.by_page, both.by_page.num_tokens + 1)
+                    both.by_page.num_tokens -= 1
+            num_used, num_cached = list(pages.num_used), list(pages.num_cached)
+            for both in decoding:
+                pages.settle(both.by_page, both.by_page.num_tokens + 1)
+            for place, index in enumerate(bounded):
+                num_listed = pages.num_cached[index] - num_cached[index]
+                if step + 1 < num_steps:
+                    assert done.listed[place][step] == num_listed
+                    assert done.emptied[place][step] == num_used[index] - pages.num_used[index] - num_listed
+        evicted = [0] * len(pages.groups)
+        for index, count in zip(done.evicted[::2], done.evicted[1::2], strict=True):
+            evicted[index] += count
+        assert evicted == [now - then for now, then in zip(pages.num_evicted, before, strict=True)]
+        self.runs.end_step()
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -118,7 +186,7 @@ class RunMachine(RuleBasedStateMachine):
     def end(self, both: Both) -> None:
         num_pages = both.by_page.num_tokens // self.pages.page_size
         self.pages.close(both.by_page)
-        self.runs.close(both.by_run, num_pages)
+        self.runs.close(both.by_run, num_pages, -(-both.by_page.num_tokens // self.pages.page_size))
         with pytest.raises(PageError, match="closed"):
             self.runs.close(both.by_run, num_pages)
 
@@ -139,7 +207,7 @@ class RunMachine(RuleBasedStateMachine):
         if runs.cached_bytes and len(self.memories) == 2:
             ages = [stamp for part, stamp in pages._released.items()]
             assert ages == sorted(ages) and pages.next_stamp == ages[0]
-            ages = [run.stamp for run in runs.entries()]
+            ages = [entry.stamp for entry in runs.entries() if entry.next_bytes(runs)]
             assert ages == sorted(ages) and runs.next_stamp == ages[0]
             assert 0 < pages.next_bytes <= runs.next_bytes <= runs.cached_bytes
         for name in ("num_used", "num_cached", "num_evicted"):

@@ -52,6 +52,7 @@ def leap(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
     It is one after which decodes lack memory; or, where a request waits for `wanted_bytes`, one after which these are
     free when decodes have taken their pages, or a page becomes findable that the request may find.
     """
+    assert cache.shared is None, "what other models do between steps is not known"
     decodes = cache.decodes
     done = _do(cache, decodes.steps_to_odd(most_steps), wanted_bytes)
     while len(done.taken) < most_steps and decodes.is_odd:

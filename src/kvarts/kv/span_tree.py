@@ -242,9 +242,11 @@ class SpanTree:
             if common > page:
                 spans.append((child, page, common))
             last, page = child, common
-        before.num_users -= 1
         last.num_users += 1
         holding.last = last
+        before.num_users -= 1
+        if not before.num_users:
+            before.prune()
         return spans
 
 
