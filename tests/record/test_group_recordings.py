@@ -11,7 +11,7 @@ import pytest
 from kvarts import verify_file
 from kvarts.journal import Head
 
-from builders.rooms import HAS_AUDIT, ROOMS
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROOMS
 
 Kvarts = Callable[..., tuple[int, str, str]]
 
@@ -69,3 +69,14 @@ def test_a_journal_tells_what_a_window_gave_back_and_which_group_ended_a_hit(
     page = tmp_path / "page.html"
     assert kvarts("report", run, "--html", page)[0] == 0
     assert "seen, but not kept" in page.read_text()
+
+
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload")
+def test_with_tiers_below_there_is_no_journal(kvarts: Kvarts, trace: Path, tmp_path: Path) -> None:
+    asked = ("replay", trace, *OPTIONS, "--kv-groups", "all", "--host-memory", "4GB")
+    run = tmp_path / "run"
+    code, _, said = kvarts(*asked, "--run-dir", run)
+    assert code == 0, said
+    assert (run / "timeline.json.gz").exists() and not list(run.glob("events*"))
+    code, _, said = kvarts(*asked, "--events", tmp_path / "events.jsonl")
+    assert code == 2 and "--events: is not written of KV groups with tiers below" in said
