@@ -200,9 +200,10 @@ def test_a_stop_inside_a_draft_is_the_end(tiny: Callable[[str], Path], monkeypat
     seed=st.integers(0, 1 << 30),
     family=st.sampled_from(["qwen3", "llama", "gemma3"]),
     page_size=st.sampled_from([1, 4, 16]),
+    keeps=st.sampled_from(["off", "all", "tails"]),
 )
-def test_requests_come_and_go_at_any_time(models: Models, seed: int, family: str, page_size: int) -> None:
-    """L1 to L3, L6, L8: random arrivals, cancels, priorities, pools, page sizes and guesses."""
+def test_requests_come_and_go_at_any_time(models: Models, seed: int, family: str, page_size: int, keeps: str) -> None:
+    """L1 to L3, L6, L8: random arrivals, cancels, priorities, pools, page sizes and guesses, with KV groups or not."""
     model, _ = models(family)
     random = Random(seed)
     shared = [random.randrange(VOCABULARY) for _ in range(20)]
@@ -216,7 +217,9 @@ def test_requests_come_and_go_at_any_time(models: Models, seed: int, family: str
     answers: dict[tuple[int, ...], Ids] = {}
     with pytest.MonkeyPatch.context() as patch:
         guessing(patch, Oracle(answers, wrong=random.choice([0.0, 0.3, 1.0]), most=random.choice([1, 4, 11])))
-        engine = LLM(model, None, config, audit=HAS_AUDIT, speculative_config="ngram")
+        engine = LLM(model, None, config, audit=HAS_AUDIT, speculative_config="ngram", kv_groups=keeps)
+    if keeps != "off":
+        forgetting(engine)
     prompts: dict[int, Ids] = {}
     done = {}
     for _ in range(30):
