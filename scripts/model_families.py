@@ -100,7 +100,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "falcon_h1": {"mamba_d_ssm": 128, **MAMBA},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, **MAMBA},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2, "expert_ffn_hidden_size": 64},

@@ -37,9 +37,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **MAMBA,
     },
     "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 64, **MAMBA},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "num_hidden_layers": 4,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
 }
-"""A delta rule, with experts and without, Mamba-2 beside attention and in the same layer, and convolutions alone."""
+"""A delta rule, with experts and without; Mamba-2 beside attention and in the same layer; Mamba, of which the code goes
+on from a state by one token at a time; convolutions alone."""
 
 
 def stateful_pairs() -> Callable[[str], tuple[Any, Any]]:

@@ -130,6 +130,12 @@ def test_requests_come_and_go_at_any_time(stateful: Callable[[str], tuple[Any, A
     engine.check()
 
 
+def test_a_layer_that_goes_on_by_one_token_is_run_token_by_token(stateful: Callable[[str], tuple[Any, Any]]) -> None:
+    for family in FAMILIES:
+        states = examine(stateful(family)[0]).states
+        assert {state.is_stepwise for state in states} == {family == "jamba"}
+
+
 # Controls -------------------------------------------------------------------------------------------------
 
 

@@ -169,6 +169,26 @@ def test_guesses_change_nothing_but_how_much_comes_at_once(
     assert "spec_decode" not in call(url, "/metrics").payload.decode()
 
 
+def test_layers_that_keep_a_state_are_served(tmp_path: Path) -> None:
+    """A conversation goes on from the snapshot at the end of its last prompt, and says what it says from the start."""
+    write_tiny("qwen3-next", tmp_path / "next")
+    directory = str(tmp_path / "next")
+    first = {"prompt": "once upon a time, by the sea", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    then = {**first, "prompt": "once upon a time, by the sea there was"}
+    with served(directory, kv_groups="all") as url:
+        expected = complete(url, **then)["choices"]
+    with served(directory, kv_groups="all") as url:
+        complete(url, **first)
+        answer = complete(url, **then)
+        assert answer["choices"] == expected
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 28
+        events = events_of(call(url, COMPLETIONS, {**then, "stream": True}).payload)
+        assert "".join(event["choices"][0]["text"] for event in events) == expected[0]["text"]
+    llm = LLM(directory, config=CONFIG, kv_groups="all")
+    with pytest.raises(ConfigError, match="kv_groups: does not go with sessions yet"):
+        sessions_on(llm.host(), SessionsConfig())
+
+
 def test_layers_that_keep_less_say_the_same(tmp_path: Path) -> None:
     """With KV groups: the same answers, whole and streamed, hits, and metrics that count blocks."""
     write_tiny("gemma3", tmp_path / "gemma")

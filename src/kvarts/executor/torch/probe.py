@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.attention import ATTENTION, attending
@@ -111,7 +112,7 @@ class _Examination:
         switch = find_switch(model, self._most_position, self._device)
         self._look_at_tokens(self._most_position if switch is None else switch.length)
         shapes = self._look_at_masks(calls)
-        self._compare(own, shapes, switch, states)
+        states = self._compare(own, shapes, switch, states)
         self._look_at_cache(own, shapes)
         return Facts(shapes, self._keeps_logits, switch, states)
 
@@ -249,28 +250,33 @@ class _Examination:
         shapes: tuple[LayerShape, ...],
         switch: RopeSwitch | None,
         states: tuple[StateShape, ...],
-    ) -> None:
-        """Compare the model by itself with several sequences in a row."""
+    ) -> tuple[StateShape, ...]:
+        """Compare the model by itself with several sequences in a row; return how its layers go on from `states`."""
         sequences = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
         positions = torch.cat([torch.arange(length) for length in LENGTHS])
         # In no order, so that nothing is right by where in the row it stands.
         order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(3))
         mixed = sequences[order].to(self._device), positions[order].to(self._device)
-        chosen: AbstractContextManager[None] = nullcontext()
-        if switch is not None:
-            chosen = switch.chosen(torch.tensor(LENGTHS, device=self._device)[mixed[0]] > switch.length)
-        with chosen:
-            ids = [self._ids[place] for place in order.tolist()]
-            logits, _ = self._run(Packed(*mixed, shapes, states), ids, mixed[1].tolist())
-        logits = logits[torch.argsort(order).to(self._device)]
-        for mine, alone in zip(logits.split(LENGTHS), own, strict=True):
-            if self._differ(mine, alone, several=10.0):
-                why = "its positions, its masks or its attention are its own"
-                if states:
-                    why = f"layers with a state ({states[0].name} is the first) do not go on from it, or {why}"
-                raise refused(
-                    self._model, f"with several sequences in a step it computes something else than by itself: {why}"
-                )
+        ids = [self._ids[place] for place in order.tolist()]
+
+        def differs(states: tuple[StateShape, ...]) -> bool:
+            chosen: AbstractContextManager[None] = nullcontext()
+            if switch is not None:
+                chosen = switch.chosen(torch.tensor(LENGTHS, device=self._device)[mixed[0]] > switch.length)
+            with chosen:
+                logits, _ = self._run(Packed(*mixed, shapes, states), ids, mixed[1].tolist())
+            each = logits[torch.argsort(order).to(self._device)].split(LENGTHS)
+            return any(self._differ(mine, alone, several=10.0) for mine, alone in zip(each, own, strict=True))
+
+        if not differs(states):
+            return states
+        why = "its positions, its masks or its attention are its own"
+        if states:
+            stepwise = tuple(replace(state, is_stepwise=True) for state in states)
+            if not differs(stepwise):
+                return stepwise
+            why = f"layers with a state ({states[0].name} is the first) do not go on from it, or {why}"
+        raise refused(self._model, f"with several sequences in a step it computes something else than by itself: {why}")
 
     # Runs -------------------------------------------------------------------------------------------------
 

@@ -41,11 +41,15 @@ class StateTensor(msgspec.Struct, frozen=True):
 
 
 class StateShape(msgspec.Struct, frozen=True):
-    """What a layer keeps of a sequence. `layer`: the number by which it asks a cache; `name`: of its module."""
+    """What a layer keeps of a sequence. `layer`: the number by which it asks a cache; `name`: of its module.
+
+    `is_stepwise`: its code goes on from a state by one token at a time, as that of Jamba in transformers 5.24.
+    """
 
     name: str
     layer: int
     tensors: tuple[StateTensor, ...]
+    is_stepwise: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +89,12 @@ class StateCall:
 
         `begin`: the states before it, each [sequences, ...], which may be overwritten; None: these are first tokens.
         """
+        if shape.is_stepwise and begin is not None and hidden.shape[1] > 1:
+            made = []
+            for token in hidden.split(1, dim=1):
+                read, begin = self.run(shape, token, begin)
+                made.append(read)
+            return torch.cat(made, dim=1), list(begin)
         cache, layer = _cache_of(shape, len(hidden), begin, hidden.device)
         read = self._run(hidden, cache)
         ends = []
