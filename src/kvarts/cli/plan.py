@@ -236,6 +236,12 @@ def plan_command(
     if sizes is None and config is not None:
         sizes = sorted({*plan.default_sizes(), config.num_pages})
     values = plan.to_builtins(sizes)
+    if config is not None and config.kv_groups != "off":
+        from kvarts.plan.group_hits import GroupHits
+
+        of_groups = GroupHits(traffic, config)
+        for point in values["at"]:
+            point["group_hit_ratio"] = of_groups.hit_ratio(point["pages"])
     values["command"] = asked.plan_command(*_own_options(click.get_current_context()))
     for point in values["at"]:
         point["command"] = asked.plan_command("--at", str(point["pages"]))

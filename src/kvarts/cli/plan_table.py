@@ -29,7 +29,7 @@ def render(plan: dict[str, Any]) -> str:
         f"prefix LRU, one request at a time; hits are at most {most} of prompt tokens,",
         f"with {plan['most_pages']:,} pages",
         "",
-        f"{'pages':>14}{'tokens':>16}{'hits':>10}{'optimum':>10}{'evicted':>12}",
+        f"{'pages':>14}{'tokens':>16}{'hits':>10}{'optimum':>10}{'evicted':>12}{_group_heading(plan)}",
     ]
     knees = {point["pages"] for point in plan["knees"]}
     num_tokens = plan["num_prompt_tokens"]
@@ -38,12 +38,22 @@ def render(plan: dict[str, Any]) -> str:
         note = "knee" if point["pages"] in knees else ""
         lines.append(
             f"{point['pages']:>14,}{point['tokens']:>16,}{as_percent(point['hit_ratio']):>10}"
-            f"{as_percent(point['optimum_hit_ratio']):>10}{as_percent(evicted):>12}   {note}".rstrip()
+            f"{as_percent(point['optimum_hit_ratio']):>10}{as_percent(evicted):>12}"
+            f"{_of_groups(point)}   {note}".rstrip()
         )
     if plan["at"]:
         lines += _details(plan, _looked_at(plan))
     lines += [*_league(plan), *_tiers(plan), *_latencies(plan)]
     return "\n".join(lines) + "\n"
+
+
+def _group_heading(plan: dict[str, Any]) -> str:
+    return f"{'groups':>10}" if plan["at"] and "group_hit_ratio" in plan["at"][0] else ""
+
+
+def _of_groups(point: dict[str, Any]) -> str:
+    """Return the hits with KV groups, where they are counted."""
+    return f"{as_percent(point['group_hit_ratio']):>10}" if "group_hit_ratio" in point else ""
 
 
 def render_users(plan: dict[str, Any]) -> str:
