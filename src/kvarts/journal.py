@@ -95,6 +95,14 @@ class AdmittedLine(Line, tag="admitted", frozen=True, kw_only=True, gc=False):
     loaded_pages: dict[str, Count] = {}
     reach: list[Count] = []
 
+    @property
+    def ended_by(self) -> list[int]:
+        """The KV groups that ended a hit which others could have gone on from; empty if none did by itself."""
+        least = min(self.reach, default=0)
+        if max(self.reach, default=0) == least or least > self.hit_pages:
+            return []
+        return [group for group, reach in enumerate(self.reach) if reach == least]
+
 
 class ComputedLine(Line, tag="computed", frozen=True, kw_only=True, gc=False):
     """Tokens [start, end) of `known` were computed."""

@@ -113,7 +113,11 @@ def test_all_that_is_kept_can_be_hit(tmp_path: Path) -> None:
     journal = told(tmp_path, "all")
     assert "hit 8 tokens (2 pages, last touched by 1)" in said(story_of_request(journal, "2"))[1]
     assert hit_ledger(journal).tokens[NOT_KEPT] == 0
-    assert hit_ledger(told(tmp_path, "tails")).tokens[NOT_KEPT] == 8
+    ledger = hit_ledger(told(tmp_path, "tails"))
+    assert ledger.tokens[NOT_KEPT] == 8
+    assert ledger.to_builtins()["ended_by"] == {"window 6": {"hits": 1, "tokens": 8}}
+    assert "hits ended by window 6: 1, with 8 tokens that others could have gone on from" in ledger.to_text()
+    assert "ended_by" not in hit_ledger(journal).to_builtins()
 
 
 def test_the_story_of_a_block_is_told_by_group(tmp_path: Path) -> None:

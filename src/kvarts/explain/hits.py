@@ -53,13 +53,15 @@ class HitLedger(msgspec.Struct, frozen=True):
     """Prompt tokens by kind: of the run, and of each admitted request.
 
     `evicted_ago_ms`: how long before the admission that missed them the evicted tokens had gone: mean, percentiles and
-    maximum, by tokens; None where there are none.
+    maximum, by tokens; None where there are none. `ended_by`: with KV groups, for each that ended hits which others
+    could have gone on from, by its name, how many, and the tokens that were missed so.
     """
 
     prompt_tokens: int
     tokens: dict[str, int]
     evicted_ago_ms: dict[str, float] | None
     by_request: dict[int, dict[str, int]]
+    ended_by: dict[str, tuple[int, int]] = {}
 
     @property
     def gone_for(self) -> str:
@@ -77,15 +79,22 @@ class HitLedger(msgspec.Struct, frozen=True):
             if kind == "evicted" and self.gone_for:
                 line += f"  {self.gone_for}"
             lines.append(line)
+        for name, (count, tokens) in self.ended_by.items():
+            lines.append(f"hits ended by {name}: {count:,}, with {tokens:,} tokens that others could have gone on from")
         return "\n".join(lines) + "\n"
 
     def to_builtins(self) -> dict[str, Any]:
         """Return a JSON-able value, without the requests."""
-        return {
+        values: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "tokens": self.tokens,
             "evicted_ago_ms": self.evicted_ago_ms,
         }
+        if self.ended_by:
+            values["ended_by"] = {
+                name: {"hits": count, "tokens": tokens} for name, (count, tokens) in self.ended_by.items()
+            }
+        return values
 
 
 class _Node:
@@ -231,6 +240,8 @@ class _Reading:
         }
         self._requests: dict[int, _Request] = {}
         self._has_tiers = False
+        self._ended = [[0, 0] for _ in journal.groups]
+        """For each KV group: hits that it ended, and tokens that others could have gone on from."""
         self._evicted_ago_ms: list[Column] = []
         """One value for each page that was missed because it was evicted."""
 
@@ -264,6 +275,9 @@ class _Reading:
 
     def _admit(self, line: AdmittedLine, content: Content) -> None:
         size = self._page_size
+        for group in line.ended_by:
+            self._ended[group][0] += 1
+            self._ended[group][1] += (max(line.reach) - line.hit_pages) * size
         arrival = self._journal.arrivals[line.request]
         request = self._requests.get(line.request)
         if request is None:
@@ -379,7 +393,12 @@ class _Reading:
             ago = {"mean": float(ordered.mean())}
             ago.update({f"p{p}": float(ordered[round(p / 100 * last)]) for p in (50, 90, 99)})
             ago["max"] = float(ordered[-1])
-        return HitLedger(sum(tokens.values()), tokens, ago, by_request)
+        ended_by = {
+            self._journal.name_of_group(group): (count, missed)
+            for group, (count, missed) in enumerate(self._ended)
+            if count
+        }
+        return HitLedger(sum(tokens.values()), tokens, ago, by_request, ended_by)
 
     @staticmethod
     def _account(request: _Request) -> dict[str, int]:

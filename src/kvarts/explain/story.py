@@ -174,12 +174,10 @@ class _RequestStory:
         furthest = max(line.reach, default=0)
         if furthest <= line.hit_pages:
             return ""
-        least = min(line.reach)
         beyond = f"others could go on from {_pages(furthest)}"
-        if least > line.hit_pages:
+        if not line.ended_by:
             return f", as no KV groups could all go on from more; {beyond[7:]}"
-        ended = [group for group, reach in enumerate(line.reach) if reach == least]
-        return f", as {' and '.join(map(self._journal.name_of_group, ended))} had no more; {beyond}"
+        return f", as {' and '.join(map(self._journal.name_of_group, line.ended_by))} had no more; {beyond}"
 
     def _memory(self, count: int) -> str:
         """Return an amount of memory: in pages, or with KV groups in blocks."""
