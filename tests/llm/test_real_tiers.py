@@ -20,6 +20,7 @@ from kvarts.offload.config import OffloadConfig
 from builders.guessing import Oracle, answers_of, guessing
 from builders.kept import Kept
 from builders.real_models import GREEDY, engine_of, prompts_with_prefixes, undisturbed
+from builders.windowed_models import forgetting
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -99,3 +100,24 @@ def test_guesses_change_nothing_with_host_memory(
             assert list(completion.tokens) == answers[tuple(prompt)]
     assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 50
     assert engine.transfers[0].counts["num_stores"] > 0
+
+
+@pytest.mark.parametrize("keeps", ["all", "tails"])
+def test_guesses_change_nothing_with_host_memory_and_kv_groups(
+    windowed: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch, keeps: str
+) -> None:
+    """Parts are loaded and stored beside guesses, in memory that forgets what nothing holds."""
+    model, reference = windowed("gemma3_text")
+    prompts = prompts_with_prefixes()
+    answers = {tuple(prompt): undisturbed(reference, prompt, GREEDY.max_tokens) for prompt in prompts}
+    guessing(monkeypatch, Oracle(answers, most=11))
+    settings: dict[str, Any] = {"kv_groups": keeps, "offload": OffloadConfig(host_pages=200)}
+    engine = engine_of(model, num_pages=30, budget=24, attention="sdpa", speculative_config="ngram", **settings)
+    forgetting(engine)
+    for _ in range(2):
+        for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            assert list(completion.tokens) == answers[tuple(prompt)]
+    assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 50
+    counts = engine.transfers[0].counts
+    assert counts["num_stores"] > 0 and counts["num_loads"] > 0
+    engine.check()
