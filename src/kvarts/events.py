@@ -394,8 +394,9 @@ class PartsMoved(msgspec.Struct, frozen=True, gc=False):
     """What the steps of a leap did to parts in KV groups, beside taking those of pages.
 
     For each group with windows or chunks, and each step, how many parts go out of use at its end: `listed` ones are
-    cached, `emptied` ones empty. The last step of the leap is not over. `evicted`: a group and how many of its parts
-    were evicted, again and again, in order. That happens as late as it can: when there are too few empty blocks.
+    cached, `emptied` ones empty; nothing, where all are cached. The last step of the leap is not over. `evicted`: a
+    group and how many of its parts were evicted, again and again, in order. That happens as late as it can: when there
+    are too few empty blocks.
     """
 
     listed: list[list[int]]

@@ -171,7 +171,8 @@ class RunMachine(RuleBasedStateMachine):
                 num_listed = pages.num_cached[index] - num_cached[index]
                 if step + 1 < num_steps:
                     assert done.listed[place][step] == num_listed
-                    assert done.emptied[place][step] == num_used[index] - pages.num_used[index] - num_listed
+                    num_emptied = num_used[index] - pages.num_used[index] - num_listed
+                    assert (done.emptied[place][step] if done.emptied else 0) == num_emptied
         evicted = [0] * len(pages.groups)
         for index, count in zip(done.evicted[::2], done.evicted[1::2], strict=True):
             evicted[index] += count

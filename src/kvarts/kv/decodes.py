@@ -11,6 +11,7 @@ from bisect import insort
 from heapq import heappop, heappush
 from typing import TypeVar
 
+from kvarts.kv.first_seen import FirstSeen
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_account import PartAccount
 from kvarts.kv.spans import PartRun, RunHolding, Span
@@ -43,9 +44,10 @@ class Decodes:
         self.filling: list[list[RunHolding]] = [[] for _ in range(page_size)]
         self.num_filling = 0
         self._account = account
-        self._keeps_all = memory.keeps == "all"
+        self.keeps_all = memory.keeps == "all"
+        """Whether whatever is given back is listed."""
         self.bounded = [index for index, group in enumerate(groups) if group.is_bounded]
-        self._first_seen = [group.layer.first_seen for group in groups]
+        self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._is_chunk = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
         self._sinks = [-(-group.layer.sink // page_size) for group in groups]
@@ -90,14 +92,14 @@ class Decodes:
             self._expect(holding, index, (base + step) // length * length + length - 1 - base)
             return
         page_size, sink = self.page_size, self._sinks[index]
-        page = self._first_seen[index](base + step) // page_size
+        page = self._first_seen[index].page(base + step)
         if page < sink:
             page = sink
         first_step = self._last_step(holding, index, page)
         if first_step - step >= page_size:
             self._expect(holding, index, first_step)  # it is not full yet
             return
-        keeps = self._keeps_all
+        keeps = self.keeps_all
         stop_step = -1
         end = 0
         for run in holding.held[index]:
@@ -119,7 +121,7 @@ class Decodes:
         if keeps:
             insort(self.listing[slot], stream, key=_turn)
             self.num_listed[index][slot] += 1
-            if not self._keeps_all:
+            if not self.keeps_all:
                 stop_step = self._last_step(holding, index, end - 1)
         else:
             self.num_emptied[index][slot] += 1
@@ -206,7 +208,7 @@ class Decodes:
     def catch_up(self, stream: Stream) -> None:
         """Let the runs of `stream`, and of its holding, be as after the last step."""
         holding, index = stream.holding, stream.group
-        page = self._first_seen[index](holding.base + self.step) // self.page_size
+        page = self._first_seen[index].page(holding.base + self.step)
         at = stream.high
         if page <= at:
             return

@@ -17,7 +17,8 @@ class RunLeap:
     """What steps did. `taken`: pages taken, for each step.
 
     For each group with windows or chunks, and each step: `listed` parts are given back at its end and can be found,
-    `emptied` ones are empty. `evicted`: a group and a number of parts, again and again, in the order of the list.
+    `emptied` ones are empty; nothing, where everything can be found. `evicted`: a group and a number of parts, again
+    and again, in the order of the list.
     """
 
     __slots__ = ("emptied", "evicted", "listed", "taken")
@@ -36,7 +37,8 @@ class RunLeap:
             num_used, num_cached = before[place]
             num_listed = cache.num_cached[index] - num_cached
             self.listed[place][-1] = num_listed
-            self.emptied[place][-1] = num_used - cache.num_used[index] - num_listed
+            if self.emptied:
+                self.emptied[place][-1] = num_used - cache.num_used[index] - num_listed
 
     def add(self, other: RunLeap) -> None:
         """Add the steps of `other`, which follow."""
@@ -75,7 +77,9 @@ def _do(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
     taken = turned(decodes.num_due, slot, num_steps)
     bounded = decodes.bounded
     listed = [turned(decodes.num_listed[index], slot, num_steps) for index in bounded]
-    emptied = [turned(decodes.num_emptied[index], slot, num_steps) for index in bounded]
+    emptied: list[list[int]] = []
+    if not decodes.keeps_all:
+        emptied = [turned(decodes.num_emptied[index], slot, num_steps) for index in bounded]
     num_ended = num_steps - 1
     if decodes.num_filling:
         _pass_and_fill(cache, num_steps)
@@ -89,8 +93,8 @@ def _do(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
     if missing_bytes > 0:
         cache.evict_to(cache.empty_bytes + missing_bytes, evicted)
     cache.note_pages_taken(sum(taken))
-    for place, index in enumerate(bounded):
-        if count := sum(emptied[place]) - emptied[place][num_ended]:
+    for index, of_group in zip(bounded, emptied, strict=False):
+        if count := sum(of_group) - of_group[num_ended]:
             cache.note_empty(index, count)
     return RunLeap(taken, listed, emptied, evicted)
 

@@ -6,6 +6,7 @@ from math import gcd
 
 from kvarts.content import Content
 from kvarts.kv.decodes import Decodes
+from kvarts.kv.first_seen import FirstSeen
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.node import NOTHING
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
@@ -25,7 +26,7 @@ class SpanTree:
         self._whole = [index for index, group in enumerate(groups) if group.layer.kind in ("full", "latent")]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         self._states = [index for index, group in enumerate(groups) if group.is_state]
-        self._first_seen = [group.layer.first_seen for group in groups]
+        self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._chunks = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
         """The tokens of the window or chunk of each group."""
@@ -36,8 +37,9 @@ class SpanTree:
         if self.groups[index].is_state:
             is_page_end = num_tokens and not num_tokens % self.page_size
             return 0, num_tokens // self.page_size - 1 if is_page_end else -(-num_tokens // self.page_size)
-        first = self._first_seen[index](num_tokens) // self.page_size
-        return min(self._sinks[index], first), first
+        first = self._first_seen[index].page(num_tokens)
+        sink = self._sinks[index]
+        return (sink if sink < first else first), first
 
     # Matching ---------------------------------------------------------------------------------------------
 

@@ -33,9 +33,10 @@ class PartSteps:
 
     def add(self, parts: PartsMoved) -> None:
         """Keep what a leap says."""
-        for column, numbers in zip((*self._listed, *self._emptied), (*parts.listed, *parts.emptied), strict=True):
-            column.recent += numbers
-            column.settle()
+        for columns, numbers in ((self._listed, parts.listed), (self._emptied, parts.emptied)):
+            for column, of_group in zip(columns, numbers, strict=False):
+                column.recent += of_group
+                column.settle()
         evicted = parts.evicted
         for place in range(0, len(evicted), 2):
             self._evicted.add((self._num_leaps, evicted[place], evicted[place + 1]))
@@ -62,7 +63,9 @@ class PartSteps:
         listed = [np.zeros(len(taken), np.int64) for _ in self._part_blocks]
         emptied = list(listed)
         for place, index in enumerate(self._bounded):
-            listed[index], emptied[index] = so_far(self._listed[place].whole()), so_far(self._emptied[place].whole())
+            listed[index] = so_far(self._listed[place].whole())
+            if len(self._emptied[place]):
+                emptied[index] = so_far(self._emptied[place].whole())
         freed = sum(blocks * column for blocks, column in zip(self._part_blocks, emptied, strict=True))
         evicted = self._evicted_by_step(pages * page_blocks - freed - num_empty, num_steps, num_blocks)
         columns = [used + pages * page_blocks, cached, released]
