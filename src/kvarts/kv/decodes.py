@@ -158,7 +158,7 @@ class Decodes:
                 )
 
     def _last_step(self, holding: RunHolding, index: int, page: int) -> int:
-        """Return the step whose token is the last to attend to `page`, in a group with windows."""
+        """Return the step with the last token that attends to `page`, in a group with windows."""
         return (page + 1) * self.page_size + self._lengths[index] - 2 - holding.base
 
     def _expect(self, holding: RunHolding, index: int, step: int) -> None:

@@ -54,7 +54,7 @@ class GroupBatch(InputBatch):
     def take_snapshots(self) -> tuple[Snapshot, ...]:
         """Return the snapshots to be made in the step.
 
-        Of one that was evicted in the same step for another the blocks have another owner, and nobody begins from it.
+        Of one that was evicted in the same step for another the blocks have another owner, and no request begins from it.
         """
         made = tuple(Snapshot(row, count, part.blocks) for row, count, part in self._snapshots if part.is_found)
         self._snapshots.clear()

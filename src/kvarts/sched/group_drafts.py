@@ -22,7 +22,7 @@ __all__ = ["GroupDrafts"]
 
 
 class GroupDrafts(Drafts):
-    """Drafts whose pages are parts in `cache`, of which a page takes `page_blocks` blocks."""
+    """Drafts of which pages are parts in `cache`; a page takes `page_blocks` blocks."""
 
     def __init__(
         self,
