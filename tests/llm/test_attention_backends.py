@@ -97,7 +97,12 @@ class Batch:
             slots.append(pages[where // size] * size + where % size)
             if number >= self.num_decodes:
                 keeps, gap = self.keeps[number], self.gap(number)
-                chunks.append(ChunkMetadata(first, first + end - start, start, self.table(number), keeps, gap))
+                before = 0 if keeps is None else keeps.num_sink_pages(size) * size
+                chunks.append(
+                    ChunkMetadata(
+                        first, first + end - start, start, self.table(number), keeps, gap, num_before_gap=before
+                    )
+                )
             first += end - start
         tables = np.zeros((self.num_decodes, max(map(len, self.pages[: self.num_decodes]), default=1)), np.int64)
         for row in range(self.num_decodes):

@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("torch")
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.llm.llm import LLM
 from kvarts.openai_api.opening import Door, open_model
@@ -24,6 +23,8 @@ from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.sampling import SamplingParams
 from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import sessions_on
+from kvarts.session.sessions import Sessions
+from kvarts.session.values import SessionSettings, Token
 
 from builders.guessing import untimed
 from builders.http_client import call, events_of
@@ -218,8 +219,25 @@ def test_layers_that_keep_less_say_the_same(tmp_path: Path) -> None:
         assert pages["used"] == 0 < pages["cached"] and sum(pages.values()) == 512
 
 
-def test_sessions_are_refused_where_layers_keep_less(tmp_path: Path) -> None:
+def test_sessions_go_with_layers_that_keep_less(tmp_path: Path) -> None:
+    """A window of the model's own keeps no more of a session than it sees; the same is said."""
     write_tiny("gemma3", tmp_path / "gemma")
-    llm = LLM(tmp_path / "gemma", config=CONFIG, kv_groups="all")
-    with pytest.raises(ConfigError, match="kv_groups: does not go with sessions yet"):
-        sessions_on(llm.host(), SessionsConfig())
+    said, held = [], []
+    for kv_groups in ("off", "all"):
+        llm = LLM(tmp_path / "gemma", config=CONFIG, kv_groups=kv_groups)
+        sessions = sessions_on(llm.host(), SessionsConfig(defaults=SessionSettings(sink=4, window=64)))
+
+        async def talk(sessions: Sessions = sessions) -> tuple[list[int], int]:
+            session = await sessions.create("me")
+            await sessions.append("me", session, [token * 7 % 250 for token in range(150)])
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
+            tokens = [one.token_id async for one in sessions.generate("me", session, params) if isinstance(one, Token)]
+            info = await sessions.info("me", session)
+            assert info.kv_bound_bytes is not None and info.kv_allocated_bytes <= info.kv_bound_bytes
+            await sessions.shut_down()
+            return tokens, info.kv_bound_bytes
+
+        tokens, num_bytes = asyncio.run(talk())
+        said.append(tokens)
+        held.append(num_bytes)
+    assert said[1] == said[0] and held[1] < held[0]

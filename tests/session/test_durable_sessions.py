@@ -242,7 +242,7 @@ from kvarts.session.values import SessionSettings, Token
 
 async def serve():
     model = sys.argv[2]
-    served = {"model": model, "page_size": 4} if model else {"mock": True, "speedup": 1000.0}
+    served = {"model": model, "page_size": 4, "kv_groups": sys.argv[3]} if model else {"mock": True, "speedup": 1000.0}
     sessions = open_sessions(kv_memory="256MiB", state_dir=Path(sys.argv[1]), **served)
     known = await sessions.list("o")
     session = known[0].session_id if known else await sessions.create("o", SessionSettings(sink=2, window=30))
@@ -269,7 +269,14 @@ Says = Callable[[list[int], int], list[int]]
 
 
 def kill_again_and_again(
-    directory: Path, num_kills: int, seed: int, *, model: str = "", says: Says = mock_says, vocab_size: int = 1000
+    directory: Path,
+    num_kills: int,
+    seed: int,
+    *,
+    model: str = "",
+    kv_groups: str = "off",
+    says: Says = mock_says,
+    vocab_size: int = 1000,
 ) -> None:
     """Acknowledged is what was printed. The history may have more: of the operation that was under way.
 
@@ -282,7 +289,7 @@ def kill_again_and_again(
     generating = False
     for _ in range(num_kills):
         server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(directory), model],
+            [sys.executable, "-c", SERVER, str(directory), model, kv_groups],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -343,8 +350,17 @@ def test_killed_three_hundred_times(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 300, seed=2)
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(30, marks=pytest.mark.long)])
-def test_a_real_model_is_killed(num_kills: int, tmp_path: Path, models: Callable[[str], tuple[Any, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_groups", "num_kills"),
+    [
+        ("qwen3", "off", 2),
+        pytest.param("qwen3", "off", 30, marks=pytest.mark.long),
+        pytest.param("gemma3", "all", 12, marks=pytest.mark.long),
+    ],
+)
+def test_a_real_model_is_killed(
+    family: str, kv_groups: str, num_kills: int, tmp_path: Path, models: Callable[[str], tuple[Any, Any]]
+) -> None:
     """Each token is that of a forward pass over the whole history, whatever came from a checkpoint."""
     pytest.importorskip("torch", reason="real models need kvarts[torch]")
     pytest.importorskip("transformers", reason="real models need kvarts[torch]")
@@ -352,14 +368,15 @@ def test_a_real_model_is_killed(num_kills: int, tmp_path: Path, models: Callable
 
     from oracles.masked_forward import masked_greedy
 
-    _, reference = models("qwen3")
-    write_tiny("qwen3", tmp_path / "model")
+    _, reference = models(family)
+    write_tiny(family, tmp_path / "model")
 
     def says(history: list[int], num_tokens: int) -> list[int]:
         return masked_greedy(reference, history, num_tokens, sink=2, window=30)
 
     state = tmp_path / "state"
-    kill_again_and_again(state, num_kills, seed=3, model=str(tmp_path / "model"), says=says, vocab_size=257)
+    model = str(tmp_path / "model")
+    kill_again_and_again(state, num_kills, seed=3, model=model, kv_groups=kv_groups, says=says, vocab_size=257)
 
 
 def test_idleness_goes_on_while_no_server_runs(tmp_path: Path) -> None:

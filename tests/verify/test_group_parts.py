@@ -54,6 +54,15 @@ def test_parts_that_add_up_are_ok() -> None:
     assert all(rule.rule != "group_parts" for rule in verify(whole).rules)
 
 
+def test_blocks_that_are_reserved_may_be_no_parts() -> None:
+    row = {"used_blocks": 14, "free_blocks": 6, "used_pct": 0.7}
+    assert result(verify(changed(2, reserved_blocks=6, **row))).status == "ok"
+    found = verify(changed(2, reserved_blocks=5, **row)).violations
+    assert [each.what for each in found if each.rule == "group_parts"] == [
+        "used: parts of all groups are 8 blocks, and 14 are counted, 5 of them reserved"
+    ]
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

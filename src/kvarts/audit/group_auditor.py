@@ -84,6 +84,8 @@ class GroupAuditor:
         self._with_own_pages: set[int] = set()
         """Requests that bring their pages along: these are reserved."""
         self._requests: dict[int, PartHolder] = {}
+        self._holders: dict[int, PartHolder] = {}
+        """The same by the owners of contents: turns of a session have one, and one at a time is under way."""
         self._decoding: dict[int, None] = {}
         """In admission order."""
         self._completing: list[int] = []
@@ -151,7 +153,8 @@ class GroupAuditor:
                 self._with_own_pages.add(event.request)
             case Arrived():
                 num_groups = len(self.ledger.groups)
-                self._requests[event.request] = PartHolder(event.content, event.num_prompt_tokens, num_groups)
+                holder = PartHolder(event.content, event.num_prompt_tokens, num_groups)
+                self._requests[event.request] = self._holders[event.content.owner] = holder
             case StepStarted():
                 self._pass_steps(event.step - 1)
                 self._begin(event.step)
@@ -369,7 +372,7 @@ class GroupAuditor:
             self._completing.append(event.request)
 
     def _give_back(self, event: PartsGivenBack) -> None:
-        known = self._requests.get(event.content.owner)
+        known = self._holders.get(event.content.owner)
         index, request = event.group, event.content.owner
         if known is None or index >= len(known.parts):
             self._find(f"was given back in {self.ledger.name(index)}, and was not held", request, event.start_page)
@@ -424,6 +427,8 @@ class GroupAuditor:
     def _close(self, request: int, known: PartHolder) -> None:
         self._decoding.pop(request, None)
         self._held.close(known)
+        if request not in self._requests:
+            self._holders.pop(known.content.owner, None)
 
     # Words ------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def engine_options(command: Command, **attributes: Any) -> Command:
 
 
 def kv_groups_option(command: Command, **attributes: Any) -> Command:
-    """Add the option of an engine without sessions for what layers keep, with `attributes`."""
+    """Add the option of an engine for what layers keep, with `attributes`."""
     text = (
         "What layers with a window keep: off, every token; all or tails, what later tokens see, and for later requests "
         "everything while there is room, or what a hit at the end of a prompt or an answer needs. Changes no token."

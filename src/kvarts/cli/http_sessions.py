@@ -112,8 +112,9 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
         return "--no-sessions was given"
     if len(opened.models) > 1:
         return "they are of a server with one model"
-    if opened.served.host.kv_groups != "off":
-        return "with --kv-groups pages are kept in part"
+    host = opened.served.host
+    if host.memory is not None and host.core.tiers is not None:
+        return "with --kv-groups, host memory keeps parts of pages"
     if values["record"] is not None:
         return "what --record writes is replayed request by request"
     return ""

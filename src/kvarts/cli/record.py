@@ -209,7 +209,7 @@ class UntilItFails:
 
 def live_reader(
     stack: ExitStack, values: dict[str, Any], say: Callable[[str], object] | None = None
-) -> Callable[[EngineConfig, Mapping[str, int]], EventReader | None]:
+) -> Callable[..., EventReader | None]:
     """Return what `open_sessions` asks for a reader: see open_live. With `say`, an engine outlives its record.
 
     Raise OutputError at once for a file that cannot be written.
@@ -217,8 +217,8 @@ def live_reader(
     if values["kv_timeline"] is not None:
         check_writable(values["kv_timeline"])
 
-    def reader(config: EngineConfig, tiers: Mapping[str, int]) -> EventReader | None:
-        live = open_live(stack, values, config, tiers)
+    def reader(config: EngineConfig, tiers: Mapping[str, int], **blocks: Any) -> EventReader | None:
+        live = open_live(stack, values, config, tiers, **blocks)
         return live if live is None or say is None else UntilItFails(live, say)
 
     return reader

@@ -14,7 +14,7 @@ from kvarts.cli import (
     http_sessions,
     record,
 )
-from kvarts.cli.engine_options import MODEL_HELP, engine_options
+from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option
 from kvarts.cli.narrating import narrate
 from kvarts.cli.options import GroupedCommand, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
@@ -68,6 +68,7 @@ of_address = grouped("Address")
 @of_address("--max-message-bytes", metavar="N", type=click.IntRange(min=1024), default=16 * 1024 * 1024,
             show_default=True, help="Refuse longer requests.")  # fmt: skip
 @record.kv_timeline_option
+@lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 def sessions_command(**values: Any) -> None:
     """Serve sessions over gRPC: conversations with their state here, in bounded memory."""
@@ -116,6 +117,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "attention",
             "layers",
             "quantization",
+            "kv_groups",
         )
         if values[name] is not None
     }

@@ -26,8 +26,8 @@ ALL = 1 << 62
 class ChunkMetadata(msgspec.Struct):
     """Tokens [first, last) of the batch: positions from `start` on of one sequence, with pages `page_ids`.
 
-    `keeps`: what the sequence retains, None for all. `gap`: tokens of pages that were dropped after those of the sink.
-    `num_prompt_tokens`: of the sequence.
+    `keeps`: what the sequence retains, None for all. `gap`: tokens of pages that were dropped after those of the sink,
+    which hold the first `num_before_gap` tokens. `num_prompt_tokens`: of the sequence.
     """
 
     first: int
@@ -37,6 +37,7 @@ class ChunkMetadata(msgspec.Struct):
     keeps: SinkWindow | None = None
     gap: int = 0
     num_prompt_tokens: int = 0
+    num_before_gap: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -200,8 +201,11 @@ class RowTables:
             places = where - gap
             slots.append(page_ids[places // self._page_size] * self._page_size + places % self._page_size)
             last = num_tokens + len(where)
+            before = self._num_before_gap(chunk.keeps)
             chunks.append(
-                ChunkMetadata(num_tokens, last, chunk.start, page_ids, chunk.keeps, gap, chunk.num_prompt_tokens)
+                ChunkMetadata(
+                    num_tokens, last, chunk.start, page_ids, chunk.keeps, gap, chunk.num_prompt_tokens, before
+                )
             )
             num_tokens += len(where)
             if chunk.is_last:
@@ -242,8 +246,13 @@ class RowTables:
     def _late_decode(self, row: int, position: int, first: int) -> ChunkMetadata:
         gap = int(self._gaps[row])
         num_pages = (position - gap) // self._page_size + 1
-        page_ids = self._tables[row, :num_pages]
-        return ChunkMetadata(first, first + 1, position, page_ids, self._keeps[row], gap, int(self._prompts[row]))
+        page_ids, keeps = self._tables[row, :num_pages], self._keeps[row]
+        before = self._num_before_gap(keeps)
+        return ChunkMetadata(first, first + 1, position, page_ids, keeps, gap, int(self._prompts[row]), before)
+
+    def _num_before_gap(self, keeps: SinkWindow | None) -> int:
+        """Return the tokens of the pages of a sink."""
+        return 0 if keeps is None else keeps.num_sink_pages(self._page_size) * self._page_size
 
     def _enter(self, chunk: Chunk) -> tuple[Ints, int]:
         """Give a row the pages of a chunk; return these, and the gap."""

@@ -1,7 +1,8 @@
 """The tokens of a step of a model with KV groups: page tables of a sequence, made of the blocks of its pages.
 
 A table has an entry for every page of its sequence, so that the place of a token in it is its position. Pages that a
-window has given back keep their entries, and those before a prefix that was found have 0: nothing reads them.
+window has given back keep their entries, and those before a prefix that was found have 0: nothing reads them. Of a
+sequence with pages of its own each table leaves out what it has dropped, see RowTables.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.executor.flat_batch import ALL, ChunkMetadata, DecodeMetadata, FlatBatch, Ints, TableBatch, with_drafts
-from kvarts.sched.plan import StepPlan
+from kvarts.kv.sink_window import OwnTable, SinkWindow
+from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, StepPlan
 
 __all__ = ["GroupTables", "LayerTable"]
 
@@ -46,7 +48,8 @@ class LayerTable(msgspec.Struct, frozen=True):
 class GroupTables:
     """Owner of the ids of all blocks of the pages of each row, and of the request that has it.
 
-    `tables`: as what the layers read them.
+    `tables`: as what the layers read them. What is kept of a sequence with pages of its own is noted for each block of
+    a page; its decodes come as chunks of one token if it rotates keys late.
     """
 
     def __init__(self, max_num_seqs: int, page_size: int, tables: Sequence[LayerTable]) -> None:
@@ -56,93 +59,156 @@ class GroupTables:
         self._ids = np.zeros((num_blocks, max_num_seqs, 16), np.int64)
         self._requests = np.full(max_num_seqs, -1, np.int64)
         self._prompts = np.zeros(max_num_seqs, np.int64)
+        self._whole: list[SinkWindow | None] = [None] * max_num_seqs
+        """What each sequence retains, None for all."""
+        self._sinks = np.zeros((num_blocks, max_num_seqs), np.int64)
+        self._windows = np.full((num_blocks, max_num_seqs), ALL, np.int64)
+        self._gaps = np.zeros((num_blocks, max_num_seqs), np.int64)
+        self._before_gaps = np.zeros((num_blocks, max_num_seqs), np.int64)
+        self._is_late = np.zeros(max_num_seqs, np.bool_)
 
     def flatten(self, plan: StepPlan) -> FlatBatch | None:
         """Note what changed, and return the tokens of the step; None if there are none."""
-        tokens: list[npt.NDArray[Any]] = []
-        positions: list[Ints] = []
-        block_slots: list[Ints] = []
-        sampled_rows: list[int] = []
-        sampled_at: list[int] = []
-        drafts: list[list[int]] = []
-        num_tokens = 0
         nothing = np.zeros(0, np.int64)
-        every = [
-            TableBatch(nothing, DecodeMetadata.plain(nothing, np.zeros((0, 1), np.int64)), [])
-            for _ in self._layer_tables
-        ]
-        slots: list[list[Ints]] = [[] for _ in every]
+        step = _Step(
+            [
+                TableBatch(nothing, DecodeMetadata.plain(nothing, np.zeros((0, 1), np.int64)), [])
+                for _ in self._layer_tables
+            ]
+        )
         if plan.decodes is not None and len(plan.decodes.rows):
-            rows, where = plan.decodes.rows, plan.decodes.positions
-            for row, page, blocks in plan.decodes.new_blocks:
-                self._reserve(page + 1)
-                self._ids[:, row, page] = blocks
-            own_tokens = plan.decodes.tokens
-            sampled_rows += rows.tolist()
-            if plan.drafts is None:
-                sampled_at += range(len(rows))
-            else:
-                drafts, sampled_at = with_drafts(sampled_rows, plan.drafts)
-                rows = np.concatenate((rows, plan.drafts.rows))
-                where = np.concatenate((where, plan.drafts.positions))
-                own_tokens = np.concatenate((own_tokens, plan.drafts.tokens))
-            num_tokens = len(rows)
-            ids = self._ids[:, rows, : int(where.max()) // self._page_size + 1]
-            zeros, prompts = np.zeros_like(where), self._prompts[rows]
-            windows, at = np.full_like(where, ALL), np.arange(num_tokens)
-            block_slots.append(self._slots(ids[:, at, where // self._page_size], where))
-            for layer_table, one, own in zip(self._layer_tables, every, slots, strict=True):
-                table = layer_table.of(ids)
-                one.decodes = DecodeMetadata(where, table, zeros, windows, zeros, prompts)
-                if layer_table.is_plain:
-                    own.append(block_slots[-1][layer_table.blocks[0]])
-                else:
-                    size = self._page_size // len(layer_table.blocks)
-                    own.append(table[at, where // size] * size + where % size)
-            tokens.append(own_tokens)
-            positions.append(where)
+            self._add_decodes(step, plan.decodes, plan.drafts)
         for chunk in plan.batch.chunks:
-            ids = np.array(chunk.tables, np.int64)
-            self._reserve(ids.shape[1])
-            self._ids[:, chunk.row, : ids.shape[1]] = ids
-            self._requests[chunk.row] = chunk.request_index
-            self._prompts[chunk.row] = chunk.num_prompt_tokens
-            where = np.arange(chunk.start, chunk.end)
-            tokens.append(chunk.tokens)
-            positions.append(where)
-            block_slots.append(self._slots(ids[:, where // self._page_size], where))
-            last = num_tokens + len(where)
-            for layer_table, one, own in zip(self._layer_tables, every, slots, strict=True):
-                table, size = layer_table.of(ids), self._page_size // len(layer_table.blocks)
-                own.append(table[where // size] * size + where % size)
-                one.chunks.append(
-                    ChunkMetadata(num_tokens, last, chunk.start, table, num_prompt_tokens=chunk.num_prompt_tokens)
-                )
-            num_tokens = last
+            self._enter(chunk)
+            self._add_chunk(step, chunk.row, chunk.tokens, np.arange(chunk.start, chunk.end))
             if chunk.is_last:
-                sampled_rows.append(chunk.row)
-                sampled_at.append(num_tokens - 1)
-        if not num_tokens:
+                step.sampled_rows.append(chunk.row)
+                step.sampled_at.append(step.num_tokens - 1)
+        if not step.num_tokens:
             return None
-        for one, own in zip(every, slots, strict=True):
+        every, drafts = step.every, step.drafts
+        for one, own in zip(every, step.slots, strict=True):
             one.slots = np.concatenate(own)
         return FlatBatch(
-            np.concatenate(tokens).astype(np.int64),
-            np.concatenate(positions),
+            np.concatenate(step.tokens).astype(np.int64),
+            np.concatenate(step.positions),
             every[0].slots,
             every[0].decodes,
             every[0].chunks,
-            sampled_rows,
-            sampled_at,
-            self._requests[sampled_rows].tolist(),
-            drafts + [[] for _ in sampled_rows[len(drafts) :]] if drafts else [],
+            step.sampled_rows,
+            step.sampled_at,
+            self._requests[step.sampled_rows].tolist(),
+            drafts + [[] for _ in step.sampled_rows[len(drafts) :]] if drafts else [],
             tables=every,
-            block_slots=np.concatenate(block_slots, axis=1),
+            block_slots=np.concatenate(step.block_slots, axis=1),
         )
 
-    def _slots(self, blocks: Ints, positions: Ints) -> Ints:
-        """Return the slots of tokens at `positions` [tokens] in their blocks, of a page each [blocks, tokens]."""
-        slots: Ints = blocks * self._page_size + positions % self._page_size
+    def _add_decodes(self, step: _Step, decodes: DecodeRows, drafts: DraftRows | None) -> None:
+        """Add the decodes of a step and what is drafted after them, and bring page tables up to date."""
+        for row, page, blocks in decodes.new_blocks:
+            self._reserve(page + 1)
+            self._ids[:, row, page] = blocks
+        for row, tables in decodes.new_own_tables:
+            self._take_own(row, tables)
+        rows, where, tokens = decodes.rows, decodes.positions, decodes.tokens
+        late = self._is_late[rows]
+        if late.any():
+            rows, where, tokens = rows[~late], where[~late], tokens[~late]
+        if len(rows):
+            step.sampled_rows += rows.tolist()
+            if drafts is None:
+                step.sampled_at += range(len(rows))
+            else:
+                step.drafts, step.sampled_at = with_drafts(step.sampled_rows, drafts)
+                rows = np.concatenate((rows, drafts.rows))
+                where = np.concatenate((where, drafts.positions))
+                tokens = np.concatenate((tokens, drafts.tokens))
+            at = np.arange(len(rows))
+            gaps = self._gaps[:, rows]
+            ids = self._ids[:, rows, : int((where - gaps).max()) // self._page_size + 1]
+            prompts = self._prompts[rows]
+            step.block_slots.append(self._block_slots(ids, where - gaps))
+            for layer_table, one, own in zip(self._layer_tables, step.every, step.slots, strict=True):
+                table, block = layer_table.of(ids), layer_table.blocks[0]
+                one.decodes = DecodeMetadata(
+                    where, table, self._sinks[block][rows], self._windows[block][rows], gaps[block], prompts
+                )
+                if layer_table.is_plain:
+                    own.append(step.block_slots[-1][block])
+                else:
+                    places, size = where - gaps[block], self._page_size // len(layer_table.blocks)
+                    own.append(table[at, places // size] * size + places % size)
+            step.tokens.append(tokens)
+            step.positions.append(where)
+            step.num_tokens = len(rows)
+        for place in np.flatnonzero(late).tolist():
+            row = int(decodes.rows[place])
+            self._add_chunk(step, row, decodes.tokens[place : place + 1], decodes.positions[place : place + 1])
+            step.sampled_rows.append(row)
+            step.sampled_at.append(step.num_tokens - 1)
+
+    def _enter(self, chunk: Chunk) -> None:
+        """Give a row the page tables of a chunk."""
+        row, whole = chunk.row, chunk.keeps
+        self._requests[row] = chunk.request_index
+        self._prompts[row] = chunk.num_prompt_tokens
+        was_bounded = self._whole[row] is not None
+        self._whole[row] = whole
+        if whole is not None:
+            self._is_late[row] = whole.rotates_late
+            self._take_own(row, chunk.own_tables)
+            return
+        if was_bounded:
+            self._is_late[row] = False
+            for noted, nothing in ((self._sinks, 0), (self._windows, ALL), (self._gaps, 0), (self._before_gaps, 0)):
+                noted[:, row] = nothing
+        ids = np.array(chunk.tables, np.int64)
+        self._reserve(ids.shape[1])
+        self._ids[:, row, : ids.shape[1]] = ids
+
+    def _take_own(self, row: int, tables: Sequence[OwnTable]) -> None:
+        """Note the page tables of a sequence with pages of its own."""
+        size = self._page_size
+        for block, table in enumerate(tables):
+            self._reserve(len(table.page_ids))
+            self._ids[block, row, : len(table.page_ids)] = table.page_ids
+            self._gaps[block, row] = table.num_dropped * size
+            self._before_gaps[block, row] = table.num_sink_pages * size
+            self._sinks[block, row] = table.keeps.sink
+            self._windows[block, row] = table.keeps.window
+
+    def _add_chunk(self, step: _Step, row: int, tokens: Any, where: Ints) -> None:
+        """Add tokens of one row, at the positions `where`, one after the other."""
+        gaps, whole = self._gaps[:, row], self._whole[row]
+        first, start, last = step.num_tokens, int(where[0]), step.num_tokens + len(where)
+        ids = self._ids[:, row, : (int(where[-1]) - int(gaps.min())) // self._page_size + 1]
+        places = where - gaps[:, None]
+        step.block_slots.append(self._block_slots(ids, places))
+        for layer_table, one, own in zip(self._layer_tables, step.every, step.slots, strict=True):
+            table, size, block = layer_table.of(ids), self._page_size // len(layer_table.blocks), layer_table.blocks[0]
+            own.append(table[places[block] // size] * size + places[block] % size)
+            chunk = ChunkMetadata(first, last, start, table, num_prompt_tokens=int(self._prompts[row]))
+            if whole is not None:
+                sink, window = int(self._sinks[block, row]), int(self._windows[block, row])
+                chunk.keeps = SinkWindow(sink, window, whole.rotates_late)
+                chunk.gap, chunk.num_before_gap = int(gaps[block]), int(self._before_gaps[block, row])
+            one.chunks.append(chunk)
+        step.tokens.append(tokens)
+        step.positions.append(where)
+        step.num_tokens = last
+
+    def _block_slots(self, ids: Ints, places: Ints) -> Ints:
+        """Return the slots of tokens at `places` [blocks, tokens] of page tables, in their blocks, of a page each.
+
+        `ids`: [blocks, tokens, pages], or [blocks, pages] where all tokens are of one sequence.
+        """
+        size = self._page_size
+        pages = places // size
+        if ids.ndim == 2:
+            chosen = np.take_along_axis(ids, pages, axis=1)
+        else:
+            chosen = np.take_along_axis(ids, pages[..., None], axis=2)[..., 0]
+        slots: Ints = chosen * size + places % size
         return slots
 
     def _reserve(self, num_pages: int) -> None:
@@ -152,3 +218,18 @@ class GroupTables:
             longer = np.zeros((*self._ids.shape[:2], max(num_pages, 2 * longest)), np.int64)
             longer[..., :longest] = self._ids
             self._ids = longer
+
+
+class _Step:
+    """The tokens of a step as they are put together. `every`, `slots`: for each page table."""
+
+    def __init__(self, every: list[TableBatch]) -> None:
+        self.every = every
+        self.slots: list[list[Ints]] = [[] for _ in every]
+        self.tokens: list[npt.NDArray[Any]] = []
+        self.positions: list[Ints] = []
+        self.block_slots: list[Ints] = []
+        self.sampled_rows: list[int] = []
+        self.sampled_at: list[int] = []
+        self.drafts: list[list[int]] = []
+        self.num_tokens = 0

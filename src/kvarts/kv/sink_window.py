@@ -55,12 +55,13 @@ class SinkWindow(msgspec.Struct, frozen=True):
 class OwnTable(msgspec.Struct, frozen=True):
     """A page table of a bounded sequence of a model with KV groups.
 
-    `num_dropped`: pages that were dropped, which are the first after those of the sink, and are not in `page_ids`.
-    `keeps`: what the layers that have the table see of the sequence from here on.
+    `num_dropped`: pages that were dropped, and are not in `page_ids`: they follow the first `num_sink_pages`. `keeps`:
+    what the layers that have the table see of the sequence from here on.
     """
 
     page_ids: tuple[PageId, ...]
     num_dropped: int
+    num_sink_pages: int
     keeps: SinkWindow
 
 
@@ -83,6 +84,10 @@ class OwnPages(Protocol):
     @property
     def places(self) -> Iterable[int]:
         """The places in a page at which a token no longer needs a page that the token before it needed."""
+
+    @property
+    def own_tables(self) -> tuple[OwnTable, ...]:
+        """Of a model with KV groups: the page tables, one for each block of a page; else none."""
 
     def settle(self, position: int) -> bool:
         """Drop pages that no token at `position` or later can see; return whether there were any."""

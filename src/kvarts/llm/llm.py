@@ -76,7 +76,7 @@ class LLM:
     directory of the files, which a later run of the same model reads again.
 
     `kv_groups`: `off`, every layer keeps every token; `all` or `tails`, a layer with a window keeps what later tokens
-    see, see kvarts.llm.room. More sequences fit the same memory then; files and sessions do not go with it yet.
+    see, see kvarts.llm.room. More sequences fit the same memory then; files do not go with it yet.
 
     `speculative_config`: have tokens guessed that may follow, which are computed beside the others and accepted where
     they are right: a SpeculativeConfig, a mapping of its fields, or `ngram`. It changes no token.
@@ -203,6 +203,7 @@ class LLM:
         """With KV groups: the bytes of a block, and the groups; else empty."""
         self.latent_token_bytes = latent_token_bytes(model)
         """Of a model with a latent, which is kept expanded: the bytes that the latent of a token would take."""
+        self._memory = None if room.cut is None else room.cut.memory
         self._clock = clock
         engine = LLMEngine(
             self._core,
@@ -244,6 +245,7 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_ids=_eos_ids(self._model),
             kv_groups=self.kv_groups,
+            memory=self._memory,
         )
 
     # Requests ---------------------------------------------------------------------------------------------

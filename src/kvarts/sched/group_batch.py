@@ -32,10 +32,10 @@ class GroupBatch(InputBatch):
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
         """Return a chunk of `request` that names its row, tokens and page tables."""
-        holding = request.holding
-        assert holding is not None
-        begins_from, state = self._cache.states(holding, start) if self.has_states else ((), ())
-        if self.has_states:
+        own, holding = request.own, request.holding
+        assert own is not None or holding is not None
+        begins_from, state = self._cache.states(holding, start) if self.has_states and holding is not None else ((), ())
+        if self.has_states and holding is not None:
             self._snapshots += [(request.row, *snapshot) for snapshot in self._cache.take_snapshots(holding)]
         return Chunk(
             start,
@@ -46,7 +46,9 @@ class GroupBatch(InputBatch):
             request_index=request.index,
             tokens=np.frombuffer(request.content.tokens(start, start + num_tokens).tobytes(), np.uint64),
             samples=not request.computes_only,
-            tables=self._cache.tables(holding, start + num_tokens),
+            keeps=None if own is None else own.keeps,
+            tables=() if holding is None else self._cache.tables(holding, start + num_tokens),
+            own_tables=() if own is None else own.own_tables,
             state=state,
             begins_from=begins_from,
         )
@@ -63,13 +65,27 @@ class GroupBatch(InputBatch):
     def decodes(
         self, step: int, with_new_page: Iterable[Request], with_new_table: Iterable[Request] = ()
     ) -> DecodeRows:
-        """Return the decodes of `step`. `with_new_page`: the requests that got a page for it."""
+        """Return the decodes of `step`.
+
+        `with_new_page`: the requests that got a page for it. `with_new_table`: those with pages of their own that
+        changed.
+        """
         decodes = super().decodes(step, ())
         page_size = self._cache.page_size
         new_blocks = tuple(
             self.new_blocks(request, (request.wheel_base + step) // page_size) for request in with_new_page
         )
-        return DecodeRows(decodes.rows, decodes.positions, decodes.tokens, (), new_blocks=new_blocks)
+        own_tables = tuple(
+            (request.row, own.own_tables) for request in with_new_table if (own := request.own) is not None
+        )
+        return DecodeRows(
+            decodes.rows,
+            decodes.positions,
+            decodes.tokens,
+            (),
+            new_blocks=new_blocks,
+            new_own_tables=own_tables,
+        )
 
     def new_blocks(self, request: Request, page: int) -> tuple[int, int, tuple[PageId, ...]]:
         """Return a page that `request` got, as a plan names it: its row, the page, and its block in each table."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvarts.events import Preemption
 from kvarts.kv.pool import PageId
-from kvarts.kv.sink_window import SinkWindow
+from kvarts.kv.sink_window import OwnTable, SinkWindow
 from kvarts.kv.transfer import Transfer, TransferReport
 
 __all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "Snapshot", "StepPlan", "StepResult"]
@@ -45,6 +45,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Pages that were dropped after those of the sink, and are not in `page_ids`."""
     tables: tuple[tuple[PageId, ...], ...] = ()
     """Of a model with KV groups, instead of `page_ids`: all page tables of the sequence, with 0 for pages not held."""
+    own_tables: tuple[OwnTable, ...] = ()
+    """The same of a sequence with pages of its own."""
     state: tuple[PageId, ...] = ()
     """Of a model with states: its blocks, where the chunk leaves it, and decodes after it."""
     begins_from: tuple[PageId, ...] = ()
@@ -106,7 +108,7 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     sequence, page id) of every page that a decode got in this step, those of drafted tokens last; a page of an index
     that was named before is another one. `new_tables`: (row, all pages, pages dropped) of every decode with pages of
     its own that got or dropped one. `new_blocks`: of a model with KV groups, instead of `new_pages`: (row, page, its
-    block in each page table).
+    block in each page table). `new_own_tables`: of the same, instead of `new_tables`: (row, all page tables).
     """
 
     rows: npt.NDArray[np.int64]
@@ -115,6 +117,7 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     new_pages: tuple[tuple[int, int, PageId], ...]
     new_tables: tuple[tuple[int, tuple[PageId, ...], int], ...] = ()
     new_blocks: tuple[tuple[int, int, tuple[PageId, ...]], ...] = ()
+    new_own_tables: tuple[tuple[int, tuple[OwnTable, ...]], ...] = ()
 
 
 class DraftRows(msgspec.Struct, frozen=True, gc=False):

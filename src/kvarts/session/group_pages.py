@@ -51,6 +51,7 @@ class GroupSessionPages:
             OwnTable(
                 tuple(table.page_ids),
                 table.num_dropped,
+                table.num_sink_pages,
                 SinkWindow(table.retained.sink if table.num_sink_pages else 0, table.retained.window, late),
             )
             for table in self.tables

@@ -34,8 +34,9 @@ from kvarts.units import parse_bytes
 
 __all__ = ["mock_host", "open_sessions", "open_virtual_target", "sessions_on"]
 
-Record = Callable[[EngineConfig, Mapping[str, int]], EventReader | None]
-"""Answers with a reader of steps, or None: of an engine with this configuration, and so many pages in each tier."""
+Record = Callable[..., EventReader | None]
+"""Answers with a reader of steps, or None: of an engine with this configuration, and so many pages in each tier; of a
+model with KV groups, by keyword, `num_blocks` and what is said of its `memory`."""
 
 MakeMock = Callable[..., ModelHost]
 
@@ -104,6 +105,7 @@ def open_sessions(
     attention: str = "auto",
     layers: str = "auto",
     quantization: str | None = None,
+    kv_groups: str = "off",
     host_memory: str | int | None = None,
     clock: Clock | None = None,
     say: Callable[[str], object] = lambda _: None,
@@ -129,6 +131,8 @@ def open_sessions(
         memory_bytes=memory_bytes,
         at_capacity=at_capacity,
     )
+    if mock and kv_groups != "off":
+        raise ConfigError("a mock counts whole pages", field="kv_groups", hint="Leave it off.")
     if mock and host_memory is not None:
         raise ConfigError("a mock has no host memory", field="host_memory", hint="Leave it out.")
     if mock:
@@ -155,11 +159,16 @@ def open_sessions(
             attention=_attention(attention, device),
             layers=layers,
             quantization=quantization,
+            kv_groups=kv_groups,
             offload=None if host_memory is None else _eager(host_memory),
             clock=clock,
         )
         host, tiers = llm.host(), llm.tiers
-    reader = None if record is None else record(host.config, tiers)
+    blocks: dict[str, Any] = {}
+    if host.memory is not None:
+        num_blocks = host.memory.num_blocks(host.config.num_pages)
+        blocks = {"num_blocks": num_blocks, "memory": host.memory.to_builtins()}
+    reader = None if record is None else record(host.config, tiers, **blocks)
     if reader is not None:
         host.core.log.add_reader(reader)
     return sessions_on(host, config, state_dir=state_dir, say=say)
@@ -173,8 +182,10 @@ def sessions_on(
     say: Callable[[str], object] = lambda _: None,
 ) -> Sessions:
     """Return sessions on a model that may do other things as well. Raise what `open_sessions` raises."""
-    if host.kv_groups != "off":
-        raise ConfigError("does not go with sessions yet", field="kv_groups", hint="Leave it off.")
+    if host.memory is not None and host.core.tiers is not None:
+        raise ConfigError(
+            "does not go with sessions and host memory together yet", field="kv_groups", hint="Leave one of them out."
+        )
     # Room for chunks is taken from sessions: of a small memory, less.
     memory = memory_of(host)
     total = memory.total if config.max_pages is None else min(config.max_pages, memory.total)

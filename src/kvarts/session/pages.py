@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvarts.kv.pool import PageId
 from kvarts.kv.reserve import PageReserve
-from kvarts.kv.sink_window import OwnPages, SinkWindow
+from kvarts.kv.sink_window import OwnPages, OwnTable, SinkWindow
 
 __all__ = ["ChunkRoom", "OwnTables", "Retained", "SessionPages", "TableLayout"]
 
@@ -131,6 +131,11 @@ class SessionPages:
     def page_ids(self) -> Sequence[PageId]:
         """The pages that it holds, in order of position."""
         return self._page_ids
+
+    @property
+    def own_tables(self) -> tuple[OwnTable, ...]:
+        """None: it is one page table by itself."""
+        return ()
 
     @property
     def tables(self) -> Sequence[SessionPages]:

@@ -1,4 +1,7 @@
-"""The rule of KV groups: the parts of all groups, times the blocks of each, are the blocks that a row counts."""
+"""The rule of KV groups: the parts of all groups, times the blocks of each, are the blocks that a row counts.
+
+Blocks that sessions reserve are used, and no parts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ __all__ = ["GroupParts"]
 class GroupParts(Rule):
     """Used and cached parts of every group add up to used and cached blocks, in every row that says them.
 
-    `groups`: what the body says of each; `part_blocks` are the blocks of a part. Only for a body that has groups.
+    Of used blocks as many as are reserved may be no parts. `groups`: what the body says of each; `part_blocks` are the
+    blocks of a part. Only for a body that has groups.
     """
 
     name = "group_parts"
@@ -51,10 +55,14 @@ class GroupParts(Rule):
     def _add_up(self, chunk: Chunk, what: str, places: list[int], said: list[list[int] | None]) -> None:
         blocks = chunk.columns[f"{what}_blocks"].tolist()
         sizes = self._sizes
+        beside = [0] * len(blocks)
+        if what == "used":
+            beside = np.maximum(chunk.columns["reserved_blocks"], 0).tolist()
         if all(len(said[place] or ()) == len(sizes) for place in places):
             # All at once, unless something is wrong: floats tell whether numbers are too large to be added up.
             rows = np.array([said[place] for place in places], np.float64) @ np.array(sizes, np.float64)
-            if np.array_equal(rows, np.array([blocks[place] for place in places], np.float64)):
+            most = np.array([blocks[place] for place in places], np.float64)
+            if (rows <= most).all() and (rows >= most - [beside[place] for place in places]).all():
                 return
         for place in places:
             parts = said[place] or []
@@ -63,7 +71,9 @@ class GroupParts(Rule):
                 self.add(f"{what}: {len(parts)} groups, not {len(sizes)}", step=step, row=row, groups=len(parts))
                 continue
             num_blocks = sum(count * size for count, size in zip(parts, sizes, strict=True))
-            if num_blocks != blocks[place] and blocks[place] >= 0:
+            if blocks[place] >= 0 and not 0 <= blocks[place] - num_blocks <= beside[place]:
                 numbers = {"parts_blocks": num_blocks, f"{what}_blocks": blocks[place]}
                 text = f"{what}: parts of all groups are {num_blocks} blocks, and {blocks[place]} are counted"
+                if beside[place]:
+                    text += f", {beside[place]} of them reserved"
                 self.add(text, step=step, row=row, **numbers)

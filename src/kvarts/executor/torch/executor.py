@@ -176,9 +176,16 @@ class TorchExecutor:
         """Prepare attention for a step, and note where its tokens go. Return what attention knows, by page table."""
         if self._grouped is not None:
             every = [
-                AttentionMetadata(self.pools.device, slots=one.slots, chunks=one.chunks, decodes=one.decodes)
+                AttentionMetadata(
+                    self.pools.device,
+                    slots=one.slots,
+                    chunks=one.chunks,
+                    decodes=one.decodes,
+                    rotary=self.rotation.rotary,
+                )
                 for one in batch.tables
             ]
+            assert self._grouped.reads_sinks or all(one.is_plain for one in every), "the backend reads no sinks"
             self._grouped.begin_all(every)
             assert batch.block_slots is not None
             for slots in batch.block_slots:

@@ -229,7 +229,7 @@ class SdpaBackend:
         positions = torch.arange(chunk.start, chunk.end, device=device)[:, None]
         places = torch.arange(num_places, device=device)[None, :]
         # Where pages were dropped, they follow those of the sink.
-        seen = torch.where(places < keeps.num_sink_pages(page_size) * page_size, places, places + chunk.gap)
+        seen = torch.where(places < chunk.num_before_gap, places, places + chunk.gap)
         visible = (seen <= positions) & ((seen < keeps.sink) | (seen >= positions - keeps.window))
         late = None
         if keeps.rotates_late:

@@ -17,6 +17,7 @@ from kvarts.openai_api.sessions.door import SessionsDoor
 from kvarts.session.config import SessionsConfig
 from kvarts.session.opening import mock_host, sessions_on
 from kvarts.session.sessions import Sessions
+from kvarts.session.table import memory_of
 
 __all__ = ["open_beside", "open_own", "word_mock"]
 
@@ -36,7 +37,7 @@ def open_beside(sessions: Sessions, door: Door, *, model: str) -> Opened:
     """Return a server of the model of `sessions`, in which requests that name a session go on with it."""
     host = sessions.host
     is_mock = host.tokenizer is None and host.fingerprint().startswith("mock")
-    most = min(door.limits.max_model_len, host.config.pool_tokens, host.max_positions or 1 << 62)
+    most = host.core.scheduler.most_tokens(min(door.limits.max_model_len, host.max_positions or 1 << 62))
     limits = msgspec.structs.replace(
         door.limits,
         max_model_len=most,
@@ -65,5 +66,5 @@ def open_own(
     """
     host = served.host
     if config.memory_bytes is None and config.max_pages is None:
-        config = msgspec.structs.replace(config, max_pages=max(1, host.config.num_pages // 2))
+        config = msgspec.structs.replace(config, max_pages=max(1, memory_of(host).total // 2))
     return SessionsDoor(sessions_on(host, config, state_dir=state_dir, say=say), served, is_own=True)

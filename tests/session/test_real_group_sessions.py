@@ -1,0 +1,360 @@
+"""L12 with KV groups: a bounded session says what a forward pass over its whole history says.
+
+Each layer keeps of it what both the session and the layer allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.sink_window import SinkWindow
+from kvarts.llm.llm import LLM
+from kvarts.session.config import SessionsConfig
+from kvarts.session.keeper import Keeper
+from kvarts.session.sessions import Sessions
+from kvarts.session.table import SessionTable
+from kvarts.session.values import SessionInfo, SessionSettings, Token
+
+from builders.rooms import HAS_AUDIT
+from builders.sessions import OWNER, greedy, say, sessions_on
+from oracles.late_rotation import late_greedy
+from oracles.masked_forward import masked_greedy
+from oracles.naive_kv_groups import kept_for
+
+Models = Callable[[str], tuple[Any, Any]]
+VOCABULARY = 257
+FAMILIES = ["gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen2", "gemma4_text"]
+"""With windows of 8 tokens: in every other layer, in most, with learned sinks, in all, in the last ones, and with KV
+heads of two shapes."""
+
+
+@pytest.fixture(scope="module")
+def windowed() -> Models:
+    from builders.windowed_models import config_of, models_of
+
+    made: dict[str, tuple[Any, Any]] = {}
+
+    def pair(family: str) -> tuple[Any, Any]:
+        if family not in made:
+            made[family] = models_of(config_of(family))
+        return made[family]
+
+    return pair
+
+
+def open_on(
+    model: Any, *, page_size: int, chunk: int = 16, budget: int = 64, attention: str = "auto", groups: str = "all"
+) -> tuple[LLM, Sessions]:
+    """Blocks that no session holds, of those that are reserved too, are overwritten before every step."""
+    config = EngineConfig(
+        num_pages=2400 // page_size, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=8
+    )
+    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, kv_groups=groups, layers="model")
+    executor: Any = llm._executor
+    scheduler: Any = llm._core.scheduler
+    execute: Callable[..., Any] = executor.execute
+
+    def overwritten(plan: Any) -> Any:
+        unused = [*scheduler.cache.pool.empty_ids, *scheduler.own_pages.reserve._free_ids]
+        copied = {source for source, _ in plan.page_copies}
+        with torch.inference_mode():
+            for tensor in executor.pools.tensors:
+                tensor[[block for block in unused if block not in copied]] = 100.0
+        return execute(plan)
+
+    executor.execute = overwritten
+    return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
+
+
+def ids(random: Random, count: int) -> list[int]:
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+@cache
+def most_pages(layer: KvLayer, whole: SinkWindow, page_size: int) -> int:
+    most = 0
+    for position in range(64):
+        kept = {*kept_for(layer, whole, position), position}
+        most = max(most, len({token // page_size for token in kept}))
+    return most
+
+
+def check_bytes(llm: LLM, info: SessionInfo, page_size: int) -> None:
+    """What is allocated and what is retained, to the byte, by a look at every token of every layer."""
+    memory = llm.host().memory
+    assert memory is not None
+    whole = SinkWindow(info.settings.sink, info.settings.window or 0)
+    live = allocated = bound = 0
+    for group in memory.groups:
+        last = info.history_length - 1  # it may be computed again
+        live += len(kept_for(group.layer, whole, info.history_length)) * group.part_bytes // page_size
+        pages = {position // page_size for position in (*kept_for(group.layer, whole, last), last)}
+        allocated += len(pages) * group.part_bytes
+        bound += most_pages(group.layer, whole, page_size) * group.part_bytes
+    assert (info.kv_live_bytes, info.kv_allocated_bytes, info.kv_bound_bytes) == (live, allocated, bound)
+    assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+
+
+@pytest.mark.laws
+@settings(max_examples=3)
+@given(
+    family=st.sampled_from(FAMILIES),
+    seed=st.integers(0, 1000),
+    page_size=st.sampled_from([2, 4, 16]),
+    sink=st.integers(0, 4),
+    window=st.integers(1, 20),
+    chunk=st.sampled_from([1, 7, 16, 64]),
+    attention=st.sampled_from(["sdpa", "numba"]),
+)
+@example(family="gemma2", seed=1, page_size=4, sink=3, window=20, chunk=7, attention="numba")
+@example(family="gemma2", seed=2, page_size=4, sink=3, window=5, chunk=16, attention="sdpa")
+@example(family="gemma4_text", seed=3, page_size=4, sink=2, window=5, chunk=7, attention="sdpa")
+def test_a_session_says_what_a_pass_over_its_whole_history_says(
+    windowed: Models, family: str, seed: int, page_size: int, sink: int, window: int, chunk: int, attention: str
+) -> None:
+    """Appends, turns, forks, rollbacks and cancels in any order, in a memory that forgets what nothing holds."""
+    model, reference = windowed(family)
+    llm, sessions = open_on(model, page_size=page_size, chunk=chunk, attention=attention)
+    random = Random(seed)
+
+    def expected(history: list[int], count: int) -> list[int]:
+        return masked_greedy(reference, history, count, sink=sink, window=window)
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER, SessionSettings(sink=sink, window=window))
+        history: list[int] = []
+        for _ in range(3):
+            new = ids(random, random.randrange(1, 26))
+            history += new
+            first = random.randrange(len(new) + 1)
+            for part in (new[:first], new[first:]):
+                await sessions.append(OWNER, session, part)
+            action = random.choice(["generate", "cancel", "fork", "rollback"])
+            if action == "cancel":
+                stream = sessions.generate(OWNER, session, greedy(30))
+                said: list[int] = []
+                async for update in stream:
+                    if isinstance(update, Token):
+                        said.append(update.token_id)
+                        if len(said) == 3:
+                            break
+                await stream.aclose()
+                info = await sessions.info(OWNER, session)
+                generated = expected(history, info.history_length - len(history))
+                assert generated[: len(said)] == said
+                history += generated
+            elif action == "fork":
+                fork = await sessions.fork(OWNER, session)
+                other = ids(random, 5)
+                both = await asyncio.gather(say(sessions, session, [], 3), say(sessions, fork, other, 3))
+                assert both[0] == expected(history, 3)
+                assert both[1] == expected([*history, *other], 3)
+                history += both[0]
+                await sessions.close(OWNER, fork)
+            elif action == "rollback" and len(history) <= min(sink + window, 7):
+                del history[random.randrange(1, len(history) + 1) :]
+                await sessions.rollback(OWNER, session, len(history))
+            said = await say(sessions, session, [], 4)
+            assert said == expected(history, 4)
+            history += said
+            info = await sessions.info(OWNER, session)
+            assert info.history_length == len(history)
+            check_bytes(llm, info, page_size)
+        await sessions.close(OWNER, session)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    llm.check()
+    assert llm.kv_live_bytes() == 0
+
+
+def test_what_goes_too_early_or_is_mixed_up_is_noticed(windowed: Models) -> None:
+    """Pages that go a token too early change what is said; that pages change places is counted as well."""
+    model, reference = windowed("gemma2")
+    _, sessions = open_on(model, page_size=1)
+    history = ids(Random(4), 60)
+    expected = masked_greedy(reference, history, 8, sink=0, window=20)
+
+    def too_early(table: Any) -> None:
+        settle = table.settle
+        table.settle = lambda position: settle(position + 1)
+
+    def mixed_up(table: Any) -> None:
+        table._page_ids[1], table._page_ids[2] = table._page_ids[2], table._page_ids[1]
+
+    async def talk() -> None:
+        for damage, is_first in ((too_early, True), (mixed_up, False)):
+            session = await sessions.create(OWNER, SessionSettings(sink=0, window=20))
+            pages = sessions._table.get(OWNER, session).pages
+            assert pages is not None
+            if is_first:
+                damage(pages.tables[0])
+            await sessions.append(OWNER, session, history)
+            if not is_first:
+                damage(pages.tables[0])
+            assert await say(sessions, session, [], 8) != expected
+            assert ((await sessions.info(OWNER, session)).inv1_violations > 0) is not is_first
+            await sessions.close(OWNER, session)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("window", [5, 20])
+def test_positions_in_the_cache_are_those_of_what_is_retained(windowed: Models, window: int) -> None:
+    """Keys that were stored before rotation, in a model without windows of its own, in blocks."""
+    model, reference = windowed("qwen3")
+    llm, sessions = open_on(model, page_size=4)
+
+    async def talk() -> None:
+        session = await sessions.create(OWNER, SessionSettings(sink=3, window=window, positions="cache"))
+        random, history = Random(3), []
+        for count in (5, 11, 22):
+            new = ids(random, count)
+            said = await say(sessions, session, new, 3)
+            history += new
+            assert said == late_greedy(reference, history, 3, sink=3, window=window)
+            history += said
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    llm.check()
+
+
+@pytest.mark.parametrize("window", [5, 20])
+def test_keys_that_rotate_late_are_read_through_several_tables(windowed: Models, window: int) -> None:
+    """With windows of the model's own: the same tokens in blocks as in whole pages."""
+    model, _ = windowed("gemma2")
+
+    async def talk(sessions: Sessions) -> list[int]:
+        session = await sessions.create(OWNER, SessionSettings(sink=3, window=window, positions="cache"))
+        random, said = Random(3), []
+        for count in (5, 11, 12, 25):
+            said += await say(sessions, session, ids(random, count), 3)
+        info = await sessions.info(OWNER, session)
+        assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+        await sessions.shut_down()
+        return said
+
+    assert asyncio.run(talk(open_on(model, page_size=4)[1])) == asyncio.run(
+        talk(open_on(model, page_size=4, groups="off")[1])
+    )
+
+
+def test_sessions_side_by_side_say_what_each_says_alone(windowed: Models) -> None:
+    """Bounded ones of several windows, one that is pinned, and prompts of others."""
+    model, reference = windowed("gemma3_text")
+    llm, sessions = open_on(model, page_size=4, budget=48)
+    random = Random(9)
+
+    async def turn(session: str, seed: int, window: int) -> None:
+        own, history = Random(seed), []
+        for _ in range(2):
+            new = ids(own, own.randrange(1, 26))
+            said = await say(sessions, session, new, 3)
+            history += new
+            assert said == masked_greedy(reference, history, 3, sink=2, window=window)
+            history += said
+
+    async def drain(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    async def talk() -> None:
+        windows = [3, 7, 12, 20, 1000]
+        made = [
+            await sessions.create(
+                OWNER,
+                SessionSettings(sink=2, window=window)
+                if window < 1000
+                else SessionSettings(window=None, retention="pin"),
+            )
+            for window in windows
+        ]
+        texts = asyncio.ensure_future(drain(llm.stream(ids(random, 30), greedy(20))))
+        await asyncio.gather(
+            *(turn(session, seed, window) for seed, (session, window) in enumerate(zip(made, windows, strict=True)))
+        )
+        await texts
+        pinned = await sessions.info(OWNER, made[-1])
+        num_pages = pinned.num_retained // 4
+        memory = llm.host().memory
+        assert memory is not None and num_pages > 3
+        # Of full layers all pages; of a window those of the 7 tokens before the next.
+        assert pinned.kv_allocated_bytes == sum(
+            group.part_bytes * (num_pages if group.layer.span is None else 2) for group in memory.groups
+        )
+        reserve = llm._core.scheduler.own_pages.reserve
+        assert llm.kv_live_bytes() == pinned.kv_allocated_bytes + reserve.num_pages * memory.block_bytes
+        for session in made:
+            await sessions.close(OWNER, session)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    llm.check()
+    assert llm.kv_live_bytes() == 0
+
+
+def test_a_session_goes_on_from_its_checkpoint(windowed: Models, tmp_path: Path) -> None:
+    """By group; and where the groups are others, it is computed again."""
+    model, reference = windowed("gemma2")
+    said: list[str] = []
+
+    def reopen(groups: str) -> Sessions:
+        llm = LLM(model, None, EngineConfig(num_pages=200, page_size=4), kv_groups=groups)
+        table = SessionTable(llm.host(), SessionsConfig(chunk_tokens=16))
+        keeper = Keeper(table, tmp_path, said.append)
+        llm.host().loop.call(lambda _: keeper.restore())
+        return Sessions(table, keeper)
+
+    history = ids(Random(6), 60)
+
+    async def before() -> str:
+        sessions = reopen("all")
+        session = await sessions.create(OWNER, SessionSettings(sink=3, window=20))
+        history.extend(await say(sessions, session, list(history), 5))
+        await sessions.shut_down()
+        return session
+
+    async def after(session: str, groups: str, restored: str, num_computed: int) -> None:
+        sessions = reopen(groups)
+        info = await sessions.info(OWNER, session)
+        assert (info.restored, info.history_length) == (restored, len(history))
+        more = await say(sessions, session, [], 4)
+        assert more == masked_greedy(reference, history, 4, sink=3, window=20)
+        history.extend(more)
+        after = await sessions.info(OWNER, session)
+        assert after.num_computed_tokens - info.num_computed_tokens == num_computed
+        assert (after.inv1_violations, after.inv2_violations) == (0, 0)
+        await sessions.shut_down()
+
+    session = asyncio.run(before())
+    asyncio.run(after(session, "tails", "kv", 5))  # what is kept of requests has nothing to do with it
+    asyncio.run(after(session, "off", "tokens", len(history) + 4))
+    assert len(said) == 1 and "is of another kv_groups" in said[0]
+
+
+def test_a_model_without_room_for_a_session_is_refused(windowed: Models) -> None:
+    from kvarts.session.opening import sessions_on as opened
+
+    model, _ = windowed("gemma2")
+    llm = LLM(model, None, EngineConfig(num_pages=12, page_size=4), kv_groups="all")
+    with pytest.raises(ConfigError, match=r"one session needs \d+ blocks, and the model has 24 for sessions"):
+        opened(llm.host(), SessionsConfig(defaults=SessionSettings(sink=4, window=64)))
