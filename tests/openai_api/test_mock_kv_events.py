@@ -11,6 +11,7 @@ import threading
 import urllib.request
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("zmq")
@@ -25,6 +26,33 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     with urllib.request.urlopen(request, timeout=20) as answer:
         text = answer.read()
     return json.loads(text) if text else None
+
+
+def test_events_of_a_mock_with_kv_groups_name_the_group() -> None:
+    command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--speedup", "1000", "--page-size", "16"]
+    command += ["--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all"]
+    command += ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            found = re.search(r"http://[\d.:]+", server.stderr.readline())
+            assert found is not None
+            threading.Thread(target=server.stderr.read, daemon=True).start()
+            (source,) = ask(f"{found[0]}/kv_event_sources")
+            body = {"model": "gemma-3-27b", "prompt": list(range(100, 140)), "max_tokens": 2}
+            assert ask(f"{found[0]}/v1/completions", body)["usage"]["prompt_tokens"] == 40
+            stored = []
+            with open_client(source["endpoint"], source["replay_endpoint"]) as client:
+                for _, _, payload in client.replay(0):
+                    stored += [event for event in msgspec.msgpack.decode(payload)[1] if event["type"] == "BlockStored"]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 0
+    told = {(event["group_idx"], event["kv_cache_spec_kind"]): len(event["block_hashes"]) for event in stored}
+    assert [group for group, _ in sorted(told)] == [0, 1]
+    assert set(told.values()) == {2}, "40 tokens fill two pages, each with a part in both groups"
+    windows = {event["kv_cache_spec_sliding_window"] for event in stored if event["group_idx"] == 1}
+    assert windows == {1024}
 
 
 def test_a_consumer_holds_what_the_mock_has_computed() -> None:
