@@ -17,10 +17,12 @@ import pytest
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
+import msgspec
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import kvarts
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvLayer
@@ -28,11 +30,12 @@ from kvarts.kv.sink_window import SinkWindow
 from kvarts.llm.llm import LLM
 from kvarts.session.config import SessionsConfig
 from kvarts.session.keeper import Keeper
+from kvarts.session.opening import open_sessions
 from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
 from kvarts.session.values import SessionInfo, SessionSettings, Token
 
-from builders.rooms import HAS_AUDIT
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, HAS_RECORD
 from builders.sessions import OWNER, greedy, say, sessions_on
 from oracles.late_rotation import late_greedy
 from oracles.masked_forward import masked_greedy
@@ -358,3 +361,54 @@ def test_a_model_without_room_for_a_session_is_refused(windowed: Models) -> None
     llm = LLM(model, None, EngineConfig(num_pages=12, page_size=4), kv_groups="all")
     with pytest.raises(ConfigError, match=r"one session needs \d+ blocks, and the model has 24 for sessions"):
         opened(llm.host(), SessionsConfig(defaults=SessionSettings(sink=4, window=64)))
+
+
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
+def test_sessions_beside_host_memory_are_refused(windowed: Models) -> None:
+    from kvarts.session.opening import sessions_on as opened
+
+    model, _ = windowed("gemma2")
+    host_memory = getattr(kvarts, "OffloadConfig")(host_pages=20)  # noqa: B009  # the room may be missing
+    llm = LLM(model, None, EngineConfig(num_pages=60, page_size=4), kv_groups="all", offload=host_memory)
+    with pytest.raises(ConfigError, match="kv_groups: does not go with sessions and host memory together yet"):
+        opened(llm.host(), SessionsConfig())
+    with pytest.raises(ConfigError, match="kv_groups: a mock counts whole pages"):
+        open_sessions(mock=True, kv_groups="all")
+
+
+@pytest.mark.skipif(not HAS_RECORD, reason="needs timelines")
+def test_a_timeline_counts_blocks_that_sessions_keep(tmp_path: Path) -> None:
+    """Reserved ones are no parts, and those of a pin are; at rest nothing else is in use."""
+    from kvarts.executor.torch.tiny import write_tiny
+    from kvarts.record.live import LiveTimeline
+
+    write_tiny("gemma3", tmp_path / "model")
+    path = tmp_path / "timeline.jsonl"
+    recorded: list[LiveTimeline] = []
+
+    def record(config: EngineConfig, tiers: Any, *, num_blocks: int, memory: Any) -> LiveTimeline:
+        recorded.append(
+            LiveTimeline(path, total_blocks=num_blocks, block_size_tokens=config.page_size, tiers=tiers, memory=memory)
+        )
+        return recorded[0]
+
+    sessions = open_sessions(
+        model=tmp_path / "model", kv_memory="2MiB", page_size=4, kv_groups="all", session_memory="1MiB", record=record
+    )
+
+    async def talk() -> None:
+        bounded = await sessions.create(OWNER, SessionSettings(sink=2, window=12))
+        pinned = await sessions.create(OWNER, SessionSettings(window=None, retention="pin"))
+        for turn in range(2):
+            for session in (bounded, pinned):
+                await say(sessions, session, ids(Random(turn), 20), 6)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    recorded[0].close()
+    verdict = kvarts.verify_file(path)
+    assert verdict.verdict == "ok", verdict.to_text()
+    rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    rests = [row for row in rows if row.get("active_seqs") == 0 and row.get("reserved_blocks")]
+    assert rests and all(row["used_blocks"] == row["reserved_blocks"] for row in rests)
+    assert any(sum(row["group_used_parts"]) for row in rests)

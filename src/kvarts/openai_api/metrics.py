@@ -326,7 +326,7 @@ class ModelMetrics:
         yield self._gauge("kvarts:sessions", "Sessions that there are.", counts.num_sessions)
         yield self._gauge(
             "kvarts:session_reserved_pages",
-            "Pages that are reserved for sessions with a window, full or not.",
+            "Pages, or blocks with KV groups, that are reserved for sessions with a window, full or not.",
             counts.num_reserved_pages,
         )
         yield self._gauge("kvarts:session_tokens", "Tokens of their histories.", counts.num_history_tokens)

@@ -19,11 +19,11 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What sessions have together.
 
     `defaults`: the settings of a session for which none are given. `max_sessions`: how many there may be; None: as
-    many as fit. `memory_bytes`: KV memory for bounded sessions; None: all there is. `max_pages`: the same in pages;
-    where both are given, both hold. `at_capacity`: refuse one more, or evict the idle one that was used longest
-    ago. `chunk_tokens`: tokens of sessions that a step may compute at most, beside one for each that generates;
-    their pages are there once, for all sessions. `tombstone_ttl_s`: for how long it is remembered what became of a
-    session. `reap_every_s`: how often it is looked for sessions that have expired.
+    many as fit. `memory_bytes`: KV memory for bounded sessions; None: all there is. `max_pages`: the same in pages, or
+    of a model with KV groups in blocks; where both are given, both hold. `at_capacity`: refuse one more, or evict the
+    idle one that was used longest ago. `chunk_tokens`: tokens of sessions that a step may compute at most, beside one
+    for each that generates; their pages are there once, for all sessions. `tombstone_ttl_s`: for how long it is
+    remembered what became of a session. `reap_every_s`: how often it is looked for sessions that have expired.
 
     Raises ConfigError for a value out of range.
     """

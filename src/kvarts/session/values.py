@@ -107,8 +107,9 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """All sessions together: how many there are, the pages that are reserved for them whether they are full or not, and
-    the tokens of their histories, 8 bytes each; and how many have ended since the beginning, by why.
+    """All sessions together: how many there are, the pages, or blocks of a model with KV groups, that are reserved for
+    them whether they are full or not, and the tokens of their histories, 8 bytes each; and how many have ended since
+    the beginning, by why.
     """
 
     num_sessions: int
