@@ -80,3 +80,19 @@ def test_with_tiers_below_there_is_no_journal(kvarts: Kvarts, trace: Path, tmp_p
     assert (run / "timeline.json.gz").exists() and not list(run.glob("events*"))
     code, _, said = kvarts(*asked, "--events", tmp_path / "events.jsonl")
     assert code == 2 and "--events: is not written of KV groups with tiers below" in said
+
+
+@pytest.mark.skipif(not {"sharing", "explain"} <= ROOMS, reason="needs kvarts.sharing and kvarts.explain")
+def test_models_that_share_a_device_have_journals_of_their_own_groups(
+    kvarts: Kvarts, trace: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    models = ("--model", "a=gemma-3-27b:kv_groups=all", "--model", "b=gemma-3-4b:kv_groups=tails")
+    traces = ("--trace", f"a={trace}", "--trace", f"b={trace}")
+    place = ("--device", "h100-80gb", "--kv-memory", "3GB", "--page-size", "64", "--run-dir", run)
+    code, _, said = kvarts("replay", *models, *traces, *place)
+    assert code == 0, said
+    for name in ("a", "b"):
+        assert verify_file(run / name / "timeline.json.gz").verdict == "ok"
+        assert "of window 1,024 given back" in kvarts("story", run / name, "--request", "3")[1]
+    assert "not kept" in kvarts("story", run / "b", "--hits")[1]
