@@ -45,6 +45,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
         "num_hidden_layers": 4,
     },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "time_step_min": 1e-12,  # a bound that holds in prompts only, in transformers 5.24
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
 }
 """A delta rule, with experts and without; Mamba-2 beside attention and in the same layer; Mamba, of which the code goes

@@ -29,10 +29,22 @@ from kvarts.sampling import SamplingParams
 from kvarts.sched.group_batch import GroupBatch
 from kvarts.sched.plan import Snapshot
 
-from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders import real_models
+from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes
 from builders.stateful_models import FAMILIES, stateful_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+_said: dict[tuple[int, tuple[int, ...], int], Ids] = {}
+
+
+def undisturbed(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
+    """What transformers' generate says, once for each prompt."""
+    key = id(reference), tuple(prompt), num_tokens
+    if key not in _said:
+        _said[key] = real_models.undisturbed(reference, prompt, num_tokens)
+    return _said[key]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +71,7 @@ def turns(seed: int = 1) -> list[Ids]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("num_pages", "budget"), [(256, 2048), (24, 16), (20, 7)])
+@pytest.mark.parametrize(("num_pages", "budget"), [(256, 2048), (24, 7)])
 def test_greedy_tokens_are_those_of_an_undisturbed_run(
     stateful: Callable[[str], tuple[Any, Any]], family: str, num_pages: int, budget: int
 ) -> None:
@@ -147,7 +159,7 @@ def says_what_is_right(model: Any, reference: Any) -> bool:
     return said == [undisturbed(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
 def test_a_snapshot_one_token_early_changes_what_is_said(
     stateful: Callable[[str], tuple[Any, Any]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +175,7 @@ def test_a_snapshot_one_token_early_changes_what_is_said(
     assert not says_what_is_right(model, reference)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
 def test_a_first_token_that_reads_what_was_there_before_changes_what_is_said(
     stateful: Callable[[str], tuple[Any, Any]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
