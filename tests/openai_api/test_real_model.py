@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.llm.llm import LLM
 from kvarts.openai_api.opening import Door, open_model
@@ -186,7 +187,7 @@ def test_layers_that_keep_a_state_are_served(tmp_path: Path) -> None:
         events = events_of(call(url, COMPLETIONS, {**then, "stream": True}).payload)
         assert "".join(event["choices"][0]["text"] for event in events) == expected[0]["text"]
     llm = LLM(directory, config=CONFIG, kv_groups="all")
-    with pytest.raises(ConfigError, match="kv_groups: does not go with sessions yet"):
+    with pytest.raises(ConfigError, match="kv_groups: does not go with sessions for a model"):
         sessions_on(llm.host(), SessionsConfig())
 
 

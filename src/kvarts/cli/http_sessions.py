@@ -115,6 +115,8 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
     host = opened.served.host
     if host.memory is not None and host.core.tiers is not None:
         return "with --kv-groups, host memory keeps parts of pages"
+    if host.memory is not None and host.memory.has_states:
+        return "layers of this model keep a state"
     if values["record"] is not None:
         return "what --record writes is replayed request by request"
     return ""

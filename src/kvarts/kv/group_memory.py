@@ -78,6 +78,11 @@ class GroupMemory(msgspec.Struct, frozen=True):
         return gcd(*(group.part_bytes for group in self.groups))
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state."""
+        return any(group.is_state for group in self.groups)
+
+    @property
     def page_bytes(self) -> int:
         """The bytes of a page with its parts in every group."""
         return sum(group.part_bytes for group in self.groups if not group.is_state)

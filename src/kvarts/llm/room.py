@@ -74,7 +74,7 @@ class KVRoom:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state."""
-        return self.cut is not None and self.cut.num_state_blocks > 0
+        return self.cut is not None and self.cut.memory.has_states
 
     def num_pages(self, kv_memory: str | int) -> int:
         """Return the pages of all layers that `kv_memory` holds. Raise ConfigError for bytes that hold none."""

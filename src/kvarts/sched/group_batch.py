@@ -24,9 +24,8 @@ class GroupBatch(InputBatch):
     def __init__(self, cache: BlockPages, max_num_seqs: int) -> None:
         super().__init__(max_num_seqs, cache.page_size)
         self._cache = cache
-        num_state_groups = sum(group.is_state for group in cache.memory.groups)
-        assert num_state_groups <= 1, "a model that runs has its states in one group"
-        self.has_states = num_state_groups > 0
+        self.has_states = cache.memory.has_states
+        assert sum(group.is_state for group in cache.memory.groups) <= 1, "a model that runs has one group of states"
         self._snapshots: list[tuple[int, int, Part]] = []
         """Those of the step: the row, the tokens after which, and the part."""
 
@@ -56,7 +55,7 @@ class GroupBatch(InputBatch):
     def take_snapshots(self) -> tuple[Snapshot, ...]:
         """Return the snapshots to be made in the step.
 
-        Of one that was evicted in the same step for another the blocks have another owner, and no request begins from it.
+        Of one that was evicted in the same step for another the blocks have another owner, and no chunk begins from it.
         """
         made = tuple(Snapshot(row, count, part.blocks) for row, count, part in self._snapshots if part.is_found)
         self._snapshots.clear()

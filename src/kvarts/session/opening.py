@@ -186,6 +186,12 @@ def sessions_on(
         raise ConfigError(
             "does not go with sessions and host memory together yet", field="kv_groups", hint="Leave one of them out."
         )
+    if host.memory is not None and host.memory.has_states:
+        raise ConfigError(
+            "does not go with sessions for a model of which layers keep a state",
+            field="kv_groups",
+            hint="Serve it without sessions.",
+        )
     # Room for chunks is taken from sessions: of a small memory, less.
     memory = memory_of(host)
     total = memory.total if config.max_pages is None else min(config.max_pages, memory.total)
