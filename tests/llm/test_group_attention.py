@@ -87,7 +87,7 @@ def steps_of(
 
 @pytest.mark.laws
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 1 << 20),
     page_size=st.sampled_from([1, 4, 8]),
