@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,9 @@ from hypothesis import strategies as st
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import REJECTED
+from kvarts.sim.config import make_config
+from kvarts.sim.replay import replay
+from kvarts.traffic.workload import FixedLength, Workload
 
 from builders.case import Case
 from builders.group_tiers import FAST, Grouped, grouped, returning
@@ -47,3 +53,26 @@ def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[P
     # Where what leaves a window stays cached, the device itself may have more.
     as_much = columns["cached_tokens"] >= expected if keeps == "all" else columns["cached_tokens"] == expected
     assert as_much[done].all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "rate"),
+    [("eager", "50MB/s"), ("eager", "1GB/s"), ("eager", "50GB/s"), ("lazy", "50MB/s"), ("lazy", "50GB/s")],
+)
+def test_a_tier_does_not_hurt(policy: Any, rate: str) -> None:
+    """L13, with lanes that carry a prompt in less time than it takes to compute, and in much more."""
+    traffic = Workload(
+        num_sessions=24,
+        turns_per_session=4,
+        new_tokens=FixedLength(700),
+        output_tokens=FixedLength(30),
+        prefix_tokens=900,
+        sessions_per_s=2.0,
+        think_time_s=5.0,
+    )
+    config = make_config({"model": "gemma-3-27b", "device": "h100-80gb", "kv_groups": "tails", "pages": 400})
+    alone = replay(traffic, config).summary["ttft_ms"]
+    tier = OffloadConfig(host_memory="60GiB", policy=policy, h2d=rate, d2h=rate)
+    with_tier = replay(traffic, msgspec.structs.replace(config, offload=tier)).summary["ttft_ms"]
+    assert with_tier["mean"] <= 1.02 * alone["mean"]
+    assert with_tier["p99"] <= 1.02 * alone["p99"]

@@ -83,7 +83,7 @@ class TieredParts(GroupedCache):
         super()._keep_tails(holding)
         num_pages = holding.num_tokens // self.page_size
         if num_pages > holding.content.num_known_pages:
-            return  # nobody else has these tokens
+            return  # no other sequence has these tokens
         for group, parts in zip(self.groups, holding.parts, strict=True):
             if group.is_bounded:
                 sink, first = self._needed(group, num_pages * self.page_size)
@@ -93,13 +93,13 @@ class TieredParts(GroupedCache):
                         self._complete(part)
 
     def _keep_snapshots(self, holding: GroupedHolding) -> None:
-        super()._keep_snapshots(holding)
         name = holding.names[-1]
+        missing = [index for index, group in enumerate(self.groups) if group.is_state and not name.copies[index]]
+        super()._keep_snapshots(holding)
         if name.page < holding.content.num_known_pages:
-            for index, group in enumerate(self.groups):
-                if group.is_state:
-                    for part in name.copies[index]:
-                        self._complete(part)
+            for index in missing:
+                for part in name.copies[index]:
+                    self._complete(part)
 
     # Finding ----------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class TieredParts(GroupedCache):
     def begin_load(self, content: Content, match: GroupMatch) -> tuple[GroupedHolding, list[Incoming]]:
         """Begin a sequence after `match`: hold what the device has, and take parts for the rest, which a load fills.
 
-        Return what it holds, and those parts, by group, then page. They fit. Nobody finds them before `arrive`.
+        Return what it holds, and those parts, by group, then page. They fit. They cannot be found before `arrive`.
         """
         needed = self.needed(match)
         for parts in needed:

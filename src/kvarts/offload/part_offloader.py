@@ -30,6 +30,11 @@ from kvarts.offload.weigher import Weigher
 __all__ = ["PartOffloader"]
 
 
+MOST_IDLE = 16
+IDLE_WITHIN_NS = 10_000_000
+"""Of what nothing uses, stores hold at once as much as their lane carries in so long, or one in so many blocks."""
+
+
 class PartsUnderWay(UnderWay):
     """Parts that are moved. `below`: they are pinned there. `above`: a store holds them on the device.
 
@@ -40,6 +45,8 @@ class PartsUnderWay(UnderWay):
     above: tuple[Part, ...] = ()
     incoming: tuple[Incoming, ...] = ()
     num_loaded: int = 0
+    num_idle: int = 0
+    """Blocks of `above` that nothing used when their store began."""
     match: GroupMatch | None = None
 
 
@@ -94,6 +101,9 @@ class PartOffloader(Transfers):
         self._num_loaded = list(self._num_stored)
         """Parts by group that arrived so far, below and above."""
         self._offered: dict[int, Offered] = {}
+        self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
+        self._num_idle = 0
+        """Blocks that stores hold and that nothing used when these began."""
         self._is_behind = False
         """Whether the way down is behind: nothing is stored before a transfer has ended."""
 
@@ -135,21 +145,24 @@ class PartOffloader(Transfers):
         if self._is_behind:
             return
         write = self.channels[0]
-        room = -1
+        room: int | None = None
         above: list[Part] = []
         below: list[BelowPart] = []
-        num_blocks = 0
+        num_blocks = num_idle = idle_room = 0
         for part in self._policy.choose():
             name = part.name
             assert name is not None, "what cannot be found is to be stored"
             if self.tier.has(name, part.group):
                 self._policy.passed(part)
                 continue
-            if room < 0:
+            if room is None:
                 room = write.num_within(now_ns, self._store_within_ns, self._block_bytes)
+                soon = write.num_within(now_ns, IDLE_WITHIN_NS, self._block_bytes)
+                idle_room = max(self._least_idle, soon) - self._num_idle
             blocks = self.tier.part_blocks[part.group]
             # What nothing uses is taken from those that want memory, for as long as it is copied.
-            if room <= 0 or (not part.refs and blocks > self._cache.num_free):
+            is_idle = not part.refs
+            if room <= 0 or (is_idle and blocks > min(self._cache.num_free, idle_room)):
                 self._is_behind = room <= 0
                 break
             target = self.tier.place(name, part.group)
@@ -158,6 +171,9 @@ class PartOffloader(Transfers):
                 self.counts.num_pages_without_room += 1
                 continue
             self._parts.hold((part,))
+            if is_idle:
+                num_idle += blocks
+                idle_room -= blocks
             self._cache.count()
             above.append(part)
             below.append(target)
@@ -170,7 +186,8 @@ class PartOffloader(Transfers):
         if self._with_page_ids:
             moves.append(Move(self.tier.name, _blocks_of(above), _blocks_of(below)))
         under_way = PartsUnderWay(Direction.STORE, num_blocks, self._workers(), above=tuple(above), below=tuple(below))
-        under_way.lanes = ((write, num_bytes),)
+        under_way.lanes, under_way.num_idle = ((write, num_bytes),), num_idle
+        self._num_idle += num_idle
         self._submit(under_way, write.submit(now_ns, num_bytes), moves)
 
     # Loads ------------------------------------------------------------------------------------------------
@@ -206,10 +223,12 @@ class PartOffloader(Transfers):
     def weigh(
         self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
     ) -> Weighed:
-        """Return whether to load all of `offer`, see LowerTiers."""
-        return self._weigher.weigh(
-            self._now_ns, offer, start, page_size, num_known, num_behind=num_behind, awaited=awaited
-        )
+        """Return whether to load all of `offer`, see LowerTiers.
+
+        Only what is sooner there for the request itself: while it waits it holds memory, which is what requests behind
+        it wait for most often.
+        """
+        return self._weigher.weigh(self._now_ns, offer, start, page_size, num_known, num_behind=0, awaited=awaited)
 
     def forget(self, request: int) -> None:
         """End the pins of what was offered to `request`."""
@@ -253,6 +272,7 @@ class PartOffloader(Transfers):
         assert isinstance(under_way, PartsUnderWay)
         if under_way.direction is Direction.STORE:
             is_stored = self._count_store(under_way)
+            self._num_idle -= under_way.num_idle
             self.tier.settle(under_way.below, is_stored=is_stored)
             for part in under_way.below if is_stored else ():
                 self._num_stored[part.group] += 1

@@ -1,9 +1,9 @@
 """A tier below a device with KV groups: it holds parts of pages in blocks, of the size of the device's.
 
 A part is found by the name of its page, which device and tier share. A page has one part in a group here at most.
-Parts that are here and not pinned are one list, the least recently used first, and are evicted in that order. Whoever
-uses parts makes the deepest page the least recent, and what is stored makes all before it more recent than itself: so
-what is left of a sequence is a prefix of it.
+Parts that are here and not pinned are one list, the least recently used first, and are evicted in that order. Of
+parts that are used together the deepest page is the least recent, and what is stored makes all before it more recent
+than itself: so what is left of a sequence is a prefix of it.
 """
 
 from __future__ import annotations
@@ -97,13 +97,11 @@ class PartTier:
             if not part.pins:
                 self._end_use(part)
         # All before a part are used with it.
-        for name in list(names):
+        walked: set[PageName] = set()
+        for name in list(names) if self._whole else ():
             before = name.parent
-            while (
-                before is not None
-                and before.parent is not None
-                and not names.get(before, set()).issuperset(self._whole)
-            ):
+            while before is not None and before.parent is not None and before not in walked:
+                walked.add(before)
                 names.setdefault(before, set()).update(self._whole)
                 before = before.parent
         deepest_first = sorted(names, key=lambda name: name.page, reverse=True)

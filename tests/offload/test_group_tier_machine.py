@@ -1,0 +1,333 @@
+"""A device with KV groups and host memory below it, against a model that looks at every token and part of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvarts.content import Content
+from kvarts.hardware.kv_groups import KvKind, KvLayer
+from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.parts import GroupedHolding, PageName
+from kvarts.kv.tiered_pages import HeldParts, LoadingHolding, TieredPages
+from kvarts.kv.transfer import TransferReport
+from kvarts.offload.channel import Channel
+from kvarts.offload.part_offloader import PartOffloader
+from kvarts.offload.part_policy import EagerParts
+from kvarts.offload.part_tier import PartTier
+
+from oracles.naive_group_tier import NaiveBelow, NaiveTieredGroups
+from oracles.naive_grouped import NaivePart, NaiveSequence
+
+pytestmark = pytest.mark.laws
+
+NS_A_BLOCK = 5_000_000
+"""So that two are carried in the time in which what nothing uses is held for."""
+
+
+@st.composite
+def part_groups(draw: st.DrawFn, kinds: tuple[KvKind, ...]) -> PartGroup:
+    kind = draw(st.sampled_from(kinds))
+    layer = KvLayer(kind="state", state_bytes=1)
+    if kind != "state":
+        spans = kind in ("window", "chunk")
+        layer = KvLayer(
+            kind=kind,
+            num_heads=1,
+            head_numbers=2,
+            span=draw(st.integers(1, 9)) if spans else None,
+            sink=draw(st.sampled_from([0, 0, 1, 3])) if kind == "window" else 0,
+        )
+    return PartGroup(layer, part_bytes=draw(st.sampled_from([1, 1, 2, 4])))
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    """Prefixes of a few sequences, and what few of them go on with."""
+    base = draw(st.sampled_from([[0] * 14, [1, 0] * 7, [0] * 5 + [1] * 9]))
+    return [*base[: draw(st.integers(1, 14))], *draw(st.lists(st.integers(0, 1), max_size=2))]
+
+
+@dataclass
+class Holder:
+    content: Content
+    holding: GroupedHolding
+    sequence: NaiveSequence
+
+
+@dataclass
+class Load:
+    transfer: int
+    request: int
+    content: Content
+    holding: LoadingHolding
+    sequence: NaiveSequence
+    parts: list[NaiveBelow]
+
+
+class TieredMachine(RuleBasedStateMachine):
+    @initialize(
+        first=part_groups(("full", "full", "window", "latent", "chunk")),
+        others=st.lists(part_groups(("full", "window", "window", "chunk", "state")), max_size=2),
+        page_size=st.integers(1, 3),
+        num_blocks=st.sampled_from([8, 12, 20, 40]),
+        host_blocks=st.sampled_from([3, 10, 40, 100]),
+        limit=st.sampled_from([1, 4, 100]),
+        keeps=st.sampled_from(["all", "tails"]),
+    )
+    def build(
+        self,
+        first: PartGroup,
+        others: list[PartGroup],
+        page_size: int,
+        num_blocks: int,
+        host_blocks: int,
+        limit: int,
+        keeps: Retention,
+    ) -> None:
+        memory = GroupMemory((first, *others), keeps)
+        self.block_bytes = memory.block_bytes
+        self.cache = TieredPages(memory, num_blocks=num_blocks, page_size=page_size)
+        self.parts = self.cache.tiered
+        self.tier = PartTier("host", host_blocks, memory, self.parts.names, with_slots=True)
+        rate = memory.block_bytes * 10**9 // NS_A_BLOCK
+        write, read = (Channel(name, latency_us=0.0, bytes_per_s=rate) for name in ("d2h", "h2d"))
+        self.offloader = PartOffloader(
+            self.cache,
+            self.tier,
+            EagerParts(self.parts),
+            write=write,
+            read=read,
+            store_within_ns=limit * NS_A_BLOCK,
+            with_page_ids=True,
+        )
+        self.limit = limit
+        self.model = NaiveTieredGroups(
+            [(group.layer, group.part_bytes) for group in memory.groups],
+            page_size,
+            num_blocks * memory.block_bytes,
+            keeps_all=keeps == "all",
+            host_bytes=host_blocks * memory.block_bytes,
+            idle_room=max(
+                max(num_blocks // 16, 2) * memory.block_bytes, *(group.part_bytes for group in memory.groups)
+            ),
+        )
+        self.holders: list[Holder] = []
+        self.stores: dict[int, list[tuple[NaivePart, NaiveBelow]]] = {}
+        self.loads: list[Load] = []
+        self.served: list[list[int]] = []
+        self.num_owners = 0
+        self.now_ns = 0
+
+    def content_of(self, tokens: list[int], tenant: str | None) -> Content:
+        self.num_owners += 1
+        return Content.from_tokens(tokens, page_size=self.cache.page_size, owner=self.num_owners, salt=tenant)
+
+    @rule(
+        tokens=prompts(),
+        tenant=st.sampled_from([None, None, None, "a"]),
+        num_new=st.integers(1, 14),
+        is_end=st.sampled_from([True, True, False]),
+    )
+    def open(self, tokens: list[int], tenant: str | None, num_new: int, is_end: bool) -> None:
+        content = self.content_of(tokens, tenant)
+        limit = (len(tokens) - 1) // self.cache.page_size
+        match = self.parts.match(content, limit)
+        length = self.model.hit(tokens, tenant, limit)
+        assert match.num_pages == length
+        num_new = min(num_new, len(tokens) - length * self.cache.page_size)
+        sequence = self.model.open(tokens, tenant, length, num_new, is_end=is_end)
+        holding = self.parts.open(content, match, num_new, is_end=is_end)
+        self.cache.count()
+        assert (holding is None) == (sequence is None)
+        if holding is not None and sequence is not None:
+            self.model.note(sequence, is_end=is_end)
+            self.holders.append(Holder(content, holding, sequence))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), num_new=st.integers(1, 6), is_end=st.booleans())
+    def advance(self, data: st.DataObject, num_new: int, is_end: bool) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        tokens = holder.sequence.tokens
+        while len(tokens) < holder.sequence.num_tokens + num_new:
+            token = data.draw(st.integers(0, 1))
+            tokens.append(token)
+            holder.content.append(token.to_bytes(8, "little"))
+        fits = self.model.advance(holder.sequence, num_new, is_end=is_end)
+        assert self.parts.advance(holder.holding, num_new, is_end=is_end) == fits
+        self.cache.count()
+        if fits:
+            self.model.note(holder.sequence, is_end=is_end)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self.end(holder)
+
+    def end(self, holder: Holder) -> None:
+        self.parts.close(holder.holding)
+        self.cache.count()
+        self.model.keep_tails(holder.sequence)
+        self.model.note(holder.sequence, is_end=True)
+        self.model.close(holder.sequence)
+
+    @rule(tokens=prompts())
+    def serve(self, tokens: list[int]) -> None:
+        """A whole prompt that ends at once, and is stored."""
+        self.served.append(tokens)
+        num_holders = len(self.holders)
+        self.open(tokens, None, len(tokens), is_end=True)
+        if len(self.holders) > num_holders:
+            self.store_now()
+            self.end(self.holders.pop())
+            self.store_now()
+
+    def store_now(self) -> None:
+        number = self.offloader.num_transfers
+        self.store()
+        if number in self.stores:
+            self.end_store_as(number, is_stored=True)
+
+    @rule()
+    def forget_device(self) -> None:
+        """The device evicts all that it can: what comes back comes from below."""
+        self.parts.clear()
+        self.cache.count()
+        while self.model.released:
+            part = self.model.released.pop(0)
+            self.model.lose(part)
+            self.model.empty_bytes += self.model.bytes_of(part)
+
+    @rule()
+    def store(self) -> None:
+        self.now_ns += 10**9  # the lane is idle
+        number = self.offloader.num_transfers
+        self.offloader.plan_stores(self.now_ns)
+        chosen = self.model.plan_store(self.limit * self.block_bytes)
+        assert self.offloader.num_transfers - number == bool(chosen)
+        if chosen:
+            self.stores[number] = chosen
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data(), is_stored=st.sampled_from([True, True, True, False]))
+    def end_store(self, data: st.DataObject, is_stored: bool) -> None:
+        self.end_store_as(data.draw(st.sampled_from(sorted(self.stores))), is_stored=is_stored)
+
+    def end_store_as(self, number: int, *, is_stored: bool) -> None:
+        self.offloader.report([TransferReport(number, num_good_pages=None if is_stored else 0)], self.now_ns)
+        self.model.end_store(self.stores.pop(number), is_stored=is_stored)
+
+    @rule(
+        data=st.data(),
+        tokens=prompts(),
+        tenant=st.sampled_from([None, None, None, "a"]),
+        is_forgotten=st.sampled_from([False, False, False, True]),
+        is_cleared=st.booleans(),
+    )
+    def load(
+        self, data: st.DataObject, tokens: list[int], tenant: str | None, is_forgotten: bool, is_cleared: bool
+    ) -> None:
+        if self.served and data.draw(st.sampled_from([True, True, False])):
+            tokens, tenant = [*data.draw(st.sampled_from(self.served)), 1], None
+        if is_cleared:
+            self.forget_device()
+        content = self.content_of(tokens, tenant)
+        limit = (len(tokens) - 1) // self.cache.page_size
+        on_device = self.model.hit(tokens, tenant, limit)
+        offer = self.offloader.lookup(self.num_owners, content, on_device, limit)
+        length = self.model.hit_below(tokens, tenant, limit)
+        assert (0 if offer is None else offer.num_pages) == length - on_device
+        if offer is None:
+            return
+        parts = self.model.offer(tokens, tenant, length)
+        assert offer.num_bytes == (sum(map(self.model.size, parts)),)
+        sequence = None if is_forgotten else self.model.begin_load(tokens, tenant, length)
+        if sequence is None:
+            self.offloader.forget(self.num_owners)
+            self.model.unpin(parts[::-1])
+            return
+        number = self.offloader.num_transfers
+        holding = self.cache.open_to_load(content, self.offloader.offered(self.num_owners), 0)
+        self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, holding)
+        self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts))
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), is_good=st.sampled_from([True, True, False]))
+    def end_load(self, data: st.DataObject, is_good: bool) -> None:
+        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        num_good = len(load.parts) if is_good else data.draw(st.integers(0, len(load.parts) - 1))
+        num_blocks = sum(map(self.model.size, load.parts[:num_good])) // self.block_bytes
+        report = TransferReport(load.transfer, num_good_pages=None if is_good else num_blocks)
+        self.offloader.report([report], self.now_ns)
+        self.model.end_load(load.sequence, load.parts, num_good)
+        (loaded,) = self.offloader.take_loaded()
+        assert loaded.request == load.request
+        assert loaded.num_pages == (load.holding.num_pages if is_good else 0)
+        holder = Holder(load.content, load.holding.parts, load.sequence)
+        if is_good:
+            self.holders.append(holder)
+        else:
+            self.end(holder)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        cache, model, tier = self.parts, self.model, self.tier
+        holdings = [holder.holding for holder in self.holders] + [load.holding.parts for load in self.loads]
+        stored = (held for held in self.offloader.holds() if isinstance(held, HeldParts))
+        holdings += [cache.held_by_transfer(held.parts) for held in stored]
+        cache.check(holdings)
+        self.offloader.check()
+        assert cache.empty_bytes == model.empty_bytes
+        assert cache.free_bytes == model.free_bytes()
+        on_device = [(part.group, self.name_of(part.name)) for part in cache._released if part.name is not None]
+        assert on_device == [(part.group, part.name) for part in model.released]
+        below = [(part.group, self.name_of(part.name)) for part in tier._cached]
+        assert below == [part.key for part in model.recent]
+        for group in range(len(cache.groups)):
+            assert (tier.num_used_parts[group], tier.num_cached_parts[group]) == model.num_host_parts(group)
+        assert sum(tier.num_evicted_parts) == model.num_lost
+        assert self.offloader.counts.num_pages_without_room == model.num_refused
+
+    def name_of(self, name: PageName) -> Any:
+        """What the model calls a page."""
+        keys = []
+        while name.parent is not None:
+            keys.append(name.key)
+            name = name.parent
+        salt = next(salt for salt, root in self.parts.names._roots.items() if root is name)
+        units = b"".join(key for key in reversed(keys) if isinstance(key, bytes))
+        return salt, tuple(int.from_bytes(units[first : first + 8], "little") for first in range(0, len(units), 8))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for number in sorted(self.stores):
+            self.end_store_now(number)
+        while self.loads:
+            load = self.loads.pop()
+            self.offloader.report([TransferReport(load.transfer, num_good_pages=0)], self.now_ns)
+            self.parts.close(load.holding.parts)
+        for holder in self.holders:
+            self.parts.close(holder.holding)
+        self.parts.check([])
+        self.offloader.check()
+        assert self.parts.used_bytes == 0 and self.tier.num_used == 0, "L2: something is held at rest"
+        self.offloader.reset()
+        self.parts.clear()
+        assert self.tier.num_cached == 0
+        assert self.parts.names.num_names() == 0, "a name outlives everything that needs it"
+
+    def end_store_now(self, number: int) -> None:
+        self.offloader.report([TransferReport(number)], self.now_ns)
+
+
+TestTiered = TieredMachine.TestCase
+TestTiered.settings = settings(stateful_step_count=40)

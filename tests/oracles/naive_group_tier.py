@@ -1,0 +1,223 @@
+"""KV groups on a device and in host memory, part by part: a dictionary for each tier, and everything is looked at.
+
+The device is the naive cache with KV groups. Host memory has one part of a page in a group at most, by its name; those
+that nothing pins are a list, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence, Name
+
+__all__ = ["NaiveBelow", "NaiveTieredGroups"]
+
+Key = tuple[int, Name]
+"""What a part is of: its group, and its page."""
+
+
+@dataclass(eq=False)
+class NaiveBelow:
+    """A part in host memory, or one that comes there."""
+
+    key: Key
+    pins: int = 0
+    was_idle: bool = False
+    """Nothing used it on the device when its store began."""
+
+
+@dataclass
+class NaiveTieredGroups(NaiveGroups):
+    """`host_bytes`: the size of host memory."""
+
+    host_bytes: int = 0
+    here: dict[Key, NaiveBelow] = field(default_factory=dict)
+    """Parts that can be found below."""
+    coming: dict[Key, NaiveBelow] = field(default_factory=dict)
+    doomed: list[NaiveBelow] = field(default_factory=list)
+    """Parts that were found broken, and are pinned by others still."""
+    recent: list[NaiveBelow] = field(default_factory=list)
+    """Parts that can be found below and are not pinned, the least recently used first."""
+    num_lost: int = 0
+    num_refused: int = 0
+    wanted: list[NaivePart] = field(default_factory=list)
+    """Parts of the device that are to be stored, in the order in which that became so."""
+    fresh: list[NaivePart] = field(default_factory=list)
+    """Parts that became findable since `note` was called."""
+    is_behind: bool = False
+    idle_room: int = 0
+    """Bytes that stores may still hold of what nothing uses."""
+
+    def size(self, part: NaiveBelow) -> int:
+        return self.groups[part.key[0]][1]
+
+    def host_empty(self) -> int:
+        """Return the bytes of host memory in which nothing is, or comes."""
+        taken = [*self.here.values(), *self.coming.values(), *self.doomed]
+        return self.host_bytes - sum(map(self.size, taken))
+
+    def num_host_parts(self, group: int) -> tuple[int, int]:
+        """Return the parts of a group below that are in use, and those that are not."""
+        pinned = [part for part in self.here.values() if part.pins]
+        used = [*pinned, *self.coming.values(), *self.doomed]
+        return sum(part.key[0] == group for part in used), sum(part.key[0] == group for part in self.recent)
+
+    # What is stored ---------------------------------------------------------------------------------------
+
+    def is_whole(self, group: int) -> bool:
+        return self.groups[group][0].kind in ("full", "latent")
+
+    def want(self, part: NaivePart) -> None:
+        if not any(part is other for other in self.wanted):
+            self.wanted.append(part)
+
+    def publish(self, part: NaivePart, name: Name) -> None:
+        super().publish(part, name)
+        self.fresh.append(part)
+
+    def note(self, sequence: NaiveSequence, *, is_end: bool) -> None:
+        """Something was done with a sequence, all of whose tokens are known: what of it is to be stored now."""
+        fresh, self.fresh = self.fresh, []
+        for group in range(len(self.groups)):
+            if self.is_whole(group):
+                for part in fresh:
+                    if part.group == group:
+                        self.want(part)
+        num_tokens = sequence.num_tokens // self.page_size * self.page_size
+        for group, (layer, _) in enumerate(self.groups if is_end else ()):
+            for page in sorted(self.needed(layer, num_tokens)) if layer.kind in ("window", "chunk") else ():
+                held = sequence.parts[group].get(page)
+                if held is not None and held.name is not None:
+                    self.want(held)
+        for part in fresh:
+            if self.groups[part.group][0].kind == "state":
+                self.want(part)
+
+    def plan_store(self, limit: int) -> list[tuple[NaivePart, NaiveBelow]]:
+        """Return what is stored now: wanted parts that are nowhere below, until `limit` bytes are reached."""
+        chosen: list[tuple[NaivePart, NaiveBelow]] = []
+        room = limit
+        while self.wanted and not self.is_behind:
+            part = self.wanted[0]
+            assert part.name is not None
+            key = part.group, part.name
+            if part in self.copies.get(key, []) and key not in self.here and key not in self.coming:
+                if room <= 0:
+                    self.is_behind = True
+                    break
+                if part.refs == 0 and self.bytes_of(part) > min(self.free_bytes(), self.idle_room):
+                    break
+                below = NaiveBelow(key)
+                if self.size(below) > self.host_empty() + sum(map(self.size, self.recent)):
+                    self.num_refused += 1
+                else:
+                    while self.size(below) > self.host_empty():
+                        del self.here[self.recent.pop(0).key]
+                        self.num_lost += 1
+                    self.coming[key] = below
+                    if part.refs == 0:
+                        self.released.remove(part)
+                        self.idle_room -= self.bytes_of(part)
+                        below.was_idle = True
+                    part.refs += 1
+                    chosen.append((part, below))
+                    room -= self.bytes_of(part)
+            self.wanted.pop(0)
+        return chosen
+
+    def end_store(self, chosen: list[tuple[NaivePart, NaiveBelow]], *, is_stored: bool) -> None:
+        """End a store: its parts can be found from now on, and are used with all that is before them; or are not."""
+        self.is_behind = False
+        names: list[Name] = []
+        used: set[Key] = set()
+        for _, below in chosen:
+            del self.coming[below.key]
+            self.idle_room += self.groups[below.key[0]][1] * below.was_idle
+            if is_stored:
+                self.here[below.key] = below
+                self.recent.append(below)
+                names.append(below.key[1])
+                used.add(below.key)
+        for salt, tokens in list(names):
+            for num_tokens in range(len(tokens) - self.page_size, 0, -self.page_size):
+                names.append((salt, tokens[:num_tokens]))
+                used |= {(group, names[-1]) for group in range(len(self.groups)) if self.is_whole(group)}
+        self.use(used, names)
+        for part, _ in reversed(chosen):
+            self.release(part)
+
+    def use(self, keys: set[Key], names: list[Name]) -> None:
+        """Parts below are the most recent now: the deepest page the least so, and of the same depth as in `names`."""
+        moved = [part for part in self.recent if part.key in keys]
+        self.recent = [part for part in self.recent if part.key not in keys]
+        self.recent += sorted(moved, key=lambda part: (-len(part.key[1][1]), names.index(part.key[1]), part.key[0]))
+
+    # What is loaded ---------------------------------------------------------------------------------------
+
+    def hit_below(self, tokens: list[int], salt: str | None, limit: int) -> int:
+        """Return the longest prefix, in pages, of which device and host memory together have what every group needs."""
+        for length in range(limit, 0, -1):
+            last = self.name(tokens, salt, length - 1)
+            if any(
+                (group, last) in self.copies or (group, last) in self.here for group in range(len(self.groups))
+            ) and all(key in self.copies or key in self.here for key in self.needs(tokens, salt, length)):
+                return length
+        return 0
+
+    def needs(self, tokens: list[int], salt: str | None, length: int) -> list[Key]:
+        """Return what a sequence needs after so many pages, by group, then page."""
+        return [
+            (group, self.name(tokens, salt, page))
+            for group, (layer, _) in enumerate(self.groups)
+            for page in sorted(self.needed(layer, length * self.page_size))
+        ]
+
+    def offer(self, tokens: list[int], salt: str | None, length: int) -> list[NaiveBelow]:
+        """Pin what a sequence needs after so many pages and the device lacks."""
+        parts = [self.here[key] for key in self.needs(tokens, salt, length) if key not in self.copies]
+        for part in parts:
+            if not part.pins:
+                self.recent.remove(part)
+            part.pins += 1
+        return parts
+
+    def unpin(self, parts: list[NaiveBelow]) -> None:
+        for part in parts:
+            part.pins -= 1
+            if not part.pins and part in self.doomed:
+                self.doomed.remove(part)
+            elif not part.pins and self.here.get(part.key) is part:
+                self.recent.append(part)
+
+    def begin_load(self, tokens: list[int], salt: str | None, length: int) -> NaiveSequence | None:
+        """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit."""
+        needs = self.needs(tokens, salt, length)
+        found = {key: self.copies[key][0] for key in needs if key in self.copies}
+        idle = sum(self.bytes_of(part) for part in found.values() if part.refs == 0)
+        if idle + sum(self.groups[key[0]][1] for key in needs if key not in found) > self.free_bytes():
+            return None
+        for part in found.values():
+            if part.refs == 0:
+                self.released.remove(part)
+            part.refs += 1
+        sequence = NaiveSequence(tokens, salt, length * self.page_size, [{} for _ in self.groups])
+        for key in needs:
+            part = found[key] if key in found else self.take(key[0])
+            part.is_kept = part.is_kept or key not in found
+            sequence.parts[key[0]][len(key[1][1]) // self.page_size - 1] = part
+        return sequence
+
+    def end_load(self, sequence: NaiveSequence, parts: list[NaiveBelow], num_good: int) -> None:
+        """End a load of `parts`, of which the first `num_good` arrived; the others are broken, and leave the tier."""
+        self.is_behind = False
+        length = sequence.num_tokens // self.page_size
+        for number, below in enumerate(parts):
+            if number < num_good:
+                part = sequence.parts[below.key[0]][len(below.key[1][1]) // self.page_size - 1]
+                NaiveGroups.publish(self, part, below.key[1])
+            elif self.here.get(below.key) is below:
+                del self.here[below.key]
+                self.doomed.append(below)
+        self.unpin(parts)
+        needs = self.needs(sequence.tokens, sequence.salt, length)
+        self.use(set(needs), [name for _, name in needs])
