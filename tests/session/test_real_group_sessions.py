@@ -116,7 +116,7 @@ def check_bytes(llm: LLM, info: SessionInfo, page_size: int) -> None:
 
 
 @pytest.mark.laws
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     family=st.sampled_from(FAMILIES),
     seed=st.integers(0, 1000),
@@ -127,7 +127,6 @@ def check_bytes(llm: LLM, info: SessionInfo, page_size: int) -> None:
     attention=st.sampled_from(["sdpa", "numba"]),
 )
 @example(family="gemma2", seed=1, page_size=4, sink=3, window=20, chunk=7, attention="numba")
-@example(family="gemma2", seed=2, page_size=4, sink=3, window=5, chunk=16, attention="sdpa")
 @example(family="gemma4_text", seed=3, page_size=4, sink=2, window=5, chunk=7, attention="sdpa")
 def test_a_session_says_what_a_pass_over_its_whole_history_says(
     windowed: Models, family: str, seed: int, page_size: int, sink: int, window: int, chunk: int, attention: str

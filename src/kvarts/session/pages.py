@@ -233,6 +233,7 @@ class SessionPages:
         other = copy(self)
         other._page_ids = list(self._page_ids)
         other._copies = []
+        other._num_borrowed = 0
         other.most_held = len(self._page_ids)
         for page_id in self._page_ids:
             self._reserve.share(page_id)
