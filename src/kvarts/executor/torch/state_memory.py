@@ -19,23 +19,43 @@ from kvarts.executor.torch.states import StateCall, StateShape
 __all__ = ["PagedStates", "StateMemory"]
 
 
-class _Piece(msgspec.Struct, frozen=True):
-    """Bytes [start, stop) of the blocks [first, last) of a state, in one tensor of [blocks, bytes]."""
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Words in which states are copied, the longest first."""
 
-    rows: torch.Tensor
+
+class _Piece(msgspec.Struct, frozen=True):
+    """Some bytes of every block, in one tensor, which are a part of the blocks [first, last) of a state.
+
+    `memory` [blocks, words]: these bytes, as the longest words that they divide into: a byte is copied as slowly.
+    """
+
+    memory: torch.Tensor
     first: int
     last: int
-    start: int
-    stop: int
 
-    def of(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory that this is a part of, and the rows in it of states in `blocks` [states, blocks]."""
-        return self.rows[:, self.start : self.stop], blocks[:, self.first : self.last].reshape(-1)
+    @classmethod
+    def of(cls, rows: torch.Tensor, first: int, last: int, start: int, stop: int) -> _Piece:
+        """Return bytes [start, stop) of `rows` [blocks, bytes]."""
+        word = next(word for word in WORDS if not any(at % word.itemsize for at in (rows.shape[1], start, stop)))
+        return cls(rows.view(word)[:, start // word.itemsize : stop // word.itemsize], first, last)
 
     @property
     def num_bytes(self) -> int:
         """Its bytes of one state."""
-        return (self.last - self.first) * (self.stop - self.start)
+        return (self.last - self.first) * int(self.memory.shape[1]) * int(self.memory.dtype.itemsize)
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of states in `blocks` [states, blocks], as [states, bytes]."""
+        rows = blocks[:, self.first : self.last].reshape(-1)
+        return self.memory.index_select(0, rows).view(torch.uint8).view(len(blocks), -1)
+
+    def write(self, blocks: torch.Tensor, written: torch.Tensor) -> None:
+        """Write the bytes of states, as `read` returns them."""
+        rows = blocks[:, self.first : self.last].reshape(-1)
+        each = written.reshape(len(rows), -1)
+        if each.storage_offset() % self.memory.dtype.itemsize:
+            each = each.clone()
+        self.memory.index_copy_(0, rows, each.contiguous().view(self.memory.dtype))
 
 
 class StateMemory:
@@ -66,11 +86,11 @@ class StateMemory:
                 block, place = divmod(at, size)
                 last = stop // size
                 if place == 0 and last > block:
-                    pieces.append(_Piece(rows, block, last, 0, size))
+                    pieces.append(_Piece.of(rows, block, last, 0, size))
                     at = last * size
                 else:
                     until = min(size, place + stop - at)
-                    pieces.append(_Piece(rows, block, block + 1, place, until))
+                    pieces.append(_Piece.of(rows, block, block + 1, place, until))
                     at += until - place
             base += self._num_blocks * size
         return pieces
@@ -79,10 +99,7 @@ class StateMemory:
         """Return copies of the states of layer `number` that are in `blocks` [states, blocks], tensor by tensor."""
         states = []
         for tensor, pieces in zip(self.shapes[number].tensors, self._pieces[number], strict=True):
-            read = []
-            for piece in pieces:
-                memory, rows = piece.of(blocks)
-                read.append(memory.index_select(0, rows).view(len(blocks), -1))
+            read = [piece.read(blocks) for piece in pieces]
             together = read[0] if len(read) == 1 else torch.cat(read, dim=1)
             states.append(together.view(tensor.dtype).view(len(blocks), *tensor.shape))
         return states
@@ -93,9 +110,7 @@ class StateMemory:
             written = one.reshape(len(blocks), -1).contiguous().view(torch.uint8)
             at = 0
             for piece in pieces:
-                memory, rows = piece.of(blocks)
-                taken = written[:, at : at + piece.num_bytes]
-                memory.index_copy_(0, rows, taken.reshape(len(rows), -1))
+                piece.write(blocks, written[:, at : at + piece.num_bytes])
                 at += piece.num_bytes
 
 
