@@ -12,6 +12,13 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvarts.errors import ConfigError
+from kvarts.executor.cost import LinearCost
+from kvarts.kv.group_memory import PartGroup
+from kvarts.openai_api.mock import mock_model
+from kvarts.sim.config import ReplayConfig
+
+from builders.grouped import FULL, WINDOW
 from builders.http_client import call
 
 GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--tensor-parallel", "2", "--kv-memory", "1GiB")
@@ -76,6 +83,20 @@ def test_one_of_two_models_counts_its_groups() -> None:
         assert states["elsewhere"] == 0, "what others have cached is free"
 
 
-def test_tiers_are_refused(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiers_and_sessions_are_refused(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("mock", *GEMMA, "--kv-groups", "all", "--session-window", "64", "--port", "0") == 2
+    assert "a mock with --kv-groups keeps none of a session" in capsys.readouterr().err
     assert run_command("mock", *GEMMA, "--kv-groups", "all", "--host-memory", "1GiB", "--port", "0") == 2
     assert "is not mocked with KV groups yet" in capsys.readouterr().err
+
+
+def test_sessions_of_python_are_refused() -> None:
+    opening = pytest.importorskip("kvarts.session.opening")
+    from kvarts.session.config import SessionsConfig
+
+    config = ReplayConfig(
+        num_pages=8, page_size=4, cost=LinearCost(step_ms=1.0), kv_groups="all", groups=(PartGroup(FULL, 8), WINDOW)
+    )
+    host = mock_model(config, config.cost_model, groups=config.memory)
+    with pytest.raises(ConfigError, match="kv_groups: of a mock does not go with sessions yet"):
+        opening.sessions_on(host, SessionsConfig())

@@ -113,6 +113,8 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
     if len(opened.models) > 1:
         return "they are of a server with one model"
     host = opened.served.host
+    if host.kv_groups != "off" and host.memory is None:
+        return "a mock with --kv-groups keeps none of a session between its turns"
     if host.memory is not None and host.core.tiers is not None:
         return "with --kv-groups, host memory keeps parts of pages"
     if host.memory is not None and host.memory.has_states:

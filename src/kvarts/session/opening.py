@@ -182,6 +182,8 @@ def sessions_on(
     say: Callable[[str], object] = lambda _: None,
 ) -> Sessions:
     """Return sessions on a model that may do other things as well. Raise what `open_sessions` raises."""
+    if host.kv_groups != "off" and host.memory is None:
+        raise ConfigError("of a mock does not go with sessions yet", field="kv_groups", hint="Leave one of them out.")
     if host.memory is not None and host.core.tiers is not None:
         raise ConfigError(
             "does not go with sessions and host memory together yet", field="kv_groups", hint="Leave one of them out."
