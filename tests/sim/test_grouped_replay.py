@@ -161,7 +161,7 @@ def test_files_below_host_memory_are_refused(run_command: Any, capsys: pytest.Ca
     assert "--disk-memory: is not counted by KV group yet: files keep whole pages" in capsys.readouterr().err
 
 
-def test_advice_names_no_tier_where_none_can_be() -> None:
+def test_advice_names_a_tier_with_groups_as_well() -> None:
     config = ReplayConfig(num_pages=110, page_size=4, kv_groups="all", groups=GROUPS)
     summary = replay(
         traffic(
@@ -170,6 +170,5 @@ def test_advice_names_no_tier_where_none_can_be() -> None:
         config,
     ).summary
     assert summary["num_evicted_pages"]
-    whole = {name: value for name, value in summary.items() if name != "kv_groups"}
-    assert "--host-pages" in (advice(whole, tier_flag="--host-pages") or "")
-    assert "--host-pages" not in (advice(summary, tier_flag="--host-pages") or "")
+    assert f"--host-pages {summary['working_set_pages']}" in (advice(summary, tier_flag="--host-pages") or "")
+    assert "--host-pages" not in (advice(summary) or "")

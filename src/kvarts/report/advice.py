@@ -91,7 +91,7 @@ def _lost_hits(summary: dict[str, Any], tier_flag: str | None) -> str | None:
         return None
     if lowest is not None:
         more = f"more --{lowest}-pages"
-    elif tier_flag is not None and "kv_groups" not in summary:  # tiers keep whole pages
+    elif tier_flag is not None:
         more = f"{tier_flag} {summary['working_set_pages']}"
     else:
         more = _more_memory(summary)
