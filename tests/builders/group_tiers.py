@@ -15,6 +15,7 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.grouped import part_groups
+from builders.rooms import HAS_AUDIT
 
 __all__ = ["COST", "FAST", "Grouped", "grouped", "returning"]
 
@@ -32,7 +33,13 @@ class Grouped:
     offload: OffloadConfig
 
     def replayed(self, **changes: Any) -> Report:
-        values = {"kv_groups": self.keeps, "groups": self.groups, "offload": self.offload, "audit": True, "cost": COST}
+        values = {
+            "kv_groups": self.keeps,
+            "groups": self.groups,
+            "offload": self.offload,
+            "audit": HAS_AUDIT,
+            "cost": COST,
+        }
         values |= changes
         return replay(self.case.trace(), self.case.config(**values))
 
