@@ -35,7 +35,8 @@ class GroupBatch(InputBatch):
         assert own is not None or holding is not None
         begins_from, state = self._cache.states(holding, start) if self.has_states and holding is not None else ((), ())
         if self.has_states and holding is not None:
-            self._snapshots += [(request.row, *snapshot) for snapshot in self._cache.take_snapshots(holding)]
+            for count, part in self._cache.take_snapshots(holding):
+                self._snapshots.append((request.row, count, part))
         return Chunk(
             start,
             num_tokens,
