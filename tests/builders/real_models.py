@@ -9,11 +9,16 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvarts.config import EngineConfig
+from kvarts.executor.torch.tiny import FAMILIES
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
 
 from builders.rooms import HAS_AUDIT
 
+ATTENDING = [
+    family for family, (_, changes) in FAMILIES.items() if "linear_attention" not in changes.get("layer_types", ())
+]
+"""Small models that keep tokens in every layer, so that they run without KV groups."""
 PAGE_SIZE = 4
 VOCABULARY = 257
 Ids = list[int]

@@ -111,12 +111,13 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         "device": "auto",
         "attention": "auto",
         "layers": "auto",
+        "kv_groups": "off",
         "at_capacity": "refuse",
     }
     assert kvarts("serve", "sessions", "--mock")[0] == 130
     assert opened.pop() == {"mock": True, "defaults": SessionSettings(), **engine}
     options = "--sink 0 --window all --retention pin --past-max-positions --max-sessions 9 --session-memory 2GiB"
-    options += f" --at-capacity evict --state-dir {tmp_path} --page-size 4 --dtype float32"
+    options += f" --at-capacity evict --state-dir {tmp_path} --page-size 4 --dtype float32 --kv-groups tails"
     assert kvarts("serve", "sessions", "--model", "here", *options.split())[0] == 130
     assert opened.pop() == {
         **engine,
@@ -129,6 +130,7 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         "state_dir": tmp_path,
         "page_size": 4,
         "dtype": "float32",
+        "kv_groups": "tails",
     }
     assert kvarts("serve", "sessions", "--mock", "--speedup", "2.5")[0] == 130
     assert opened.pop()["speedup"] == 2.5

@@ -131,10 +131,6 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
             "--disk-memory: is not counted by KV group yet: files keep whole pages",
             marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload"),
         ),
-        (
-            ["--kv-groups", "all", "--speculative-config", "ngram"],
-            "--speculative-config: does not go with",
-        ),
         (["--kv-groups", "all", "--layers", "compiled"], "--layers: "),
     ],
 )

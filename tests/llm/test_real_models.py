@@ -32,7 +32,7 @@ from kvarts.executor.torch.flash import FlashBackend
 from kvarts.executor.torch.flex import FlexBackend
 from kvarts.executor.torch.loading import check_architecture, load_model
 from kvarts.executor.torch.packing import PackedLinear, pack_together, products
-from kvarts.executor.torch.tiny import FAMILIES, SIZES
+from kvarts.executor.torch.tiny import SIZES
 from kvarts.hardware import load_geometry
 from kvarts.llm.llm import LLM
 from kvarts.request import Request
@@ -43,11 +43,20 @@ from builders.engines import make_replica
 from builders.flash_standin import flash_module
 from builders.kept import Kept
 from builders.pages import paged
-from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.real_models import (
+    ATTENDING,
+    GREEDY,
+    PAGE_SIZE,
+    VOCABULARY,
+    Ids,
+    engine_of,
+    prompts_with_prefixes,
+    undisturbed,
+)
 from builders.rooms import HAS_RECORD
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENDING)
 @pytest.mark.parametrize(("num_pages", "budget"), [(256, 2048), (40, 16), (28, 7)])
 def test_greedy_tokens_are_those_of_an_undisturbed_run(
     models: Callable[[str], tuple[Any, Any]], family: str, num_pages: int, budget: int
@@ -260,7 +269,7 @@ def test_a_thousand_cancels_leave_nothing_behind(models: Callable[[str], tuple[A
 # Memory and decisions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENDING)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_allocated_tensors_are_what_the_planner_says(tiny: Callable[[str], Path], family: str, dtype: str) -> None:
     engine = LLM.from_pretrained(tiny(family), kv_memory=1 << 20, page_size=PAGE_SIZE, dtype=dtype)

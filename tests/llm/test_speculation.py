@@ -20,12 +20,11 @@ import torch
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.tiny import FAMILIES
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
 
 from builders.guessing import Oracle, answers_of, guessing, untimed
-from builders.real_models import GREEDY, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.real_models import ATTENDING, GREEDY, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
 from builders.rooms import HAS_AUDIT
 from builders.windowed_models import forgetting
 
@@ -34,7 +33,7 @@ Models = Callable[[str], tuple[Any, Any]]
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=[] if family in ("qwen3", "gemma3") else pytest.mark.long) for family in FAMILIES],
+    [pytest.param(family, marks=[] if family in ("qwen3", "gemma3") else pytest.mark.long) for family in ATTENDING],
 )
 def test_greedy_tokens_are_those_of_an_undisturbed_run(
     models: Models, monkeypatch: pytest.MonkeyPatch, family: str

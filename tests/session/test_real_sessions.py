@@ -21,6 +21,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.llm.llm import LLM
 from kvarts.session.config import SessionsConfig
+from kvarts.session.pages import SessionPages
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import SessionSettings, Token
 
@@ -215,7 +216,7 @@ def test_pages_that_are_mixed_up_are_noticed(models: Models) -> None:
 
         def mix(_: object) -> None:
             pages = sessions._table.get(OWNER, session).pages
-            assert pages is not None
+            assert isinstance(pages, SessionPages)
             pages._page_ids[1], pages._page_ids[2] = pages._page_ids[2], pages._page_ids[1]
 
         llm.host().loop.call(mix)
