@@ -15,7 +15,7 @@ from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
-from builders.grouped import FULL, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
+from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
 
@@ -44,6 +44,17 @@ def test_a_head_that_lacked_memory_needs_less_once_another_runs_with_its_prefix(
     ]
     case = Case(rows, 4, 4, 10, 64, 8, "default", 1)
     assert_grouped_as_in_naive(case, (PartGroup(FULL, 1),), "all")
+
+
+def test_requests_that_begin_to_decode_give_back_in_the_order_of_admission() -> None:
+    """Two hold a prefix, and who gives it back last decides what a third finds: one that passed a page was first."""
+    prefix = [1] * 12
+    rows = [
+        Row(0, [*prefix, *[2] * 4], 16, 3, None, 0, None),
+        Row(0, [*prefix, *[3] * 9], 21, 10, None, 0, None),
+        Row(200, [*prefix, *[4] * 16], 28, 1, None, 0, None),
+    ]
+    assert_grouped_as_in_naive(Case(rows, 1, 4, 8, 64, 8, "default", 1), (PartGroup(FULL, 1), WINDOW), "all")
 
 
 @given(cases(max_requests=40), part_groups(), st.sampled_from(["all", "tails"]))

@@ -246,7 +246,7 @@ class Decodes:
                 run.forget()
             return
         last = runs[-1] if runs else None
-        if last is not None and last.span is span and last.end == start:
+        if last is not None and last.span is span and last.end == start and (run is None or last.precedes(run)):
             last.end = end
             if run is not None and not is_left:
                 run.forget()

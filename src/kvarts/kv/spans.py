@@ -63,22 +63,23 @@ class PartRun(Listed):
             if not (span.num_users or span.children):
                 span.prune()
 
+    def precedes(self, run: PartRun) -> bool:
+        """Return whether no copies are older than it and younger than `run`, of the same span."""
+        assert self.span is not None
+        runs = self.span.parts[self.group]
+        place = runs.index(run)
+        return place > 0 and runs[place - 1] is self
+
     def join(self, head: PartRun) -> bool:
         """Take over the parts of `head`, which would be listed right after it, if they come before its own.
 
         Return whether they do. No copies of them may be older than one and younger than the other.
         """
-        span = self.span
-        if head.end != self.start or head.span is not span or span is None:
+        if head.end != self.start or head.span is not self.span or self.span is None:
             return False
-        runs = span.parts[self.group]
-        place = runs.index(self)
-        if place and runs[place - 1] is head:
-            del runs[place - 1]
-        elif place + 1 < len(runs) and runs[place + 1] is head:
-            del runs[place + 1]
-        else:
+        if not head.precedes(self) and not self.precedes(head):
             return False
+        self.span.parts[self.group].remove(head)
         self.start = head.start
         return True
 

@@ -22,12 +22,6 @@ class GroupNeeds:
         self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
         self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
         """What a decode takes for the first token of a page."""
-        self.most_given = 0
-        """What a decode gives back at most when its next token sees less."""
-        for group, blocks in self._groups:
-            if group.is_bounded:
-                num_pages = 1 if group.layer.kind == "window" else -(-(group.layer.span or 1) // page_size) + 1
-                self.most_given += blocks * num_pages
 
     def while_computing(self, start: int, end: int) -> int:
         """Return the blocks of parts that tokens [start, end) need, snapshots not counted."""

@@ -420,6 +420,9 @@ class GroupedScheduler(Scheduler):
             settling += self.group_drafts.take_ahead()  # they may have passed such a place
         if len(self._places) > 1 or self.group_drafts is not None:
             settling.sort(key=lambda request: request.admission)
+        if joined:
+            # They are on the wheel already; their turn comes after those that were admitted before them.
+            settling = [request for request in settling if request not in joined]
         for request in (*settling, *joined):
             if request.own is not None:
                 continue
