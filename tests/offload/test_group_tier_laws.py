@@ -35,8 +35,8 @@ def test_every_token_is_counted_once_and_nothing_is_held_at_rest(tiers: Grouped)
         computed = needed - mine["cached_tokens"] + mine["recomputed_tokens"]
         assert log.columns["tokens"].sum() == computed.sum()
         for field in log.tier_fields:
-            if field.endswith("_used") and len(log.rests):
-                assert log.rests[field][-1] == 0
+            if field.endswith("_used"):
+                assert not log.rests[field][-1:].any()  # there is none where nothing ran
     assert (columns["host_tokens"] <= columns["cached_tokens"]).all()
     assert tiers.replayed().to_json() == report.to_json()
 

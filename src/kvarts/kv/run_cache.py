@@ -96,10 +96,15 @@ class RunCache(PartAccount):
         holding = RunHolding(content, last, length, self.page_size, len(self.groups))
         last.num_users += 1
         for pieces in found:
+            before: PartRun | None = None
             for run, start, end in pieces:
                 if run.start < start:
                     run.split(start)
-                self._hold(run if run.end == end else run.split(end), holding)
+                piece = run if run.end == end else run.split(end)
+                self._hold(piece, holding)
+                if before is not None:
+                    piece.join_held(before)  # windows of others that passed them page by page have left them in pieces
+                before = piece
         return holding
 
     def extend(self, holding: RunHolding, num_tokens: int, *, is_end: bool = False) -> None:

@@ -83,6 +83,23 @@ class PartRun(Listed):
         self.start = head.start
         return True
 
+    def join_held(self, head: PartRun) -> None:
+        """Take over the parts of `head` if they come before its own and the same sequences hold both, and no stream.
+
+        No copies of them may be older than one and younger than the other.
+        """
+        span, index = self.span, self.group
+        if head.end != self.start or head.span is not span or span is None:
+            return
+        if head.is_kept is not self.is_kept or head.holders != self.holders or not head.precedes(self):
+            return
+        for holder in self.holders:
+            holder.held[index].remove(head)
+        head.holders = []
+        span.parts[index].remove(head)
+        self.start = head.start
+        head.span = None
+
     def split(self, page: int) -> PartRun:
         """Split it before `page`; return the first part, a new run. The rest keeps its identity, and is evicted first.
 
