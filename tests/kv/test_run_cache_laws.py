@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.content import Content
+from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.grouped_cache import GroupedCache
 from kvarts.kv.parts import GroupedHolding
@@ -268,3 +269,29 @@ def test_a_tail_of_which_everything_was_evicted_is_forgotten_when_it_is_split_of
     (span,) = (child for root in cache._tree.roots.values() for child in root.children.values() if child.end == 2)
     assert [child.content for child in span.children.values()] == [third]
     cache.close(holding, 3)
+
+
+def test_what_a_window_passed_page_by_page_is_one_run_for_those_that_come_after() -> None:
+    """Two sequences hold a prompt, and the window of one passes it: that leaves it in pieces for the other."""
+    wide = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=20), 1)
+    cache = RunCache(GroupMemory((PartGroup(FULL, 1), wide)), page_size=2, total_bytes=200)
+    tokens = list(range(16))
+
+    def begun() -> RunHolding:
+        content = Content.from_tokens([*tokens, 99], page_size=2, owner=1)
+        return cache.begin(content, cache.match(content, 8))
+
+    first = begun()
+    cache.extend(first, 17)
+    second = begun()
+    for num_tokens in range(18, 30):
+        cache.extend(first, num_tokens)
+        cache.settle(first, num_tokens)
+    assert [(run.start, run.end) for run in second.held[1]] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 8)]
+    third = begun()
+    assert [(run.start, run.end) for run in third.held[1]] == [(0, 5), (5, 8)]
+    assert second.held[1] == third.held[1] and [run.holders for run in second.held[1]] == [
+        [second, third],
+        [first, second, third],
+    ]
+    cache.check([first, second, third])
