@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from builders.real_models import VOCABULARY
+from kvarts.llm.room import KVRoom
+
+from builders.real_models import PAGE_SIZE, VOCABULARY
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DELTA = {
@@ -97,3 +99,10 @@ def stateful_pairs() -> Callable[[str], tuple[Any, Any]]:
         return made[family]
 
     return pair
+
+
+def state_pages(model: Any) -> int:
+    """Pages that are as large as the state of a sequence."""
+    cut = KVRoom(model, PAGE_SIZE, "all").cut
+    assert cut is not None
+    return -(-cut.num_state_blocks * cut.memory.block_bytes // cut.memory.page_bytes)

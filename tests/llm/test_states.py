@@ -31,7 +31,7 @@ from kvarts.sched.plan import Snapshot
 
 from builders import real_models
 from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, Ids, engine_of, prompts_with_prefixes
-from builders.stateful_models import FAMILIES, stateful_pairs
+from builders.stateful_models import FAMILIES, state_pages, stateful_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -50,13 +50,6 @@ def undisturbed(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
 @pytest.fixture(scope="module")
 def stateful() -> Callable[[str], tuple[Any, Any]]:
     return stateful_pairs()
-
-
-def state_pages(model: Any) -> int:
-    """Pages that are as large as the state of a sequence."""
-    cut = KVRoom(model, PAGE_SIZE, "all").cut
-    assert cut is not None
-    return -(-cut.num_state_blocks * cut.memory.block_bytes // cut.memory.page_bytes)
 
 
 def turns(seed: int = 1) -> list[Ids]:

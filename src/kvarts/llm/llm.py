@@ -124,14 +124,10 @@ class LLM:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
         page_size = page_size if config is None else config.page_size
         room = KVRoom(model, page_size, kv_groups)
-        if room.has_states:
-            for field, given in (
-                ("host_memory", offload),
-                ("disk_path", disk_path),
-                ("speculative_config", speculation),
-            ):
-                if given is not None:
-                    raise ConfigError("does not go with layers that keep a state", field=field, hint="Leave it off.")
+        if room.has_states and speculation is not None:
+            raise ConfigError(
+                "does not go with layers that keep a state", field="speculative_config", hint="Leave it off."
+            )
         if config is None:
             config = EngineConfig(
                 num_pages=room.num_pages(kv_memory),
