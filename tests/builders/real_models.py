@@ -6,10 +6,14 @@ from random import Random
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
+from msgspec.structs import replace
 
 from kvarts.config import EngineConfig
+from kvarts.executor.copier import PageCopier
 from kvarts.executor.torch.tiny import FAMILIES
+from kvarts.kv.transfer import Direction, Move
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
 
@@ -65,3 +69,15 @@ def prompts_with_prefixes(seed: int = 1) -> list[Ids]:
 
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+def exchange_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every load bring its blocks in another order."""
+    move = PageCopier._move
+
+    def exchanged(copier: PageCopier, direction: Direction, of: Move) -> int:
+        if direction is Direction.LOAD:
+            of = replace(of, source_ids=of.source_ids[::-1])
+        return move(copier, direction, of)
+
+    monkeypatch.setattr(PageCopier, "_move", exchanged)

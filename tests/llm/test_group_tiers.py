@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
 from kvarts.errors import ConfigError
-from kvarts.executor.copier import PageCopier
-from kvarts.kv.transfer import Direction, Move
 from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
 
 from builders.guessing import Oracle, answers_of, guessing
-from builders.real_models import GREEDY, VOCABULARY, Ids, engine_of, prompts_with_prefixes, undisturbed
+from builders.real_models import GREEDY, VOCABULARY, Ids, engine_of, exchange_loads, prompts_with_prefixes, undisturbed
 from builders.windowed_models import forgetting
 
 BRIEF = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -82,14 +79,7 @@ def test_a_load_that_brings_a_wrong_block_breaks_it(
 
     expected = undisturbed(reference, asked[2], BRIEF.max_tokens)
     assert last_said() == expected
-    move = PageCopier._move
-
-    def exchanged(copier: PageCopier, direction: Direction, of: Move) -> int:
-        if direction is Direction.LOAD:
-            of = replace(of, source_ids=of.source_ids[::-1])
-        return move(copier, direction, of)
-
-    monkeypatch.setattr(PageCopier, "_move", exchanged)
+    exchange_loads(monkeypatch)
     assert last_said() != expected
 
 

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
-from kvarts.executor.copier import PageCopier
-from kvarts.kv.transfer import Direction, Move
 from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
 
-from builders.real_models import VOCABULARY, Ids, engine_of, undisturbed
+from builders.real_models import VOCABULARY, Ids, engine_of, exchange_loads, undisturbed
 from builders.stateful_models import FAMILIES, state_pages, stateful_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -88,14 +85,7 @@ def test_a_snapshot_with_its_blocks_exchanged_breaks_it(
 
     expected = undisturbed(reference, asked[2], BRIEF.max_tokens)
     assert last_said() == expected
-    move = PageCopier._move
-
-    def exchanged(copier: PageCopier, direction: Direction, of: Move) -> int:
-        if direction is Direction.LOAD:
-            of = replace(of, source_ids=of.source_ids[::-1])
-        return move(copier, direction, of)
-
-    monkeypatch.setattr(PageCopier, "_move", exchanged)
+    exchange_loads(monkeypatch)
     assert last_said() != expected
 
 
