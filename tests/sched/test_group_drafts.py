@@ -12,7 +12,7 @@ from kvarts.config import EngineConfig
 from kvarts.kv.block_pages import BlockHolding
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
-from kvarts.sched.group_drafts import GroupDrafts
+from kvarts.sched.drafts import Drafts
 
 from builders.case import Case, Row, cases
 from builders.guesser import KNOWING, Knowing
@@ -82,13 +82,13 @@ def test_guesses_that_are_right_save_steps() -> None:
 
 def test_a_window_that_believes_a_guess_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what a guess would no longer see goes back before it is known to be right."""
-    take = GroupDrafts._take_pages
+    take = Drafts._take_pages
 
-    def take_and_believe(self: GroupDrafts, request: Request, holding: Any, start: int, end: int) -> None:
+    def take_and_believe(self: Drafts, request: Request, holding: Any, start: int, end: int) -> None:
         take(self, request, holding, start, end)
-        self._parts.settle(holding, end)
-        self._parts.count()
+        self._cache.settle(holding, end)
+        self._cache.count()
 
-    monkeypatch.setattr(GroupDrafts, "_take_pages", take_and_believe)
+    monkeypatch.setattr(Drafts, "_take_pages", take_and_believe)
     with pytest.raises(Exception, match=r"(next|later) token sees"):
         run(CASE, (PartGroup(FULL, 1), PartGroup(window(5), 2)), "tails", Knowing(1, 0.7, 5))

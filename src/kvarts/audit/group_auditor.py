@@ -303,6 +303,8 @@ class GroupAuditor:
             known = self._requests[request]
             known.computed += 1
             known.known += 1
+        # Of two that fill a page, the one that is further along goes first, then the one admitted first.
+        for known in sorted((self._requests[request] for request in self._decoding), key=lambda known: -known.computed):
             self._held.name(known)
 
     def _end_step(self) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from kvarts.content import Content
-from kvarts.kv.cache import Holding
+from kvarts.events import PartsMoved
+from kvarts.kv.cache import Holding, Leap
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
 from kvarts.kv.part_pages import Held, PartPages
 from kvarts.kv.pool import CountPool
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.run_leaps import RunLeap, leap
+from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import RunHolding, RunMatch
 
 __all__ = ["GroupPages", "PartHolding", "PartMatch"]
@@ -22,11 +23,10 @@ __all__ = ["GroupPages", "PartHolding", "PartMatch"]
 class PartMatch(Match):
     """What a cache with KV groups has of `content`. `found`: the pages that every group can go on from."""
 
-    __slots__ = ("content", "found")
+    __slots__ = ("found",)
 
     def __init__(self, content: Content, found: RunMatch) -> None:
-        super().__init__([], found.num_pages, 0)
-        self.content = content
+        super().__init__(content, [], found.num_pages, 0)
         self.found = found
 
 
@@ -36,7 +36,7 @@ class PartHolding(Holding):
     __slots__ = ("parts",)
 
     def __init__(self, parts: RunHolding) -> None:
-        super().__init__([], 0, None)
+        super().__init__(parts.content, [], 0, None)
         self.parts = parts
 
 
@@ -63,9 +63,11 @@ class GroupPages(PartPages):
 
     __slots__ = ("parts",)
 
-    def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int) -> None:
-        super().__init__(CountPool(num_blocks), memory, page_size=page_size)
+    def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int, most_new_tokens: int) -> None:
+        super().__init__(CountPool(num_blocks), memory, page_size=page_size, most_new_tokens=most_new_tokens)
         self.parts = RunCache(memory, page_size=page_size, total_bytes=num_blocks * self.block_bytes)
+        self.follows_decodes = True
+        self.most_certain_steps = 1  # what decodes release may let a request in
 
     @property
     def num_cached(self) -> int:
@@ -79,9 +81,9 @@ class GroupPages(PartPages):
         return (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // self.block_bytes
 
     @property
-    def num_published(self) -> int:
-        """How often something of known tokens, which others may find, became findable since the beginning."""
-        return self.parts.num_published
+    def is_shared(self) -> bool:
+        """Whether other models have parts of the same memory."""
+        return self.parts.is_shared
 
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and the parts cached in each group, one pair a group."""
@@ -94,10 +96,12 @@ class GroupPages(PartPages):
         """Return the parts evicted of each group, one number a group."""
         return tuple(self.parts.num_evicted)
 
-    def found(self, content: Content, limit: int) -> tuple[PartMatch, Held]:
-        """Return the longest prefix that every group can go on from, and what of it others hold."""
-        found = self.parts.match(content, limit)
-        return PartMatch(content, found), HeldByOthers(self.parts, found)
+    def _match(self, content: Content, limit: int) -> PartMatch:
+        return PartMatch(content, self.parts.match(content, limit))
+
+    def held_by_others(self, match: Match) -> Held:
+        """Return what others hold of what was found."""
+        return HeldByOthers(self.parts, cast(PartMatch, match).found)
 
     def open(self, match: Match) -> PartHolding:
         """Hold what was found, for a sequence that begins with it; the cache must not have changed since."""
@@ -108,42 +112,39 @@ class GroupPages(PartPages):
         """Return the blocks of all parts that `holding` has, those that others hold as well included."""
         return self.parts.held_bytes(cast(PartHolding, holding).parts) // self.block_bytes
 
-    def missing_blocks(self, holding: Holding, num_new: int) -> int:
-        """Return the blocks that the next `num_new` tokens need and `holding` does not have."""
-        return self.parts.missing_bytes(cast(PartHolding, holding).parts, num_new) // self.block_bytes
+    def num_to_run(self, holding: Holding, start: int, end: int) -> int:
+        """Return the blocks that tokens [start, end) need and `holding` does not have."""
+        return self.parts.missing_bytes(cast(PartHolding, holding).parts, end - start) // self.block_bytes
 
     def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
         """Take what tokens up to `num_tokens` need, and make the pages that they fill findable."""
         self.parts.extend(cast(PartHolding, holding).parts, num_tokens, is_end=is_end)
         self.count()
 
-    def take_page(self, holding: Holding, page: int) -> None:
-        """Take the parts of `page`, the next of `holding`, of which no token is computed yet."""
-        self.parts.take_page(cast(PartHolding, holding).parts)
-        self.count()
-
-    def fill_page(self, holding: Holding, num_tokens: int) -> None:
-        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
-        self.parts.fill_page(cast(PartHolding, holding).parts, num_tokens)
-
     def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Give back what no token from `num_tokens` on attends to. `count` must follow."""
+        """Release what no token from `num_tokens` on attends to. `count` must follow."""
         self.parts.settle(cast(PartHolding, holding).parts, num_tokens)
 
     # Decodes that are counted and not named: see RunCache.start_decoding.
 
-    def take_due(self, num_pages: int) -> None:
-        """Take the parts of `num_pages` pages that decodes begin, which are free."""
-        self.parts.take_pages(num_pages)
+    def take_page(self, holding: Holding, page: int) -> None:
+        """Take the parts of the next page of a decode, which is counted and not named."""
+        self.parts.take_pages(1)
+        self.count()
+
+    def take_due(self, num_due: int, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
+        """Take the parts of `num_due` pages that decodes begin, which are free."""
+        self.parts.take_pages(num_due)
         self.count()
 
     def start_decoding(self, holding: Holding, admission: int) -> None:
         """Let a settled sequence compute a token in every step from the next on."""
         self.parts.start_decoding(cast(PartHolding, holding).parts, admission)
 
-    def fill_due(self) -> None:
+    def publish_due(self) -> None:
         """Make pages findable that decodes fill in this step, and that others may find."""
         self.parts.fill_pages()
+        self.num_published = self.parts.num_published
 
     def fills_known_page(self) -> bool:
         """Return whether there are such pages in this step."""
@@ -154,11 +155,11 @@ class GroupPages(PartPages):
         """Let decodes give back what none of their later tokens sees. `count` must follow."""
         self.parts.end_step()
 
-    def leap(self, most_steps: int, num_wanted: int) -> RunLeap:
+    def leap(self, most_steps: int, num_wanted: int) -> Leap:
         """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, see RunLeap."""
         done = leap(self.parts, most_steps, num_wanted * self.block_bytes)
         self.count()
-        return done
+        return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
 
     def count(self) -> None:
         """Take note of what was taken and given back."""
@@ -170,6 +171,7 @@ class GroupPages(PartPages):
             self.num_free = parts.room_bytes // block_bytes
         self.num_released = parts.released_bytes // block_bytes
         self.num_evicted = parts.evicted_bytes // block_bytes
+        self.num_published = parts.num_published
 
     def has_empty(self, count: int) -> bool:
         """Return whether `count` blocks can be taken and nothing is evicted for them."""
@@ -185,7 +187,7 @@ class GroupPages(PartPages):
         for num_bytes in self.parts.freed_by(cast(PartHolding, holding).parts for holding, _ in holdings):
             yield num_bytes // self.block_bytes
 
-    def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
+    def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
         """Release everything that a request holds: parts of its full pages that can be found become cached."""
         self.parts.close(cast(PartHolding, holding).parts, num_full_pages, num_pages)
         holding.is_open = False

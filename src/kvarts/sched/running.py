@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Cache, Holding
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.wheel import DecodeWheel
@@ -72,7 +72,7 @@ class Running(RunningOrder):
 
     __slots__ = ("_cache", "_num_admitted", "_page_size", "batch", "chunked", "num_sharing", "wheel")
 
-    def __init__(self, cache: PageCache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
+    def __init__(self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
         super().__init__()
         self._cache = cache
         self._page_size = wheel.page_size
@@ -123,8 +123,8 @@ class Running(RunningOrder):
                 self.num_sharing -= 1
 
     def shares(self, request: Request) -> bool:
-        """Return whether other requests may hit pages that `request` generates, or its tokens are to be kept."""
-        if self.batch is not None:
+        """Return whether requests may hit pages that `request` generates, or its tokens are to be kept."""
+        if self.batch is not None or self._cache.publishes_all:
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
 
@@ -151,7 +151,7 @@ class Running(RunningOrder):
         else:
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
             num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
-        self._cache.close(holding, request.content, num_computed // page_size, num_pages)
+        self._cache.close(holding, num_computed // page_size, num_pages)
         request.holding = None
         self.remove(request)
         request.admission = -1
