@@ -39,11 +39,14 @@ def http_options() -> list[click.Option]:
         option(listening, "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True,
                help="0: a free one."),
         option(listening, "--api-key", "api_keys", metavar="KEY", multiple=True,
-               help="Ask for one of these keys. May be repeated; $VLLM_API_KEY is one more."),
+               help="Ask for one of these keys. May be repeated; $VLLM_API_KEY is one more. Local users can read a key "
+               "on a command line: --api-key-file hides it."),
         option(listening, "--api-key-file", metavar="FILE", type=INPUT,
                help="Keys, one a line."),
-        option(listening, "--insecure", is_flag=True,
-               help="Listen on an address that others reach, without a key."),
+        option(listening, "--tls-cert", metavar="FILE", type=INPUT, help="Certificate, PEM. With --tls-key: encrypt."),
+        option(listening, "--tls-key", metavar="FILE", type=INPUT, help="Its key."),
+        option(listening, "--insecure", count=True,
+               help="Given twice: allow an address that other machines reach, without TLS or without a key."),
         option(listening, "--served-model-name", "names", metavar="NAME", multiple=True,
                help="What clients call the model. May be repeated."),
         option(listening, "--lora", "adapters", metavar="NAME", multiple=True,
@@ -97,7 +100,14 @@ def address_of(values: dict[str, Any], keys: Sequence[str]) -> Any:
         check_writable(values["record"])
         if is_replaceable(values["record"]) and values["record"].suffix != ".jsonl":
             raise ConfigError("must end in .jsonl", field="record")
-    return Address(host=values["host"], port=values["port"], has_keys=bool(keys), insecure=values["insecure"])
+    return Address(
+        host=values["host"],
+        port=values["port"],
+        has_keys=bool(keys),
+        tls_cert=values["tls_cert"],
+        tls_key=values["tls_key"],
+        insecure=values["insecure"],
+    )
 
 
 def say(line: str) -> None:
