@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ import click
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.errors import ConfigError
-from kvarts.files import check_writable, is_replaceable, read_text
+from kvarts.files import check_writable, is_replaceable
 
 if TYPE_CHECKING:
     from kvarts.openai_api.opening import Opened
+    from kvarts.owners.keys import Keys
 
 __all__ = ["address_of", "http_options", "keys_of", "need_http", "say", "serve_http"]
 
@@ -83,16 +84,16 @@ def need_http() -> None:
         )
 
 
-def keys_of(values: dict[str, Any]) -> list[str]:
-    """Return the API keys that were given. Raise MissingFileError or InputError for their file."""
-    keys = [*values["api_keys"], *filter(None, [os.environ.get("VLLM_API_KEY")])]
-    if values["api_key_file"] is not None:
-        text = read_text(values["api_key_file"], hint="Check the path of the keys.")
-        keys += [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return keys
+def keys_of(values: dict[str, Any]) -> Keys | None:
+    """Return the API keys that were given; None for none. Raise ConfigError, MissingFileError or InputError."""
+    from kvarts.owners.keys import Keys, read_keys
+
+    given = [*values["api_keys"], *filter(None, [os.environ.get("VLLM_API_KEY")])]
+    named = {} if values["api_key_file"] is None else read_keys(values["api_key_file"])
+    return Keys.of(given, named) if given or named else None
 
 
-def address_of(values: dict[str, Any], keys: Sequence[str]) -> Any:
+def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
     """Return where to listen, and check what is to be written. Raise ConfigError and OutputError."""
     from kvarts.openai_api.server import Address
 
@@ -103,7 +104,7 @@ def address_of(values: dict[str, Any], keys: Sequence[str]) -> Any:
     return Address(
         host=values["host"],
         port=values["port"],
-        has_keys=bool(keys),
+        has_keys=keys is not None,
         tls_cert=values["tls_cert"],
         tls_key=values["tls_key"],
         insecure=values["insecure"],

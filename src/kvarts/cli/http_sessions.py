@@ -156,7 +156,7 @@ def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> lis
         from kvarts.openai_api.opening import Door
         from kvarts.openai_api.server import OpenAIServer
 
-        door = Door(owner_of=None if owners is None else owners.owner_of_token)
+        door = Door(keys=None if owners is None else owners.keys)
         opened = open_beside(runtime, door, model="mock" if values["mock"] else Path(values["model"]).name)
         server = OpenAIServer(opened.app, opened.models, address)
         await server.start()
