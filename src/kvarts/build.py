@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
-from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.page_cache import PageCache
-from kvarts.kv.part_pages import PartPages
 from kvarts.kv.pins import Pins
 from kvarts.kv.pool import CountPool, IdPool
-from kvarts.kv.tiered_pages import TieredPages
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
-from kvarts.sched.group_batch import GroupBatch
-from kvarts.sched.group_loads import GroupLoads, GroupTiers
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:  # only an engine with KV groups pays for them
+    from kvarts.kv.block_pages import BlockPages
+    from kvarts.kv.group_memory import GroupMemory
+    from kvarts.kv.group_pages import GroupPages
+    from kvarts.kv.part_pages import PartPages
+    from kvarts.kv.tiered_pages import TieredPages
+    from kvarts.sched.group_loads import GroupTiers
 
 __all__ = ["PreparedTiers", "TierSettings", "build_engine", "open_group_cache"]
 
@@ -148,24 +149,13 @@ def build_engine(
     if cache is None:
         if memory is None:
             cache = _page_cache(config, make_order, below, tell, with_page_ids=executor.needs_page_ids)
-        elif with_tiers:
-            if tell is not None:
-                raise ConfigError(
-                    "is not told of KV groups with tiers below the device yet: pages are loaded in part",
-                    field="readers",
-                    hint="Leave out what reads events of pages, or the tiers.",
-                )
-            assert num_blocks is not None
-            cache = TieredPages(
-                memory,
-                num_blocks=num_blocks,
-                page_size=config.page_size,
-                most_new_tokens=config.max_num_batched_tokens,
-            )
         else:
             assert num_blocks is not None
-            by_page = executor.needs_page_ids or audit or holds_pages
-            cache = open_group_cache(config, memory, num_blocks=num_blocks, tell=tell, by_page=by_page)
+            if with_tiers:
+                cache = _tiered_cache(config, memory, num_blocks, tell)
+            else:
+                by_page = executor.needs_page_ids or audit or holds_pages
+                cache = open_group_cache(config, memory, num_blocks=num_blocks, tell=tell, by_page=by_page)
     pins = None
     if pages is None:
         pins = Pins(cache, tell)
@@ -180,14 +170,18 @@ def build_engine(
         tiers = below.open_below(whole, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
         loads = Loads(tiers, whole, waiting, page_size, tell)
     elif with_tiers:
+        from kvarts.sched.group_loads import GroupLoads
+
         assert offload is not None
-        tiered = cast(TieredPages, cache)
+        tiered = cast("TieredPages", cache)
         of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, prefill=prefill)
         loads = GroupLoads(of_groups, tiered, waiting, page_size)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:
-            batch = GroupBatch(cast(BlockPages, cache), config.max_num_seqs)
+            from kvarts.sched.group_batch import GroupBatch
+
+            batch = GroupBatch(cast("BlockPages", cache), config.max_num_seqs)
         else:
             batch = InputBatch(config.max_num_seqs, page_size)
     scheduler = Scheduler(
@@ -200,7 +194,7 @@ def build_engine(
         tell=tell,
         pins=pins,
         drafter=drafter,
-        settle_places=_settle_places(cast(PartPages, cache).memory, page_size) if cache.settles else (),
+        settle_places=_settle_places(cast("PartPages", cache).memory, page_size) if cache.settles else (),
     )
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)
 
@@ -214,9 +208,25 @@ def open_group_cache(
     events: `tell` receives what happened to each.
     """
     page_size, most_new = config.page_size, config.max_num_batched_tokens
+    from kvarts.kv.block_pages import BlockPages
+    from kvarts.kv.group_pages import GroupPages
+
     if by_page or tell is not None:
         return BlockPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=most_new, tell=tell)
     return GroupPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=most_new)
+
+
+def _tiered_cache(config: EngineConfig, memory: GroupMemory, num_blocks: int, tell: Tell | None) -> TieredPages:
+    from kvarts.kv.tiered_pages import TieredPages
+
+    if tell is not None:
+        raise ConfigError(
+            "is not told of KV groups with tiers below the device yet: pages are loaded in part",
+            field="readers",
+            hint="Leave out what reads events of pages, or the tiers.",
+        )
+    most_new = config.max_num_batched_tokens
+    return TieredPages(memory, num_blocks=num_blocks, page_size=config.page_size, most_new_tokens=most_new)
 
 
 def _page_cache(

@@ -182,7 +182,7 @@ class BlockPages(PartPages):
         self.parts.take_page(cast(BlockHolding, holding).parts, page)
         self.count()
 
-    def take_due(self, num_due: int, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
+    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
         """Take the next pages of decodes."""
         for holding, page in zip(holdings, page_of, strict=True):
             self.parts.take_page(cast(BlockHolding, holding).parts, page)

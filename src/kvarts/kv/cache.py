@@ -22,7 +22,7 @@ from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages, Path
 from kvarts.kv.pool import PageError, PageId, Pool
 
-__all__ = ["Cache", "Holding", "Leap", "PageError"]
+__all__ = ["Cache", "Holding", "Leap", "Mark", "PageError"]
 
 
 class Holding:
@@ -52,6 +52,19 @@ class Leap:
         self.parts = parts
 
 
+class Mark:
+    """Blocks at the mark of the last scheduled step: the first moment with the most blocks in use.
+
+    `parts`: the parts used and cached in each KV group then, in pairs. Written by `Cache.look`.
+    """
+
+    __slots__ = ("cached", "parts", "released", "used")
+
+    def __init__(self) -> None:
+        self.used = self.cached = self.released = 0
+        self.parts: tuple[int, ...] = ()
+
+
 class Cache:
     """Owner of the blocks that it took from `pool`: which request has them, and what they hold.
 
@@ -74,10 +87,14 @@ class Cache:
         "pool",
         "publishes_all",
         "settles",
+        "take_pages",
     )
 
     match: Callable[[Content, int], Match]
     """Returns the longest prefix of a content, of at most so many full pages, that every group can resume from."""
+
+    take_pages: Callable[[int], object]
+    """Takes so many next pages of decodes, which are free, where pages are only counted."""
 
     def __init__(self, pool: Pool, *, page_blocks: int) -> None:
         self.pool = pool
@@ -111,6 +128,10 @@ class Cache:
     @property
     def num_used(self) -> int:
         """Blocks that a request references or a transfer holds."""
+        raise NotImplementedError
+
+    def look(self, mark: Mark) -> None:
+        """Set `mark` here if more blocks are in use than at the mark so far."""
         raise NotImplementedError
 
     def counts(self) -> tuple[int, ...]:
@@ -185,11 +206,8 @@ class Cache:
         """Take the blocks of `page`, the next of `holding`, of which no token is computed yet."""
         raise NotImplementedError
 
-    def take_due(self, num_due: int, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
-        """Take the next pages of `num_due` decodes: page `page_of[i]` of `holdings[i]`. So many blocks are free.
-
-        Without page ids `holdings` and `page_of` are empty.
-        """
+    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
+        """Take the next pages of decodes, page `page_of[i]` of `holdings[i]`, where pages have ids. They are free."""
         raise NotImplementedError
 
     def publish(self, holding: Holding, num_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from kvarts.content import Content
@@ -67,6 +67,7 @@ class GroupPages(PartPages):
         super().__init__(CountPool(num_blocks), memory, page_size=page_size, most_new_tokens=most_new_tokens)
         self.parts = RunCache(memory, page_size=page_size, total_bytes=num_blocks * self.block_bytes)
         self.follows_decodes = True
+        self.take_pages = self._take_pages
         self.most_certain_steps = 1  # what decodes release may let a request in
 
     @property
@@ -132,7 +133,7 @@ class GroupPages(PartPages):
         self.parts.take_pages(1)
         self.count()
 
-    def take_due(self, num_due: int, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
+    def _take_pages(self, num_due: int) -> None:
         """Take the parts of `num_due` pages that decodes begin, which are free."""
         self.parts.take_pages(num_due)
         self.count()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvarts.content import Content
-from kvarts.kv.cache import Cache, Holding
+from kvarts.kv.cache import Cache, Holding, Mark
 from kvarts.kv.match import Match
 from kvarts.kv.node import NOTHING, HeldPages, walk
 from kvarts.kv.pool import PageError, PageId, Pool
@@ -34,6 +34,7 @@ class PageCache(Cache):
         super().__init__(pool, page_blocks=1)
         self.tree = tree
         self.match = tree.match
+        self.take_pages = self.take
         self.on_evicted: Callable[[], object] | None = None
         """Is called when pages were evicted, before anything else is done."""
 
@@ -46,6 +47,13 @@ class PageCache(Cache):
     def num_used(self) -> int:
         """Pages that a request references or a transfer holds."""
         return self.pool.num_taken - self.tree.num_cached
+
+    def look(self, mark: Mark) -> None:
+        """Set `mark` here if more pages are in use than at the mark so far."""
+        num_cached = self.tree.num_cached
+        num_used = self.pool.num_taken - num_cached  # `num_used`, spelled out: this runs in every step
+        if num_used > mark.used:
+            mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
 
     # What requests need ---------------------------------------------------------------------------------------
 
@@ -68,6 +76,11 @@ class PageCache(Cache):
     def num_at_most(self, num_tokens: int, page_size: int) -> int:
         """Return the pages of `num_tokens` tokens."""
         return -(-num_tokens // page_size)
+
+    def num_beyond(self, num_tokens: int, page_size: int, num_most: int) -> int:
+        """Return the pages of `num_tokens` tokens if they are more than `num_most`, else 0."""
+        num_pages = -(-num_tokens // page_size)
+        return num_pages if num_pages > num_most else 0
 
     def most_tokens(self, limit: int, page_size: int) -> int:
         """Return the tokens of all pages, at most `limit`."""
@@ -232,14 +245,14 @@ class PageCache(Cache):
             holding.page_ids.append(taken_ids[0])
             holding.num_pages += 1
 
-    def take_due(self, num_due: int, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
-        """Take the next pages of `num_due` decodes at once."""
-        taken_ids = self.take(num_due)
-        if taken_ids is not None:
-            for holding, page_id in zip(holdings, taken_ids, strict=True):
-                assert holding.page_ids is not None
-                holding.page_ids.append(page_id)
-                holding.num_pages += 1
+    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
+        """Take the next pages of decodes at once."""
+        taken_ids = self.take(len(holdings))
+        assert taken_ids is not None
+        for holding, page_id in zip(holdings, taken_ids, strict=True):
+            assert holding.page_ids is not None
+            holding.page_ids.append(page_id)
+            holding.num_pages += 1
 
     def publish_pages(self, holding: Holding, num_full_pages: int) -> None:
         """Make the first `num_full_pages` pages findable. Pages already findable stay as they are.

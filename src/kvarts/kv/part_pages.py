@@ -7,7 +7,7 @@ whole, and counts of pages are counts of blocks.
 from __future__ import annotations
 
 from kvarts.content import Content
-from kvarts.kv.cache import Cache, Holding
+from kvarts.kv.cache import Cache, Holding, Mark
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.group_needs import GroupNeeds, Held
 from kvarts.kv.match import Match
@@ -53,6 +53,13 @@ class PartPages(Cache):
     def num_held(self, holding: Holding) -> int:
         """Return the blocks of all parts that `holding` has, those that others hold as well included."""
         raise NotImplementedError
+
+    def look(self, mark: Mark) -> None:
+        """Set `mark` here if more blocks are in use than at the mark so far."""
+        num_used = self.num_used
+        if num_used > mark.used:
+            mark.used, mark.cached, mark.released = num_used, self.num_cached, self.num_released
+            mark.parts = self.counts()
 
     # What requests need ---------------------------------------------------------------------------------------
 

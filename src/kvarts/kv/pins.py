@@ -18,13 +18,9 @@ class Pins:
         self._tell = tell
         self._pins: dict[int, tuple[Holding, Content]] = {}
         self._num_made = 0
+        self.num_pins = 0
         self.num_given_up = 0
         """Pins that were given up for requests."""
-
-    @property
-    def num_pins(self) -> int:
-        """How many there are."""
-        return len(self._pins)
 
     def holdings(self) -> list[Holding]:
         """Return what they hold."""
@@ -38,6 +34,7 @@ class Pins:
         self._num_made += 1
         holding = cache.open(match)
         self._pins[pin] = holding, content
+        self.num_pins += 1
         cache.num_reserved += cache.keep(holding)
         if self._tell is not None:
             self._tell(PagesPinned(pin, content, match.num_pages))
@@ -48,6 +45,7 @@ class Pins:
         pinned = self._pins.pop(pin, None)
         if pinned is not None:
             holding, _ = pinned
+            self.num_pins -= 1
             self._cache.num_reserved -= self._cache.unkeep(holding)
             self._cache.close(holding, holding.num_pages, holding.num_pages)
             if self._tell is not None:

@@ -25,7 +25,17 @@ class Horizon:
     `orders_matter`: the order in which pages are filled and evicted is reported, so one leap may not do both.
     """
 
-    __slots__ = ("_cache", "_loads", "_orders_matter", "_page_size", "_pages", "_running", "_waiting")
+    __slots__ = (
+        "_cache",
+        "_follows",
+        "_is_stepwise",
+        "_loads",
+        "_orders_matter",
+        "_page_size",
+        "_pages",
+        "_running",
+        "_waiting",
+    )
 
     def __init__(
         self,
@@ -44,6 +54,9 @@ class Horizon:
         self._loads = loads
         self._orders_matter = orders_matter or loads is not None
         self._page_size = running.wheel.page_size
+        self._follows = cache.follows_decodes
+        self._is_stepwise = cache.settles and not cache.follows_decodes
+        """Whether it is known only step by step what decodes release."""
 
     def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None, num_wanted: int) -> int:
         """Return the number of steps; 0 if the step at `now_ns` has to be scheduled.
@@ -53,8 +66,8 @@ class Horizon:
         """
         running, loads = self._running, self._loads
         cache = self._cache
-        if cache.settles and not cache.follows_decodes:
-            return 0  # what decodes release is known step by step
+        if self._is_stepwise:
+            return 0
         wheel = running.wheel
         if not wheel.num_decoding or (loads is not None and loads.loaded):
             return 0
@@ -65,7 +78,7 @@ class Horizon:
             if blocked is FOR_BUDGET and wheel.num_decoding < self._pages.token_budget:
                 return 0
         num_steps = min(wheel.steps_to_finish(), wheel.steps_with_all_growing())
-        if cache.follows_decodes:
+        if self._follows:
             return num_steps if self._can_leap(blocked, num_wanted) else 0
         page_size = self._page_size
         most_pages = (num_steps // page_size + 1) * wheel.num_decoding

@@ -64,4 +64,4 @@ class OnePool:
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Give up pins until `num_pages` can be taken; return whether they can."""
-        return self.pins is not None and self.pins.give_up(num_pages)
+        return self.pins is not None and self.pins.num_pins > 0 and self.pins.give_up(num_pages)

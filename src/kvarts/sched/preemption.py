@@ -4,36 +4,13 @@ from __future__ import annotations
 
 from kvarts.event_log import Tell
 from kvarts.events import Preemption
-from kvarts.kv.cache import Cache, Holding
+from kvarts.kv.cache import Cache, Holding, Mark
 from kvarts.request import Request, RequestState
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
-__all__ = ["PageMark", "Preemptor", "holding_of"]
-
-
-class PageMark:
-    """Blocks at the mark of the last scheduled step: the first moment with the most blocks in use.
-
-    `parts`: the parts used and cached in each KV group, in pairs.
-    """
-
-    __slots__ = ("_cache", "cached", "parts", "released", "used")
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self.used = self.cached = self.released = 0
-        self.parts = cache.counts()
-
-    def look(self) -> None:
-        """Set the mark here if more blocks are in use than at the mark so far."""
-        cache = self._cache
-        num_used = cache.num_used
-        if num_used > self.used:
-            self.used, self.cached, self.released = num_used, cache.num_cached, cache.num_released
-            if self.parts:
-                self.parts = cache.counts()
+__all__ = ["Preemptor", "holding_of"]
 
 
 class Preemptor:
@@ -63,7 +40,7 @@ class Preemptor:
         waiting: WaitingQueue,
         cache: Cache,
         pages: PageSource,
-        mark: PageMark,
+        mark: Mark,
         tell: Tell | None,
     ) -> None:
         self._running = running
@@ -88,9 +65,9 @@ class Preemptor:
             wheel, page_size = self._running.wheel, self._page_size
             needing = wheel.needing_page()
             page_of = [wheel.num_computed(request) // page_size for request in needing]
-            cache.take_due(num_due, [holding_of(request) for request in needing], page_of)
+            cache.take_due([holding_of(request) for request in needing], page_of)
         else:
-            cache.take_due(num_due, (), ())
+            cache.take_pages(num_due)
 
     def make_room(self, asker: Request, num_pages: int, now_ns: int) -> bool:
         """Preempt until `num_pages` can be taken for chunks of `asker`; return False if `asker` itself was preempted.
@@ -143,7 +120,7 @@ class Preemptor:
 
     def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:
         """Preempt one request and return it. `served`: the decodes that took a page for this step; None for all."""
-        self._mark.look()
+        self._cache.look(self._mark)
         running, cache = self._running, self._cache
         num_used = cache.num_used
         victim = running.victim()

@@ -82,9 +82,12 @@ class Prefill:
             num_tokens = request.own.most_tokens(start, num_tokens)
         else:
             assert request.holding is not None
-            num_blocks = self._cache.num_to_run(request.holding, start, start + num_tokens)
-            if num_blocks > self._cache.num_free and not self._preemptor.make_room(request, num_blocks, now_ns):
-                return 0
+            cache = self._cache
+            # Most often there is much more than the next chunk can take.
+            if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
+                num_blocks = cache.num_to_run(request.holding, start, start + num_tokens)
+                if num_blocks > cache.num_free and not self._preemptor.make_room(request, num_blocks, now_ns):
+                    return 0
         self._compute(request, num_tokens, num_known, chunks)
         return budget if request is self._running.chunked else num_tokens
 

@@ -70,7 +70,7 @@ class Running(RunningOrder):
     `batch`: the rows of an executor that needs page ids, else None.
     """
 
-    __slots__ = ("_cache", "_num_admitted", "_page_size", "batch", "chunked", "num_sharing", "wheel")
+    __slots__ = ("_cache", "_keeps_tokens", "_num_admitted", "_page_size", "batch", "chunked", "num_sharing", "wheel")
 
     def __init__(self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
         super().__init__()
@@ -79,6 +79,7 @@ class Running(RunningOrder):
         self._num_admitted = 0
         self.wheel = wheel
         self.batch = batch
+        self._keeps_tokens = batch is not None or cache.publishes_all
         self.chunked: Request | None = None
         """The one request that the last step left with known tokens to compute."""
         self.num_sharing = 0
@@ -124,7 +125,7 @@ class Running(RunningOrder):
 
     def shares(self, request: Request) -> bool:
         """Return whether requests may hit pages that `request` generates, or its tokens are to be kept."""
-        if self.batch is not None or self._cache.publishes_all:
+        if self._keeps_tokens:
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
 

@@ -19,7 +19,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, Finished, HeadBlocked, Preemption
-from kvarts.kv.cache import Cache, Leap
+from kvarts.kv.cache import Cache, Leap, Mark
 from kvarts.kv.pins import Pins
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts
@@ -30,7 +30,7 @@ from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
-from kvarts.sched.preemption import PageMark, Preemptor, holding_of
+from kvarts.sched.preemption import Preemptor, holding_of
 from kvarts.sched.prefill import Prefill
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
@@ -87,7 +87,8 @@ class Scheduler:
         self.running = Running(cache, self.wheel, batch)
         self.loads = loads
         self.own_pages = OwnPagesInUse(cache, tell)
-        self.mark = PageMark(cache)
+        self.mark = Mark()
+        self.mark.parts = cache.counts()
         self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell)
         self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not looked at since a change."""
@@ -95,8 +96,10 @@ class Scheduler:
         """The head that waits because of `blocked`."""
         self.num_pages_wanted = 0
         """How many blocks the blocked head needs, if it waits for pages."""
-        self._lacking: tuple[Request, int, int] | None = None
-        """The head that last lacked memory, how often pages had become findable, and the blocks that it needs."""
+        self._lacking: tuple[Request, int] | None = None
+        """The head that last lacked memory, and the blocks that it needs."""
+        self._num_published = -1
+        """How often pages had become findable when it did; -1 without one."""
         self._prefill = Prefill(
             self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell
         )
@@ -113,7 +116,9 @@ class Scheduler:
         self._settle_places = settle_places
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
-        self._is_alone = pages.is_alone
+        self._settles = cache.settles
+        self.has_sides = cache.settles or loads is not None
+        """Whether `side_counts` has any."""
 
     # Requests come and go ---------------------------------------------------------------------------------
 
@@ -274,7 +279,7 @@ class Scheduler:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
             admitted += self._admit(now_ns, budget, chunks)
-        self.mark.look()
+        self.cache.look(self.mark)
         plan_batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
         preempted = (*gave_way, *preemptions) if gave_way else tuple(preemptions)
         batch = self._batch
@@ -285,7 +290,7 @@ class Scheduler:
         if decodes is not None and self.drafts is not None:
             drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
-                self.mark.look()
+                self.cache.look(self.mark)
                 plan_batch = replace(plan_batch, num_drafted=len(drafts.rows))
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.own_pages.take_copies()
@@ -320,7 +325,7 @@ class Scheduler:
                 self._finish(request, end_ns)
         if finished:
             self.blocked = NOT_BLOCKED
-        if self.cache.settles:
+        if self._settles:
             self._settle([request for request in completing if request.state is DECODING])
         return finished
 
@@ -349,7 +354,7 @@ class Scheduler:
         num_due = sum(due)
         if num_due and not is_taken:
             assert not cache.has_page_ids, "page ids are handed out one step at a time"
-            cache.take_due(num_due, (), ())
+            cache.take_pages(num_due)
         if self.running.num_sharing:
             self._prefill.publish_filled(num_steps)
         return Leap(due)
@@ -357,7 +362,7 @@ class Scheduler:
     def commit_leap(self, num_steps: int, end_ns: int) -> list[Request]:
         """End the last of `num_steps` advanced steps at `end_ns`; return the requests that finished."""
         finished = self.commit_many(num_steps, end_ns)
-        if self.cache.settles:
+        if self._settles:
             self._settle([])
         return finished
 
@@ -402,12 +407,12 @@ class Scheduler:
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
         waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
-        page_size, max_num_seqs, tell = self._page_size, self._max_num_seqs, self._tell
+        page_size, max_num_seqs, tell, pins = self._page_size, self._max_num_seqs, self._tell, self.pins
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
         while loads is not None and loads.loaded and budget > 0:
             request, loaded = loads.loaded.pop(0)
-            self._lacking = None
+            self._num_published = -1
             hit_tokens = loads.resume(request, loaded)
             if tell is not None:
                 tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
@@ -423,7 +428,7 @@ class Scheduler:
             if budget <= 0:
                 self.blocked = FOR_BUDGET
                 break
-            if self._still_lacks(request):
+            if self._num_published == cache.num_published and self._still_lacks(request):
                 self.blocked = FOR_PAGES
                 break
             num_known = request.num_prompt_tokens + request.num_output_tokens
@@ -431,15 +436,16 @@ class Scheduler:
             match = cache.match(request.content, (num_known - 1) // page_size)
             num_wanted = cache.num_to_admit(match, num_known)
             if num_wanted > pages.num_free_to_admit(num_wanted):
-                if self.pins is not None and self.pins.give_up_oldest():
+                if pins is not None and pins.num_pins and pins.give_up_oldest():
                     continue  # what it shared with the pin it may have to take now
                 if not pages.make_way(request, num_wanted, to_admit=True):
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = num_wanted
-                    self._lacking = request, cache.num_published, num_wanted
+                    self._lacking = request, num_wanted
+                    self._num_published = cache.num_published if pages.is_alone else -1
                     break
             waiting.remove(request)
-            self._lacking = None
+            self._num_published = -1
             if tell is not None:
                 self._told_blocked = None
             if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting):
@@ -463,10 +469,9 @@ class Scheduler:
         What it needs only grows as long as no request is admitted, which may hold what it needs as well, and nothing
         that it could find becomes findable. Of other models it may have got memory meanwhile.
         """
-        if self._lacking is None or not self._is_alone or (self.pins is not None and self.pins.num_pins):
-            return False
-        request, num_published, num_wanted = self._lacking
-        if request is not head or num_published != self.cache.num_published or num_wanted <= self.cache.num_free:
+        assert self._lacking is not None
+        request, num_wanted = self._lacking
+        if request is not head or num_wanted <= self.cache.num_free or (self.pins is not None and self.pins.num_pins):
             return False
         self.num_pages_wanted = num_wanted
         return True

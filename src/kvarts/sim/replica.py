@@ -196,12 +196,13 @@ class Replica:
         wheel = scheduler.wheel
         cache, log = scheduler.cache, self.engine.log
         num_used, num_cached, num_released = cache.num_used, cache.num_cached, cache.num_released
-        side_counts = scheduler.side_counts() if log.tell is not None else ()
+        side_counts = scheduler.side_counts() if scheduler.has_sides else ()
         num_empty = cache.pool.num_empty
         mark = 0 if log.tell_details is None else log.mark
         done = scheduler.advance(len(durations_ns))
         pages_taken = done.taken
-        while len(durations_ns) > len(pages_taken):
+        num_steps = len(pages_taken)
+        while len(durations_ns) > num_steps:
             end_ns -= durations_ns.pop()
         if end_ns > LATEST_NS:
             raise TooLateError
@@ -228,7 +229,7 @@ class Replica:
                     parts=done.parts,
                 )
             )
-        self._num_leapt = len(durations_ns)
+        self._num_leapt = num_steps
         self.engine.now_ns = end_ns
         return end_ns
 
