@@ -154,8 +154,8 @@ def build_engine(
             if with_tiers:
                 cache = _tiered_cache(config, memory, num_blocks, tell)
             else:
-                by_page = executor.needs_page_ids or audit or holds_pages
-                cache = open_group_cache(config, memory, num_blocks=num_blocks, tell=tell, by_page=by_page)
+                with_ids = executor.needs_page_ids or audit or holds_pages
+                cache = open_group_cache(config, memory, num_blocks=num_blocks, tell=tell, with_ids=with_ids)
     pins = None
     if pages is None:
         pins = Pins(cache, tell)
@@ -181,7 +181,7 @@ def build_engine(
         if cache.settles:
             from kvarts.sched.group_batch import GroupBatch
 
-            batch = GroupBatch(cast("BlockPages", cache), config.max_num_seqs)
+            batch = GroupBatch(cast("GroupPages | BlockPages", cache), config.max_num_seqs)
         else:
             batch = InputBatch(config.max_num_seqs, page_size)
     scheduler = Scheduler(
@@ -200,20 +200,23 @@ def build_engine(
 
 
 def open_group_cache(
-    config: EngineConfig, memory: GroupMemory, *, num_blocks: int, tell: Tell | None, by_page: bool
-) -> BlockPages | GroupPages:
+    config: EngineConfig, memory: GroupMemory, *, num_blocks: int, tell: Tell | None, with_ids: bool
+) -> GroupPages:
     """Return the cache of an engine of a model with the KV groups of `memory`, in `num_blocks` blocks.
 
-    `by_page`: parts have ids, or are kept in use between requests. So they are where something reads page and request
+    `with_ids`: parts have ids, or are kept in use between requests. So they have where something reads page and request
     events: `tell` receives what happened to each.
     """
-    page_size, most_new = config.page_size, config.max_num_batched_tokens
-    from kvarts.kv.block_pages import BlockPages
     from kvarts.kv.group_pages import GroupPages
 
-    if by_page or tell is not None:
-        return BlockPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=most_new, tell=tell)
-    return GroupPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=most_new)
+    return GroupPages(
+        memory,
+        num_blocks=num_blocks,
+        page_size=config.page_size,
+        most_new_tokens=config.max_num_batched_tokens,
+        with_ids=with_ids or tell is not None,
+        tell=tell,
+    )
 
 
 def _tiered_cache(config: EngineConfig, memory: GroupMemory, num_blocks: int, tell: Tell | None) -> TieredPages:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
-from kvarts.kv.block_pages import BlockHolding
 from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.group_pages import PartHolding
 from kvarts.request import Request, RequestState
 from kvarts.sched.drafts import Drafts
 
@@ -40,13 +40,16 @@ def run(case: Case, groups: tuple[PartGroup, ...], keeps: Any, drafter: Knowing)
         for request in live.requests:
             if request.state is not RequestState.DECODING:
                 continue
-            assert isinstance(request.holding, BlockHolding)
+            assert isinstance(request.holding, PartHolding)
             num_computed = scheduler.wheel.num_computed(request)
-            for group, parts in zip(groups, request.holding.parts.parts, strict=True):
+            of_parts = request.holding.parts
+            for index, group in enumerate(groups):
+                parts = {page for run in of_parts.held[index] for page in range(run.start, run.end)}
+                parts.update(range(of_parts.first_open[index], of_parts.num_taken))
                 # Of its own page it has the part if a token before it is in it.
                 before = [*seen_by(group.layer, num_computed), num_computed - num_computed % case.page_size]
                 needed = {other // case.page_size for other in before if other < num_computed}
-                assert set(parts) == needed, "a decode holds what its next token sees, and nothing else"
+                assert parts == needed, "a decode holds what its next token sees, and nothing else"
 
     live.run(look)
     return live

@@ -178,7 +178,7 @@ def _engine(
         )
     else:
         part = register(
-            parts=open_group_cache(of_model, groups, num_blocks=num_counted, tell=log.tell_details, by_page=True)
+            parts=open_group_cache(of_model, groups, num_blocks=num_counted, tell=log.tell_details, with_ids=True)
         )
     engine = build_engine(
         of_model,
