@@ -24,7 +24,7 @@ METRICS = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
 NS_PER_MS = 1e6
 AS_MEASURED = 0.01
-"""A replay whose errors all have one sign is too slow or too fast if each is larger than this."""
+"""A replay is too slow or too fast if its errors all have one sign and each is larger than this."""
 
 Values = npt.NDArray[np.float64]
 

@@ -44,7 +44,7 @@ def sweep_values(
 def distinct_points(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
     """Return the rows, with those that differ in no outcome as one, which has under `settings` all values of each key.
 
-    Rows are one only if they are every combination of these values, so that none is named that was not replayed.
+    Rows are one only if they are every combination of these values, so that the page names no combination that was not replayed.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -80,9 +80,9 @@ def sweep_charts(sweep: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def sweep_table(sweep: dict[str, Any]) -> dict[str, Any]:
-    """Return the table, and the setting whose values have colours: one of the load, or else the one with most values.
+    """Return the table, and the setting that gives points their colours.
 
-    A setting that every point has in one value only comes before one that makes no difference.
+    That is a setting of the load, or else the setting with most values; not one that makes no difference.
     """
     points, keys = sweep["points"], sweep["keys"]
 
