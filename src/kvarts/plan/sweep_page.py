@@ -44,7 +44,7 @@ def sweep_values(
 def distinct_points(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
     """Return the rows, with those that differ in no outcome as one, which has under `settings` all values of each key.
 
-    Rows are one only if they are every combination of these values, so that the page names no combination that was not replayed.
+    Rows are one only if they are every combination of these values: a page names none that was not replayed.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
