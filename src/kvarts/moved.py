@@ -35,7 +35,7 @@ MOVED = {
     "kvarts.planner.dtypes": "kvarts.hardware.dtypes",
     "kvarts.planner.fit": "kvarts.hardware.fit",
     "kvarts.planner.geometry": "kvarts.hardware.geometry",
-    "kvarts.replayer.azure": "kvarts.traffic.azure",
+    "kvarts.replayer.azure": "kvarts.traffic.tables",
     "kvarts.replayer.columns": "kvarts.report.requests",
     "kvarts.replayer.config": "kvarts.sim.config",
     "kvarts.replayer.driver": "kvarts.sim.driver",
