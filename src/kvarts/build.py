@@ -154,7 +154,7 @@ def build_engine(
             if with_tiers:
                 cache = _tiered_cache(config, memory, num_blocks, tell)
             else:
-                with_ids = executor.needs_page_ids or audit or holds_pages
+                with_ids = executor.needs_page_ids or holds_pages
                 cache = open_group_cache(config, memory, num_blocks=num_blocks, tell=tell, with_ids=with_ids)
     pins = None
     if pages is None:
@@ -204,8 +204,8 @@ def open_group_cache(
 ) -> GroupPages:
     """Return the cache of an engine of a model with the KV groups of `memory`, in `num_blocks` blocks.
 
-    `with_ids`: parts have ids, or are kept in use between requests. So they have where something reads page and request
-    events: `tell` receives what happened to each.
+    `with_ids`: parts have ids, as those that are kept in use between requests need. `tell` receives what happened to
+    each part.
     """
     from kvarts.kv.group_pages import GroupPages
 
@@ -214,7 +214,7 @@ def open_group_cache(
         num_blocks=num_blocks,
         page_size=config.page_size,
         most_new_tokens=config.max_num_batched_tokens,
-        with_ids=with_ids or tell is not None,
+        with_ids=with_ids,
         tell=tell,
     )
 

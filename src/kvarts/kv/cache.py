@@ -78,6 +78,7 @@ class Cache:
         "has_page_ids",
         "match",
         "most_certain_steps",
+        "names_decodes",
         "num_evicted",
         "num_free",
         "num_published",
@@ -94,11 +95,13 @@ class Cache:
     """Returns the longest prefix of a content, of at most so many full pages, that every group can resume from."""
 
     take_pages: Callable[[int], object]
-    """Takes so many next pages of decodes, which are free, where pages are only counted."""
+    """Takes so many next pages of decodes, which are free, whoever's they are."""
 
     def __init__(self, pool: Pool, *, page_blocks: int) -> None:
         self.pool = pool
         self.has_page_ids = pool.has_ids
+        self.names_decodes = pool.has_ids
+        """Whether decodes take their next pages by `take_due`, not `take_pages`: the cache knows whose they are."""
         self.page_blocks = page_blocks
         """Blocks of a page with its parts in every group that keeps tokens: what a decode takes for its next page."""
         self.num_free = pool.num_empty
@@ -207,7 +210,7 @@ class Cache:
         raise NotImplementedError
 
     def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
-        """Take the next pages of decodes, page `page_of[i]` of `holdings[i]`, where pages have ids. They are free."""
+        """Take the next pages of decodes, page `page_of[i]` of `holdings[i]`. They are free."""
         raise NotImplementedError
 
     def publish(self, holding: Holding, num_tokens: int) -> None:

@@ -68,9 +68,9 @@ class HeldByOthers:
 class GroupPages(PartPages):
     """PartPages of `num_blocks` blocks, held by the run, see RunCache.
 
-    `with_ids`: blocks have ids, and every page of a decode is findable as soon as it is full. Otherwise blocks are
-    counted, and the cache follows decodes itself: it knows the steps in which they take pages and release some.
-    `tell` receives events of parts, of a cache with ids.
+    `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
+    soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take pages and
+    release some, and can leap over them.
     """
 
     __slots__ = ("_num_given", "parts")
@@ -85,7 +85,6 @@ class GroupPages(PartPages):
         with_ids: bool = False,
         tell: Tell | None = None,
     ) -> None:
-        assert tell is None or with_ids, "a cache that follows decodes does not name their pages one by one"
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
         super().__init__(pool, memory, page_size=page_size, most_new_tokens=most_new_tokens)
@@ -98,8 +97,8 @@ class GroupPages(PartPages):
         )
         self._num_given = 0
         """Blocks that `give` gave back since the beginning."""
-        self.publishes_all = with_ids
-        if not with_ids:
+        self.names_decodes = self.publishes_all = with_ids or tell is not None
+        if not self.names_decodes:
             self.follows_decodes = True
             self.take_pages = self._take_pages
             self.most_certain_steps = 1  # what decodes release may let a request in
@@ -150,7 +149,7 @@ class GroupPages(PartPages):
         """Hold what was found, for a sequence that begins with it; the cache must not have changed since."""
         of_parts = cast(PartMatch, match)
         holding = PartHolding(self.parts.begin(of_parts.content, of_parts.found), match.num_pages)
-        if self.publishes_all:
+        if self.names_decodes:
             self.count()
         return holding
 
@@ -175,7 +174,7 @@ class GroupPages(PartPages):
 
     def take_page(self, holding: Holding, page: int) -> None:
         """Take the parts of `page`, the next of a decode; without ids it is counted and not named."""
-        if self.publishes_all:
+        if self.names_decodes:
             self.parts.take_page(cast(PartHolding, holding).parts)
         else:
             self.parts.take_pages(1)
@@ -353,5 +352,5 @@ class GroupPages(PartPages):
         self.parts.check([holding.parts for holding in every if holding.page_ids is None], taken_ids)
         if not self.parts.is_shared:
             assert self.num_used + self.num_free == self.pool.total, "L1: blocks are lost"
-        if self.publishes_all:
+        if self.has_page_ids:
             assert self.pool.num_taken == self.num_used + self.num_cached, "L1: blocks are taken and not counted"

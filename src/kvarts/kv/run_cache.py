@@ -221,7 +221,9 @@ class RunCache(PartAccount):
 
     def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
         """Give back pages before `first` that cannot be found; they are listed if the sequence may find them again."""
-        assert self.blocks is None, "a page with ids is findable as soon as it is full"
+        assert self.blocks is None and self.events is None, (
+            "a page with ids or events is findable as soon as it is full"
+        )
         start = holding.first_open[index]
         if start < sink:
             run = PartRun(index, None, start, sink, [holding], is_kept=self._kept[index])

@@ -53,13 +53,15 @@ class RunEvents:
         span, group = run.span, run.group
         assert span is not None
         siblings = span.parts[group]
-        if len(siblings) == 1:
+        # The pages between two cuts have the same copies.
+        cuts: set[int] | None = None
+        for other in siblings:
+            if other is not run and other.start < end and start < other.end:
+                cuts = cuts or {start, end}
+                cuts.update((max(start, other.start), min(end, other.end)))
+        if cuts is None:
             self._gone(span, group, start, end, None, is_dropped=is_dropped)
             return
-        # The pages between two cuts have the same copies.
-        cuts = {start, end}
-        for other in siblings:
-            cuts.update(page for page in (other.start, other.end) if start < page < end)
         stops = sorted(cuts, reverse=True)
         for stop, first in pairwise(stops):
             copies = [other for other in siblings if other.start <= first and stop <= other.end]

@@ -61,7 +61,7 @@ class Preemptor:
         cache = self._cache
         if num_due * self._page_blocks > cache.num_free:
             self._take_due_one_by_one(now_ns)
-        elif cache.has_page_ids:
+        elif cache.names_decodes:
             wheel, page_size = self._running.wheel, self._page_size
             needing = wheel.needing_page()
             page_of = [wheel.num_computed(request) // page_size for request in needing]
