@@ -15,7 +15,7 @@ from kvarts.llm.listener import EngineDeadError, RequestFailedError
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import SessionGoneError, SessionsExhaustedError, SessionBusyError
+from kvarts.session.errors import SessionBusyError, SessionGoneError, SessionsExhaustedError
 from kvarts.session.opening import open_sessions
 from kvarts.session.session import Session
 from kvarts.session.sessions import Sessions
