@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from kvarts import ReplayConfig, RooflineCost, replay
 from kvarts.errors import ConfigError
+from kvarts.kv.group_memory import PartGroup
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import make_config
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, cases
 from builders.kept import Kept
+from builders.live_groups import live_groups
 from builders.pages import paged
 from builders.rooms import HAS_AUDIT
 
@@ -47,9 +49,9 @@ class Together:
         ]
 
 
-def outcome(case: Case, num_ranks: int, groups: int, **changes: Any) -> tuple[Any, list[Any]]:
+def outcome(case: Case, num_ranks: int, num_groups: int, **changes: Any) -> tuple[Any, list[Any]]:
     config = case.config(
-        cost=Together(num_ranks), replicas=num_ranks * groups, audit=HAS_AUDIT, profile="default", **changes
+        cost=Together(num_ranks), replicas=num_ranks * num_groups, audit=HAS_AUDIT, profile="default", **changes
     )
     kept = [Kept() for _ in range(config.replicas)]
     report = replay(case.trace(), config, observers_of=lambda index: [kept[index]])
@@ -68,6 +70,18 @@ def test_fast_forward_equals_step_by_step(case: Case, num_ranks: int, groups: in
         assert column.tobytes() == slow.steps[name].tobytes(), name
     for ours, theirs in zip(fast_events, slow_events, strict=True):
         assert paged(ours) == paged(theirs)
+
+
+@pytest.mark.laws
+@given(cases(max_requests=10), st.integers(2, 3), live_groups())
+def test_ranks_with_kv_groups_are_fast_as_slow(case: Case, num_ranks: int, groups: tuple[PartGroup, ...]) -> None:
+    """What decodes of one rank release may let a request in, so ranks with windows step together."""
+    changes: dict[str, Any] = {"kv_groups": "all", "groups": groups}
+    fast, _ = outcome(case, num_ranks, 1, **changes)
+    slow, _ = outcome(case, num_ranks, 1, **changes, step_by_step=True)
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    for name, column in fast.steps.items():
+        assert column.tobytes() == slow.steps[name].tobytes(), name
 
 
 @pytest.mark.laws

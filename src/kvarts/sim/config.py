@@ -235,7 +235,6 @@ class ReplayConfig(
             and "beside tiers, sessions keep whole pages in use",
             "profile": self.profile != "default" and "the mocker knows pages of one kind",
             "eviction": self.eviction is not _default_eviction() and "parts are evicted in one list",
-            "cost": int(getattr(self.cost, "num_ranks", 1)) > 1 and "ranks in lock step count whole pages",
         }
         for field, reason in refused.items():
             if reason:

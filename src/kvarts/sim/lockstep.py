@@ -168,7 +168,9 @@ class Ranks:
     def _num_alike(self, busy: Sequence[tuple[Replica, GivenDuration]], now_ns: int) -> int:
         if not self._leaps or not busy:
             return 0
-        return min(replica.scheduler.horizon(now_ns) for replica, _ in busy)
+        return min(
+            min(replica.scheduler.horizon(now_ns), replica.scheduler.cache.most_certain_steps) for replica, _ in busy
+        )
 
     def _holds_until_ns(self, busy: Sequence[tuple[Replica, GivenDuration]], now_ns: int) -> int:
         """Return when another request may become the head of a waiting queue."""
