@@ -30,8 +30,8 @@ from kvarts.sched.wheel import DecodeWheel
 __all__ = ["DraftTotals", "Drafter", "Drafts"]
 
 Tokens = npt.NDArray[np.uint64]
-NewPage = tuple[int, int, PageId]
-"""A row, the index in the page table of its sequence, and the page."""
+NewBlocks = tuple[int, int, tuple[PageId, ...]]
+"""A row, a page of its sequence, and its block in each page table."""
 
 
 class Drafter(Protocol):
@@ -79,7 +79,7 @@ class Drafts:
         self._tell = tell
         self._page_size = wheel.page_size
         self._taken: list[tuple[Request, Tokens]] = []
-        self._new_pages: list[NewPage] = []
+        self._new_blocks: list[NewBlocks] = []
         self._num_drafts = self._num_drafted = self._num_accepted = 0
 
     def totals(self) -> DraftTotals:
@@ -160,15 +160,13 @@ class Drafts:
     def _take_pages(self, request: Request, holding: Holding, start: int, end: int) -> None:
         """Take pages for the drafted tokens [start, end)."""
         num_before = holding.num_pages
-        page_ids = holding.page_ids
-        assert page_ids is not None
         self._cache.grow(holding, -(-end // self._page_size))
-        self._new_pages += [(request.row, index, page_ids[index]) for index in range(num_before, len(page_ids))]
+        self._new_blocks += [self._batch.new_blocks(request, page) for page in range(num_before, holding.num_pages)]
 
     def _with_pages(self, decodes: DecodeRows) -> DecodeRows:
         """Return the decodes of the step with the pages that were taken in it."""
-        new_pages, self._new_pages = self._new_pages, []
-        return replace(decodes, new_pages=(*decodes.new_pages, *new_pages))
+        new_blocks, self._new_blocks = self._new_blocks, []
+        return replace(decodes, new_blocks=(*decodes.new_blocks, *new_blocks))
 
     def _keep_pages(self, request: Request, before: int, end: int) -> None:
         """Keep the pages of `end` computed tokens; others may find those that were filled since `before`."""

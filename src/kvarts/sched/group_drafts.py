@@ -6,16 +6,12 @@ request holds what its next token attends to, and what it would attend to after 
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Holding
 from kvarts.kv.part_pages import PartPages
-from kvarts.kv.pool import PageId
 from kvarts.request import Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts
 from kvarts.sched.group_batch import GroupBatch
-from kvarts.sched.plan import DecodeRows
 from kvarts.sched.wheel import DecodeWheel
 
 __all__ = ["GroupDrafts"]
@@ -36,9 +32,7 @@ class GroupDrafts(Drafts):
     ) -> None:
         super().__init__(drafter, wheel, cache, rows, loads=None, tell=tell)
         self._parts = cache
-        self._rows = rows
         self._page_blocks = page_blocks
-        self._new_blocks: list[tuple[int, int, tuple[PageId, ...]]] = []
         self._ahead: list[Request] = []
         """Requests of which more than one token was counted in the step."""
 
@@ -54,11 +48,7 @@ class GroupDrafts(Drafts):
     def _take_pages(self, request: Request, holding: Holding, start: int, end: int) -> None:
         for page in range(-(-start // self._page_size), -(-end // self._page_size)):
             self._parts.take_page(holding, page)
-            self._new_blocks.append(self._rows.new_blocks(request, page))
-
-    def _with_pages(self, decodes: DecodeRows) -> DecodeRows:
-        new_blocks, self._new_blocks = self._new_blocks, []
-        return replace(decodes, new_blocks=(*decodes.new_blocks, *new_blocks))
+            self._new_blocks.append(self._batch.new_blocks(request, page))
 
     def _keep_pages(self, request: Request, before: int, end: int) -> None:
         holding = request.holding

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvarts.content import UNIT_BYTES
 from kvarts.kv.pool import PageId
+from kvarts.kv.sink_window import PageTable
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk, DecodeRows, StepResult
 
@@ -28,6 +29,7 @@ class InputBatch:
         "_decoding",
         "_free_rows",
         "_left",
+        "_page_size",
         "_rows",
         "_sampled",
         "_sampled_steps",
@@ -42,6 +44,7 @@ class InputBatch:
         self._decoding = np.zeros(max_num_seqs, np.bool_)
         self._rows: npt.NDArray[np.int64] | None = None
         self._left: list[int] = []
+        self._page_size = page_size
         # A ring of the last steps' tokens: they are appended to the content at least once in page_size steps.
         self._sampled_steps = page_size + 1
         self._sampled = np.zeros((self._sampled_steps, max_num_seqs), np.uint64)
@@ -63,13 +66,8 @@ class InputBatch:
         request.row = -1
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
-        """Return a chunk of `request` that names its row, tokens and pages."""
-        own, holding = request.own, request.holding
-        if own is None:
-            assert holding is not None and holding.page_ids is not None
-            page_ids = tuple(holding.page_ids)
-        else:
-            page_ids = tuple(own.page_ids)
+        """Return a chunk of `request` that names its row, tokens and page tables."""
+        own = request.own
         return Chunk(
             start,
             num_tokens,
@@ -78,10 +76,9 @@ class InputBatch:
             row=request.row,
             request_index=request.index,
             tokens=np.frombuffer(request.content.tokens(start, start + num_tokens).tobytes(), np.uint64),
-            page_ids=page_ids,
             samples=not request.computes_only,
             keeps=None if own is None else own.keeps,
-            num_dropped=0 if own is None else own.num_dropped,
+            tables=self._page_tables(request, start + num_tokens) if own is None else own.page_tables,
         )
 
     def start_decoding(self, request: Request) -> None:
@@ -136,18 +133,29 @@ class InputBatch:
             rows=rows,
             positions=self._bases[rows] + step,
             tokens=self._sampled[(step - 1) % self._sampled_steps][rows],
-            new_pages=tuple(self._last_page(request) for request in with_new_page),
+            new_blocks=tuple(
+                self.new_blocks(request, (request.wheel_base + step) // self._page_size) for request in with_new_page
+            ),
             new_tables=tuple(
-                (request.row, tuple(own.page_ids), own.num_dropped)
-                for request in with_new_table
-                if (own := request.own) is not None
+                (request.row, own.page_tables) for request in with_new_table if (own := request.own) is not None
             ),
         )
 
-    def _last_page(self, request: Request) -> tuple[int, int, PageId]:
+    def new_blocks(self, request: Request, page: int) -> tuple[int, int, tuple[PageId, ...]]:
+        """Return a page that `request` got, as a plan names it: its row, the page, and its block in each table."""
+        return request.row, page, self._blocks_of(request, page)
+
+    def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
+        """Return the page tables of the first `end` tokens of a request without pages of its own."""
         holding = request.holding
         assert holding is not None and holding.page_ids is not None
-        return request.row, holding.num_pages - 1, holding.page_ids[-1]
+        return (PageTable(tuple(holding.page_ids)),)
+
+    def _blocks_of(self, request: Request, page: int) -> tuple[PageId, ...]:
+        """Return the block of a page in each page table."""
+        holding = request.holding
+        assert holding is not None and holding.page_ids is not None
+        return (holding.page_ids[page],)
 
     def take_left(self) -> tuple[int, ...]:
         """Return the rows vacated since the last call."""
