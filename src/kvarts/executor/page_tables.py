@@ -47,7 +47,7 @@ class LayerTable(msgspec.Struct, frozen=True):
 
 
 WHOLE_PAGES = (LayerTable((0,)),)
-"""The one table of a model whose layers have all of each page."""
+"""The one table of a model in which every layer has all of each page."""
 
 
 class PageTables:
@@ -215,7 +215,7 @@ class _Step:
         self.num_tokens = 0
 
     def add(self, tokens: npt.NDArray[Any], positions: Ints, block_slots: Ints) -> None:
-        """Add tokens whose page tables are in `tables` already."""
+        """Add tokens after their page tables were added."""
         self.tokens.append(tokens)
         self.positions.append(positions)
         self.block_slots.append(block_slots)
