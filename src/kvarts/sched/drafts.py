@@ -10,11 +10,9 @@ step ends, accepted tokens are counted, and pages in which only rejected ones ar
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvarts.event_log import Tell
@@ -27,9 +25,16 @@ from kvarts.sched.loads import Loads
 from kvarts.sched.plan import Batch, DecodeRows, DraftRows, StepResult
 from kvarts.sched.wheel import DecodeWheel
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Tokens = npt.NDArray[np.uint64]
+else:
+    Tokens = Any
+
 __all__ = ["DraftTotals", "Drafter", "Drafts"]
 
-Tokens = npt.NDArray[np.uint64]
 NewBlocks = tuple[int, int, tuple[PageId, ...]]
 """A row, a page of its sequence, and its block in each page table."""
 
@@ -119,6 +124,8 @@ class Drafts:
             taken.append((request, tokens))
         if not taken:
             return None, decodes
+        import numpy as np
+
         counts = [len(tokens) for _, tokens in taken]
         drafts = DraftRows(
             np.repeat([request.row for request, _ in taken], counts),

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from kvarts.content import UNIT_BYTES
 from kvarts.kv.pool import PageId
 from kvarts.kv.sink_window import PageTable
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk, DecodeRows, StepResult
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["InputBatch"]
 
@@ -37,6 +39,8 @@ class InputBatch:
     )
 
     def __init__(self, max_num_seqs: int, page_size: int) -> None:
+        import numpy as np  # a replay, which has no batch of rows, does not wait for it
+
         self.requests: list[Request | None] = [None] * max_num_seqs
         self._free_rows = list(range(max_num_seqs))
         heapify(self._free_rows)
@@ -67,6 +71,8 @@ class InputBatch:
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
         """Return a chunk of `request` that names its row, tokens and page tables."""
+        import numpy as np
+
         own = request.own
         return Chunk(
             start,
@@ -103,6 +109,8 @@ class InputBatch:
 
     def append_all_sampled(self, requests: Sequence[Request], nums_known: Sequence[int], step: int) -> None:
         """Do what `append_sampled` does for several requests, at the cost of about one."""
+        import numpy as np
+
         counts = [known - request.content.num_known_tokens for request, known in zip(requests, nums_known, strict=True)]
         most = max(counts, default=0)
         if most == 0:
@@ -125,6 +133,8 @@ class InputBatch:
         `with_new_page`: the requests that got a page for this step. `with_new_table`: those with pages of their own
         that changed.
         """
+        import numpy as np
+
         rows = self._rows
         if rows is None:
             rows = self._rows = np.flatnonzero(self._decoding)

@@ -6,16 +6,18 @@ that name pages, rows and tokens are filled for executors that need them, and em
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvarts.events import Preemption
 from kvarts.kv.pool import PageId
 from kvarts.kv.sink_window import PageTable, SinkWindow
 from kvarts.kv.transfer import Transfer, TransferReport
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "Snapshot", "StepPlan", "StepResult"]
 
