@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -101,7 +101,7 @@ class CallableCost:
 
     def step_ns(self, batch: Batch) -> int:
         """Return what the callable answers, in nanoseconds. Raise ConfigError if that is no duration."""
-        ms = self._step_ms(batch)
+        ms: Any = self._step_ms(batch)
         if not isinstance(ms, Real) or not 0.0 <= ms <= MOST_MS:
             raise ConfigError(f"the cost callable answered {ms!r} for {batch}", field="cost", hint="Return ms.")
         return round(float(ms) * 1e6)

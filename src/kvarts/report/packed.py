@@ -109,7 +109,8 @@ def _line(first: int, last: int) -> Column:
     """Return a block's line, in whole numbers; the same on every call, whatever is rounded in it."""
     import numpy as np
 
-    return first + ((last - first) / (BLOCK_STEPS - 1) * np.arange(BLOCK_STEPS)).astype(np.int64)
+    line: Column = first + ((last - first) / (BLOCK_STEPS - 1) * np.arange(BLOCK_STEPS)).astype(np.int64)
+    return line
 
 
 def _packed(values: Column) -> _Block:
