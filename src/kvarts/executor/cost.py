@@ -102,7 +102,8 @@ class CallableCost:
     def step_ns(self, batch: Batch) -> int:
         """Return what the callable answers, in nanoseconds. Raise ConfigError if that is no duration."""
         ms: Any = self._step_ms(batch)
-        if not isinstance(ms, Real) or not 0.0 <= ms <= MOST_MS:
+        is_number = isinstance(ms, Real)
+        if not is_number or not 0.0 <= ms <= MOST_MS:
             raise ConfigError(f"the cost callable answered {ms!r} for {batch}", field="cost", hint="Return ms.")
         return round(float(ms) * 1e6)
 

@@ -129,4 +129,5 @@ def _unpacked(block: _Block) -> Column:
     import numpy as np
 
     packed = zlib.decompress(block.differences) if block.width == "b" else block.differences
-    return _line(block.first, block.last) + np.frombuffer(packed, block.width)
+    values: Column = _line(block.first, block.last) + np.frombuffer(packed, block.width)
+    return values
