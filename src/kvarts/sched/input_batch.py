@@ -14,13 +14,16 @@ from kvarts.content import UNIT_BYTES
 from kvarts.kv.pool import PageId
 from kvarts.kv.sink_window import PageTable
 from kvarts.request import Request
-from kvarts.sched.plan import Chunk, DecodeRows, StepResult
+from kvarts.sched.plan import Chunk, DecodeRows, Snapshot, StepResult
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["InputBatch"]
+__all__ = ["InputBatch", "NewPage"]
+
+NewPage = tuple[int, int, tuple[PageId, ...]]
+"""A row, a page of its sequence, and its block in each page table."""
 
 
 class InputBatch:
@@ -144,14 +147,14 @@ class InputBatch:
             positions=self._bases[rows] + step,
             tokens=self._sampled[(step - 1) % self._sampled_steps][rows],
             new_blocks=tuple(
-                self.new_blocks(request, (request.wheel_base + step) // self._page_size) for request in with_new_page
+                self.new_page(request, (request.wheel_base + step) // self._page_size) for request in with_new_page
             ),
             new_tables=tuple(
                 (request.row, own.page_tables) for request in with_new_table if (own := request.own) is not None
             ),
         )
 
-    def new_blocks(self, request: Request, page: int) -> tuple[int, int, tuple[PageId, ...]]:
+    def new_page(self, request: Request, page: int) -> NewPage:
         """Return a page that `request` got, as a plan names it: its row, the page, and its block in each table."""
         return request.row, page, self._blocks_of(request, page)
 
@@ -166,6 +169,10 @@ class InputBatch:
         holding = request.holding
         assert holding is not None and holding.page_ids is not None
         return (holding.page_ids[page],)
+
+    def take_snapshots(self) -> tuple[Snapshot, ...]:
+        """Return the snapshots of states to be made in the step: none, since every layer keeps its tokens."""
+        return ()
 
     def take_left(self) -> tuple[int, ...]:
         """Return the rows vacated since the last call."""
