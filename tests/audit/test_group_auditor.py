@@ -210,7 +210,7 @@ def last_stored(events: Sequence[Event]) -> int:
 
 def last_gone_of_a_step(events: Sequence[Event]) -> int:
     """An eviction after which nothing becomes findable in its step."""
-    pairs = zip(events, events[1:], strict=False)
+    pairs = pairwise(events)
     return next(
         index
         for index, (event, after) in enumerate(pairs)
