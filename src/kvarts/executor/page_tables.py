@@ -87,9 +87,10 @@ class PageTables:
 
     def _add_decodes(self, step: _Step, decodes: DecodeRows, drafts: DraftRows | None) -> None:
         """Add the decodes of a step and what is drafted after them, and bring page tables up to date."""
-        for row, page, blocks in decodes.new_blocks:
-            self._reserve(page + 1)
-            self._ids[:, row, page] = blocks
+        if decodes.new_blocks:
+            new_rows, pages, blocks = zip(*decodes.new_blocks, strict=True)
+            self._reserve(max(pages) + 1)
+            self._ids[:, new_rows, pages] = np.array(blocks, np.int64).T
         for row, tables in decodes.new_tables:
             self._take_bounded(row, tables)
         rows, where, tokens = decodes.rows, decodes.positions, decodes.tokens
@@ -110,7 +111,7 @@ class PageTables:
             places = where - gaps
             ids = self._ids[:, rows, : int(places.max()) // self._page_size + 1]
             prompts = self._prompts[rows]
-            block_slots = self._block_slots(rows, places)
+            block_slots = self._slots(self._ids[self._blocks, rows, places // self._page_size], places)
             for layer_table, one, slots in zip(self._layer_tables, step.tables, step.slots, strict=True):
                 table, block = layer_table.of(ids), layer_table.blocks[0]
                 one.decodes = DecodeMetadata(
@@ -164,16 +165,20 @@ class PageTables:
     def _add_chunk(self, step: _Step, row: int, tokens: npt.NDArray[Any], where: Ints) -> None:
         """Add tokens of one row, at the positions `where`, one after the other."""
         first, last, keeps = step.num_tokens, step.num_tokens + len(where), self._keeps[row]
-        gaps = self._gaps[:, row]
-        places = where - gaps[:, None]
-        ids = self._ids[:, row, : int(places[:, -1].max()) // self._page_size + 1]
-        block_slots = self._block_slots(row, places)
+        if keeps is None:
+            ids = self._ids[:, row, : int(where[-1]) // self._page_size + 1]
+            block_slots = self._slots(ids[:, where // self._page_size], where)
+        else:
+            gaps = self._gaps[:, row]
+            places = where - gaps[:, None]
+            ids = self._ids[:, row, : int(places[:, -1].max()) // self._page_size + 1]
+            block_slots = self._slots(self._ids[self._blocks, row, places // self._page_size], places)
         for layer_table, one, slots in zip(self._layer_tables, step.tables, step.slots, strict=True):
             table, block = layer_table.of(ids), layer_table.blocks[0]
             if layer_table.is_plain:
                 slots.append(block_slots[block])
             else:
-                at, size = places[block], self._page_size // len(layer_table.blocks)
+                at, size = where if keeps is None else places[block], self._page_size // len(layer_table.blocks)
                 slots.append(table[at // size] * size + at % size)
             chunk = ChunkMetadata(first, last, int(where[0]), table, num_prompt_tokens=int(self._prompts[row]))
             if keeps is not None:
@@ -183,10 +188,9 @@ class PageTables:
             one.chunks.append(chunk)
         step.add(tokens, where, block_slots)
 
-    def _block_slots(self, rows: Ints | int, places: Ints) -> Ints:
-        """Return the slots of tokens of `rows`, or of one row, at `places` of page tables; both [blocks, tokens]."""
-        size = self._page_size
-        slots: Ints = self._ids[self._blocks, rows, places // size] * size + places % size
+    def _slots(self, page_ids: Ints, places: Ints) -> Ints:
+        """Return the slots of tokens at `places`, which are in the pages `page_ids` [blocks, tokens]."""
+        slots: Ints = page_ids * self._page_size + places % self._page_size
         return slots
 
     def _reserve(self, num_pages: int) -> None:
@@ -224,17 +228,21 @@ class _Step:
     def batch(self, requests: Ints) -> FlatBatch:
         """Return the step. `requests`: of each row."""
         for table, slots in zip(self.tables, self.slots, strict=True):
-            table.slots = np.concatenate(slots)
+            table.slots = _joined(slots)
         return FlatBatch(
-            np.concatenate(self.tokens).astype(np.int64),
-            np.concatenate(self.positions),
+            _joined(self.tokens).astype(np.int64),
+            _joined(self.positions),
             self.tables,
-            np.concatenate(self.block_slots, axis=1),
+            _joined(self.block_slots),
             self.sampled_rows,
             self.sampled_at,
             requests[self.sampled_rows].tolist(),
             self.drafts + [[] for _ in self.sampled_rows[len(self.drafts) :]] if self.drafts else [],
         )
+
+
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def _with_drafts(rows: list[int], drafts: DraftRows) -> tuple[list[list[int]], list[int]]:
