@@ -5,14 +5,8 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Column = npt.NDArray[Any]
-else:
-    Column = Any
+from kvarts.few import Column
 
 __all__ = ["Column", "Rows", "append_packed"]
 

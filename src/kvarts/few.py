@@ -10,9 +10,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress, repeat
 from operator import add, and_, eq, floordiv, gt, le, mod, mul, sub
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Few", "Numbers", "arrays_pay"]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Column = npt.NDArray[Any]
+else:  # not in a compiled module: mypyc takes this branch for one that is never reached
+    Column = Any
+
+__all__ = ["Column", "Few", "Numbers", "arrays_pay"]
 
 Numbers = Any
 """A column: an array of NumPy, or Few."""
