@@ -27,9 +27,9 @@ def imported(*arguments: str, folder: Path) -> list[str]:
 
 
 def others(modules: list[str]) -> set[str]:
-    """Packages that are neither kvarts nor of the standard library."""
+    """Packages that are neither kvarts, of the standard library, nor started by an installation of its own accord."""
     packages = {name.split(".")[0] for name in modules if name.isascii()}
-    started = {"sitecustomize", "usercustomize", "_distutils_hack", "coverage", "org"}  # an installation's own
+    started = {"sitecustomize", "usercustomize", "_distutils_hack", "coverage", "org", "kvarts__mypyc"}
     return {
         name
         for name in packages - sys.stdlib_module_names - started - {"kvarts"}
