@@ -91,7 +91,7 @@ class MockParts(msgspec.Struct, frozen=True):
         max_positions: int | None,
         kv_groups: str,
     ) -> ModelHost:
-        """Return the model, whose engine `core` is moved by `loop`. The rest as of ModelHost."""
+        """Return the model that `core` computes, moved by `loop`. The rest as of ModelHost."""
         return ModelHost(
             loop=loop,
             core=core,
