@@ -40,7 +40,11 @@ def main() -> None:
     kv = rng.integers(0, 2**16, size=shape, dtype=np.uint16)
     arrays = {"kv": kv}
     header = CheckpointHeader(
-        session_id=SESSION, fingerprint=FINGERPRINT, num_tokens=len(HISTORY), token_digest=token_digest(HISTORY)
+        session_id=SESSION,
+        fingerprint=FINGERPRINT,
+        num_tokens=len(HISTORY),
+        token_digest=token_digest(HISTORY),
+        tables=((6, 57, 1),),
     )
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         directory = Path(name)

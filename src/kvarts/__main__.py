@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -15,6 +16,8 @@ def run() -> None:
             signal.signal(number, _end_at_once)
     # NumPy's library of linear algebra starts a thread for each core when it is loaded, and none has anything to do.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # A command makes many objects that live to its end, imports most of all, and no cycles worth looking for.
+    gc.disable()
     # All that takes time comes now: nothing is written yet that would have to be removed.
     from kvarts.cli.main import run_main
 

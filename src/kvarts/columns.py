@@ -5,14 +5,10 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from kvarts.few import Column
 
 __all__ = ["Column", "Rows", "append_packed"]
-
-Column = npt.NDArray[Any]
 
 PACK_AT = 1 << 13
 """So many integers stay objects: a few hundred kilobytes, which a core's own cache has room for."""
@@ -45,6 +41,16 @@ class Rows:
 
     def take_columns(self) -> Column:
         """Return the rows as columns, shape [width, rows], and drop them here, so that memory holds them once."""
+        import numpy as np
+
         self._pack()
         packed, self._packed = self._packed, array("q")
         return np.ascontiguousarray(np.frombuffer(packed, np.int64).reshape(-1, self._width).T)
+
+    def to_lists(self) -> list[list[int]]:
+        """Return the rows as columns, which are short; they stay here as well."""
+        self._pack()
+        return [self._packed[field :: self._width].tolist() for field in range(self._width)]
+
+    def __len__(self) -> int:
+        return (len(self._packed) + len(self._recent)) // self._width

@@ -91,7 +91,7 @@ class ExecutorContract:
 
     def test_plans_name_pages_and_rows_if_it_needs_them(self, heard: Listening) -> None:
         for plan in heard.before:
-            assert all((chunk.page_ids is not None) is heard.needs_page_ids for chunk in plan.batch.chunks)
+            assert all(bool(chunk.tables) is heard.needs_page_ids for chunk in plan.batch.chunks)
             if plan.batch.num_decodes:
                 assert (plan.decodes is not None) is heard.needs_page_ids
 

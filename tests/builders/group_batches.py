@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 import torch
 
-from kvarts.executor.group_tables import GroupTables
+from kvarts.executor.page_tables import PageTables
+from kvarts.executor.torch.attention import PagedAttention
 from kvarts.executor.torch.block_cut import BlockCut
-from kvarts.executor.torch.group_attention import GroupAttention
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.kv.pool import PageId
+from kvarts.kv.sink_window import PageTable
 from kvarts.sched.plan import Batch, Chunk, DecodeRows, StepPlan
 
 __all__ = ["GroupSteps"]
@@ -77,8 +78,8 @@ class GroupSteps:
         )
         of_table = [[number for number, of in enumerate(cut.tables) if of == table] for table in sorted({*cut.tables})]
         backends = [make(self.pools.of_layers(numbers)) for numbers in of_table]
-        self._attention = GroupAttention(self.pools, backends, cut.tables)
-        self._rows = GroupTables(most_sequences, page_size, cut.layer_tables)
+        self._attention = PagedAttention(self.pools, backends, cut.tables)
+        self._rows = PageTables(most_sequences, page_size, cut.layer_tables)
         self._sequences: list[Sequence_] = []
         self._most_sequences = most_sequences
         self._refs: dict[PageId, int] = {}
@@ -122,7 +123,7 @@ class GroupSteps:
         if not decodes and not chunks:
             return 0.0
         metadata = self._begin_attention(self._plan(decodes, chunks))
-        self._attention.begin_all(metadata)
+        self._attention.begin(metadata)
         spans = [
             (sequence, sequence.num_tokens, sequence.num_tokens + count) for sequence, count, _ in decodes + chunks
         ]
@@ -172,7 +173,6 @@ class GroupSteps:
                 np.array([sequence.row for sequence, _, _ in decodes]),
                 np.array([sequence.num_tokens for sequence, _, _ in decodes]),
                 np.zeros(len(decodes), np.uint64),
-                (),
                 new_blocks=tuple(
                     (sequence.row, page, blocks) for sequence, _, taken in decodes for page, blocks in taken
                 ),
@@ -192,14 +192,15 @@ class GroupSteps:
         )
         return StepPlan(0, Batch(made, len(decodes), 0, 0), decodes=rows)
 
-    def _tables(self, sequence: Sequence_) -> tuple[tuple[PageId, ...], ...]:
+    def _tables(self, sequence: Sequence_) -> tuple[PageTable, ...]:
         """Page tables with 0 for what was given back, as a sequence gets them that begins again."""
-        tables: list[tuple[PageId, ...]] = []
+        tables: list[PageTable] = []
         first = 0
         for each, blocks in zip(self._each, sequence.blocks, strict=True):
             for number in range(first, first + each):
                 table = sequence.tables[number]
-                tables.append(tuple(PageId(table[page] if page in blocks else 0) for page in range(len(table))))
+                ids = (PageId(table[page] if page in blocks else 0) for page in range(len(table)))
+                tables.append(PageTable(tuple(ids)))
             first += each
         return tuple(tables)
 

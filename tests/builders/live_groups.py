@@ -159,8 +159,8 @@ class ReadingExecutor:
                 if right:
                     accepted.append((row, right))
         for chunk in plan.batch.chunks:
-            assert chunk.page_ids is None and len(chunk.tables) == len(self.layers)
-            self.rows[chunk.row] = chunk.request_index, [list(map(int, table)) for table in chunk.tables]
+            assert len(chunk.tables) == len(self.layers)
+            self.rows[chunk.row] = chunk.request_index, [list(map(int, table.page_ids)) for table in chunk.tables]
             tokens = self.tokens[chunk.request_index][1]
             assert tokens[chunk.start : chunk.end] == chunk.tokens.tolist()
             computed.append((chunk.row, chunk.start, chunk.end, []))

@@ -75,12 +75,12 @@ class ToyExecutor:
         work: list[tuple[int, int, Words, bool]] = []
         drafts: dict[int, list[int]] = {}
         for chunk in plan.batch.chunks:
-            assert chunk.page_ids is not None
-            self.tables[chunk.row] = list(chunk.page_ids)
+            (table,) = chunk.tables
+            self.tables[chunk.row] = list(table.page_ids)
             work.append((chunk.row, chunk.start, chunk.tokens, chunk.is_last))
         if plan.decodes is not None:
             decodes = plan.decodes
-            for row, index, page_id in decodes.new_pages:
+            for row, index, (page_id,) in decodes.new_blocks:
                 assert index <= len(self.tables[row]), "pages come in order"
                 self.tables[row][index:] = [page_id]
             if plan.drafts is not None:

@@ -114,8 +114,8 @@ class Batch:
             chunks=chunks,
             decodes=self.decodes(tables),
         )
-        attention = PagedAttention(self.pools, backend)
-        attention.begin(metadata)
+        attention = PagedAttention(self.pools, [backend])
+        attention.begin([metadata])
         return attention.attend(0, self.queries, self.keys, self.values, params)
 
     def gap(self, number: int) -> int:

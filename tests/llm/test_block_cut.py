@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from kvarts.errors import ConfigError
-from kvarts.executor.group_tables import GroupTables
+from kvarts.executor.page_tables import PageTables
 from kvarts.executor.torch.block_cut import cut_blocks
 from kvarts.executor.torch.pools import KVPools, LayerShape, page_bytes_of
 from kvarts.hardware.model_config import load_geometry
 from kvarts.hardware.sequences import local_kv_groups
 from kvarts.kv.pool import PageId
+from kvarts.kv.sink_window import PageTable
 from kvarts.sched.plan import Batch, Chunk, StepPlan
 
 from builders.windowed_models import FAMILIES, config_of
@@ -68,10 +69,10 @@ def test_every_number_belongs_to_one_token_of_one_layer(kinds: list[Any], page_s
     assert [len(tensor) for tensor in pools.tensors] == [num_blocks] * len(pools.tensors)
     each = memory.page_bytes // memory.block_bytes
     ids = Random(seed).sample(range(num_blocks), num_pages * each)
-    tables = tuple(tuple(map(PageId, ids[number * num_pages :][:num_pages])) for number in range(each))
+    tables = tuple(PageTable(tuple(map(PageId, ids[number * num_pages :][:num_pages]))) for number in range(each))
     num_tokens = num_pages * page_size
     chunk = Chunk(0, num_tokens, num_tokens, num_tokens, tokens=np.zeros(num_tokens, np.uint64), tables=tables)
-    batch = GroupTables(1, page_size, cut.layer_tables).flatten(StepPlan(0, Batch((chunk,), 0, 0, 0)))
+    batch = PageTables(1, page_size, cut.layer_tables).flatten(StepPlan(0, Batch((chunk,), 0, 0, 0)))
     assert batch is not None
     written: dict[int, torch.Tensor] = {}
     first = 1.0

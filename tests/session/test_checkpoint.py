@@ -34,7 +34,7 @@ def header_of(num_tokens: int = 12, session_id: str = SESSION, **changes: Any) -
         fingerprint={**FINGERPRINT, **changes},
         num_tokens=num_tokens,
         token_digest=token_digest(TOKENS[:num_tokens]),
-        num_dropped_pages=3,
+        tables=((5, 3, 1),),
     )
 
 

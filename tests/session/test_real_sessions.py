@@ -21,7 +21,6 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.llm.llm import LLM
 from kvarts.session.config import SessionsConfig
-from kvarts.session.pages import SessionPages
 from kvarts.session.sessions import Sessions
 from kvarts.session.values import SessionSettings, Token
 
@@ -216,8 +215,9 @@ def test_pages_that_are_mixed_up_are_noticed(models: Models) -> None:
 
         def mix(_: object) -> None:
             pages = sessions._table.get(OWNER, session).pages
-            assert isinstance(pages, SessionPages)
-            pages._page_ids[1], pages._page_ids[2] = pages._page_ids[2], pages._page_ids[1]
+            assert pages is not None
+            ids = pages.tables[0]._page_ids
+            ids[1], ids[2] = ids[2], ids[1]
 
         llm.host().loop.call(mix)
         said = await say(sessions, session, [], 6)

@@ -24,15 +24,14 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import LruOrder
-from kvarts.kv.group_keeps import most_blocks
+from kvarts.kv.group_keeps import most_blocks, retained_by_group
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.kv.tree import PrefixTree
-from kvarts.session.group_pages import GroupSessionPages
-from kvarts.session.pages import ChunkRoom, OwnTables, SessionPages
+from kvarts.session.pages import ChunkRoom, SessionPages, SessionTable
 
 from oracles.naive_kv_groups import kept_for, seen_by_both
 
@@ -44,7 +43,7 @@ FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
 class Known:
     """A session: its pages, and its tokens, all of which are computed. No two tokens are equal."""
 
-    pages: OwnTables
+    pages: SessionPages
     history: list[int] = field(default_factory=list)
 
     @property
@@ -77,13 +76,13 @@ class SessionPagesMachine(RuleBasedStateMachine):
         self.sessions: list[Known] = []
         self.num_tokens = 0
 
-    def open(self, keeps: SinkWindow) -> OwnTables:
+    def open(self, keeps: SinkWindow) -> SessionPages:
         return SessionPages(keeps, self.reserve, self.room)
 
     def most_pages(self, keeps: SinkWindow) -> int:
         return -(-keeps.sink // self.page_size) + -(-keeps.window // self.page_size) + 1
 
-    def page_of(self, table: SessionPages, position: int) -> PageId:
+    def page_of(self, table: SessionTable, position: int) -> PageId:
         page = position // self.page_size
         return table.page_ids[page if page < table.num_sink_pages else page - table.num_dropped]
 
@@ -94,7 +93,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
         self.num_tokens += count
         return list(range(self.num_tokens - count, self.num_tokens))
 
-    def is_gone(self, table: SessionPages, positions: set[int]) -> bool:
+    def is_gone(self, table: SessionTable, positions: set[int]) -> bool:
         """Whether some of these are in pages that were dropped, or none is after them."""
         first = table.num_sink_pages * self.page_size
         gone = range(first, first + table.num_dropped * self.page_size)
@@ -266,8 +265,9 @@ class GroupPagesMachine(SessionPagesMachine):
         ]
         self.set_up(page_size, BlockPages(self.groups, num_blocks=2400, page_size=page_size, most_new_tokens=8), layers)
 
-    def open(self, keeps: SinkWindow) -> OwnTables:
-        return GroupSessionPages(keeps, self.groups, self.reserve, self.room)
+    def open(self, keeps: SinkWindow) -> SessionPages:
+        tables = [one for one, blocks in retained_by_group(self.groups, keeps) for _ in range(blocks)]
+        return SessionPages(keeps, self.reserve, self.room, tables)
 
     def most_pages(self, keeps: SinkWindow) -> int:
         return most_blocks(self.groups, keeps, self.page_size)

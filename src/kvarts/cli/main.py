@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 from importlib import import_module
 
@@ -120,7 +119,6 @@ def run_main() -> None:
     guard_streams()
     try:
         handle_signals()
-        gc.disable()  # a command makes many objects that live to its end, and no cycles worth looking for
         end(main())
     except KeyboardInterrupt:  # before `main`, or after it: nothing is under way
         end(_failed("interrupted", 128 + signal.SIGINT))

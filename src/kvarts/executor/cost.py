@@ -8,14 +8,14 @@ steps were asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from kvarts.errors import ConfigError, InputError, parts_of
-from kvarts.executor.manysteps import whole_ns
+from kvarts.executor.manysteps import are_many, whole_ns
 from kvarts.executor.mocker_formula import mocker_decode_ns, mocker_step_ns
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.uncertainty import Uncertainty
@@ -84,9 +84,13 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of steps of decodes."""
-        known = known_tokens + num_decodes * np.arange(num_steps)
         ms = self.step_ms + self.chunk_token_ms * 0 + self.decode_ms * num_decodes
-        return whole_ns((ms + self.context_token_ms * known) * 1e6)
+        if not are_many(num_steps):
+            known = range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
+            return [round((ms + self.context_token_ms * each) * 1e6) for each in known]
+        import numpy as np
+
+        return whole_ns((ms + self.context_token_ms * (known_tokens + num_decodes * np.arange(num_steps))) * 1e6)
 
 
 class CallableCost:
@@ -97,8 +101,9 @@ class CallableCost:
 
     def step_ns(self, batch: Batch) -> int:
         """Return what the callable answers, in nanoseconds. Raise ConfigError if that is no duration."""
-        ms = self._step_ms(batch)
-        if not isinstance(ms, int | float | np.number) or not 0.0 <= ms <= MOST_MS:
+        ms: Any = self._step_ms(batch)
+        is_number = isinstance(ms, Real)
+        if not is_number or not 0.0 <= ms <= MOST_MS:
             raise ConfigError(f"the cost callable answered {ms!r} for {batch}", field="cost", hint="Return ms.")
         return round(float(ms) * 1e6)
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.executor.cost import CostModel
-from kvarts.executor.flat_batch import FlatBatch, RowTables
-from kvarts.executor.group_tables import GroupTables, LayerTable
+from kvarts.executor.flat_batch import FlatBatch
 from kvarts.executor.page_slots import PageSlots
+from kvarts.executor.page_tables import LayerTable, PageTables
 from kvarts.executor.rotation import NoRotation
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.sampling import Logprobs, SamplingParams
@@ -82,10 +82,9 @@ class MockExecutor:
         self.rotation = NoRotation()
         self.late_ns = 0
         """How much later than they should the steps have ended so far, the most of all."""
-        self._rows: RowTables | GroupTables = RowTables(config.max_num_seqs, config.page_size)
-        if groups is not None:
-            tables = [LayerTable((block,)) for block in range(groups.page_bytes // groups.block_bytes)]
-            self._rows = GroupTables(config.max_num_seqs, config.page_size, tables)
+        num_tables = 1 if groups is None else groups.page_bytes // groups.block_bytes
+        tables = [LayerTable((block,)) for block in range(num_tables)]
+        self._rows = PageTables(config.max_num_seqs, config.page_size, tables)
         self._max_num_seqs = config.max_num_seqs
         self._cost = cost
         self._clock = clock
@@ -150,7 +149,7 @@ class MockExecutor:
         sampled = np.zeros(self._max_num_seqs, np.uint64)
         stopped: tuple[int, ...] = ()
         if batch is not None:
-            self.slots.write(batch.slots if batch.block_slots is None else batch.block_slots, batch.positions)
+            self.slots.write(batch.block_slots, batch.positions)
             if batch.sampled_rows:
                 at = batch.sampled_at
                 before = batch.tokens[at].astype(np.uint64)

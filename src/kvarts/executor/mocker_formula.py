@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from kvarts.executor.manysteps import FEW_STEPS, whole_ns
+from kvarts.executor.manysteps import are_many, whole_ns
 from kvarts.sched.plan import Batch
 
 __all__ = ["mocker_decode_ns", "mocker_step_ns"]
@@ -45,12 +43,13 @@ def mocker_step_ns(batch: Batch) -> int:
 def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
     """Return the durations of `num_steps` steps of decodes."""
     last = known_tokens + (num_steps - 1) * num_decodes
-    if num_steps < FEW_STEPS and last <= pool_tokens:
+    is_few = not are_many(num_steps)
+    if is_few and last <= pool_tokens:
         return [
             round((-25.74 * (u := known / pool_tokens) * u + 54.01 * u + 5.74) * 1e6)
             for known in range(known_tokens, last + 1, num_decodes)
         ]
-    if num_steps < FEW_STEPS:
+    if is_few:
         durations = []
         for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes):
             u = known / pool_tokens
@@ -58,6 +57,8 @@ def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_
                 u = 1.0
             durations.append(round((-25.74 * u * u + 54.01 * u + 5.74) * 1e6))
         return durations
+    import numpy as np
+
     # In place, and in the order of the loop above, so that both round alike.
     use = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) / pool_tokens
     np.minimum(use, 1.0, out=use)

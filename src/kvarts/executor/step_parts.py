@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvarts.executor.layer_cost import LayerCost
-from kvarts.executor.manysteps import FEW_STEPS, whole_ns
+from kvarts.executor.manysteps import are_many, whole_ns
 from kvarts.sched.plan import Batch, Chunk
 
 if TYPE_CHECKING:
@@ -119,11 +117,13 @@ class StepParts:
     def decode_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of `num_steps` steps of decodes, in each of which every sequence knows a token more."""
         fixed_ms = self.fixed_ms(num_decodes)
-        if num_steps < FEW_STEPS or not self.is_simple:
+        if not self.is_simple or not are_many(num_steps):
             return [
                 round(self.decode_ms(num_decodes, known, fixed_ms) * 1e6)
                 for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
             ]
+        import numpy as np
+
         # The operations of `decode_ms`, in the same order, so that both round alike.
         ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * self.context_token_ms
         ms += fixed_ms

@@ -7,7 +7,6 @@ from math import exp
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import numpy as np
 
 from kvarts.errors import ConfigError
 from kvarts.limits import check_whole
@@ -64,6 +63,8 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     measured: tuple[MeasuredOn, ...] = ()
 
     def __post_init__(self) -> None:
+        import numpy as np
+
         from kvarts.executor.roofline import COEFFICIENTS
 
         count = len(self.coefficients)
@@ -89,6 +90,8 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         The square root of the sum of squares of half the differences is the standard deviation of what depends on them.
         """
+        import numpy as np
+
         active = [name for name in cost.active_coefficients if name in self.coefficients or name in SLOWER]
         places = [self.coefficients.index(name) if name in self.coefficients else None for name in active]
         known = np.array(self.covariance, np.float64)

@@ -9,7 +9,7 @@ import msgspec
 
 from kvarts.kv.pool import PageId
 
-__all__ = ["OwnPages", "OwnTable", "SinkWindow"]
+__all__ = ["OwnPages", "PageTable", "SinkWindow"]
 
 
 class SinkWindow(msgspec.Struct, frozen=True):
@@ -52,17 +52,17 @@ class SinkWindow(msgspec.Struct, frozen=True):
         return {self.window % page_size}
 
 
-class OwnTable(msgspec.Struct, frozen=True):
-    """A page table of a bounded sequence of a model with KV groups.
+class PageTable(msgspec.Struct, frozen=True, gc=False):
+    """A page table of a sequence: its pages in order of position, with 0 for a page that is not held.
 
-    `num_dropped`: pages that were dropped, and are not in `page_ids`: they follow the first `num_sink_pages`. `keeps`:
-    what the layers that have the table see of the sequence from here on.
+    `num_dropped`: pages that are not in `page_ids`, after the first `num_sink_pages`. `keeps`: what the layers that
+    have the table see of the sequence from here on; None for all.
     """
 
     page_ids: tuple[PageId, ...]
-    num_dropped: int
-    num_sink_pages: int
-    keeps: SinkWindow
+    num_dropped: int = 0
+    num_sink_pages: int = 0
+    keeps: SinkWindow | None = None
 
 
 class OwnPages(Protocol):
@@ -74,9 +74,6 @@ class OwnPages(Protocol):
 
     keeps: SinkWindow
 
-    num_dropped: int
-    """Pages that were dropped so far."""
-
     @property
     def page_ids(self) -> Sequence[PageId]:
         """The pages that are left, in order of position; none where pages are only counted."""
@@ -86,8 +83,8 @@ class OwnPages(Protocol):
         """The places in a page at which a token no longer needs a page that the token before it needed."""
 
     @property
-    def own_tables(self) -> tuple[OwnTable, ...]:
-        """Of a model with KV groups: the page tables, one for each block of a page; else none."""
+    def page_tables(self) -> tuple[PageTable, ...]:
+        """The page tables, one for each block of a page; none where pages are only counted."""
 
     def settle(self, position: int) -> bool:
         """Drop pages that no token at `position` or later can see; return whether there were any."""

@@ -9,24 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from threading import Lock
-from time import monotonic, thread_time
+from time import monotonic
 from typing import Protocol
 
 import msgspec
 
-from kvarts.llm.listener import Gone, RequestFailedError
+from kvarts.llm.listener import RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.outbox import Outbox
 from kvarts.llm.text import Completion, Generation
-from kvarts.openai_api.meter import BucketCounts
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, TopLogprobs
 
-__all__ = ["Answer", "Choice", "ChoiceMeter", "Outbox", "Piece", "TokenLogprob"]
-
-LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
+__all__ = ["Answer", "Choice", "ChoiceMeter", "Piece", "TokenLogprob"]
 
 TokenLogprob = tuple[int, float | None, TopLogprobs]
 """A token, its log-probability, and the likeliest tokens in its place with theirs."""
@@ -49,85 +45,6 @@ class ChoiceMeter(Protocol):
 
     def ended(self, choice: Choice, completion: Completion, now_s: float) -> None:
         """Count a choice that has ended."""
-
-
-class Outbox:
-    """Wakes the coroutines of one event loop."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = Lock()
-        self._marked: list[Answer] = []
-        self._is_holding = False
-        self._not_before_s = 0.0
-        self._is_put_off = False
-        self._due_s: float | None = None
-        self.due_s: Callable[[], float] | None = None
-        """Returns when the last step should have ended, on the monotonic clock, where that is known."""
-        self.late_s = BucketCounts(LATE_S)
-        """Of what was written after a step: how long after that."""
-
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let answers be read in `loop` from now on."""
-        self._loop = loop
-
-    def mark(self, answer: Answer) -> None:
-        """Have `answer` woken, from any thread. Raise Gone if there is no event loop any more."""
-        with self._lock:
-            if answer.is_marked:
-                return
-            answer.is_marked = True
-            self._marked.append(answer)
-            if self._is_holding or len(self._marked) > 1:
-                return
-        self._wake_soon()
-
-    def hold(self) -> None:
-        """Wake nothing until `release`: a step has ended."""
-        with self._lock:
-            self._is_holding = True
-            if self.due_s is not None and not self._marked:  # else what waits is later still
-                self._due_s = self.due_s()
-
-    def release(self) -> None:
-        """Have everything woken that was marked meanwhile."""
-        with self._lock:
-            self._is_holding = False
-            if not self._marked:
-                return
-        with suppress(Gone):
-            self._wake_soon()
-
-    def _wake_soon(self) -> None:
-        try:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._wake)
-        except RuntimeError as error:
-            with self._lock:
-                self._marked.clear()
-            raise Gone from error
-
-    def _wake(self) -> None:
-        """Wake all that were marked, for half of the time at most: with more to do, more is done at once."""
-        early_s = self._not_before_s - monotonic()
-        if early_s > 0.0:
-            if not self._is_put_off:
-                self._is_put_off = True
-                assert self._loop is not None
-                self._loop.call_later(early_s, self._wake)
-            return
-        self._is_put_off = False
-        began_s = thread_time()
-        with self._lock:
-            marked, self._marked = self._marked, []
-            due_s = self._due_s
-            for answer in marked:
-                answer.is_marked = False
-        for answer in marked:
-            answer.wake()
-            if due_s is not None:
-                self.late_s.add(monotonic() - due_s)
-        self._not_before_s = monotonic() + thread_time() - began_s
 
 
 class Answer:

@@ -279,7 +279,7 @@ class ModelMetrics:
             yield self._histogram(
                 "kvarts:mock_write_late_seconds",
                 "How long after the end of its step, as it should have been, each answer was written to.",
-                served.outbox.late_s,
+                served.late_s,
             )
         yield from self._of_sessions()
         if served.sharing is not None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from kvarts.build import TierSettings, build_engine
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig
+from kvarts.engine import Engine
 from kvarts.event_log import EventReader
 from kvarts.executor.cost import CostModel
 from kvarts.executor.mock import MockExecutor
@@ -27,7 +30,7 @@ from kvarts.openai_api.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
 from kvarts.request import Request
 from kvarts.sim.replica import Replica
 
-__all__ = ["PacedEngine", "mock_model"]
+__all__ = ["MockParts", "PacedEngine", "mock_model", "mock_parts"]
 
 
 class PacedEngine:
@@ -65,6 +68,58 @@ class PacedEngine:
         return self._replica.has_work
 
 
+class MockParts(msgspec.Struct, frozen=True):
+    """What a mock of one model is made of, alone or on a device that others share.
+
+    `executor` makes tokens, `detokenizing` words of them, `waiting` ends the step when its time has passed: an engine
+    is to be built on that. `seed`: of the tokens.
+    """
+
+    executor: MockExecutor
+    detokenizing: DetokenizingExecutor
+    waiting: WaitingExecutor
+    seed: int
+
+    def host(
+        self,
+        loop: EngineLoop,
+        core: Engine,
+        config: EngineConfig,
+        clock: Clock,
+        *,
+        token_bytes: int,
+        max_positions: int | None,
+        kv_groups: str,
+    ) -> ModelHost:
+        """Return the model that `core` computes, moved by `loop`. The rest as of ModelHost."""
+        return ModelHost(
+            loop=loop,
+            core=core,
+            config=config,
+            clock=clock,
+            slots=self.executor.slots,
+            rotation=self.executor.rotation,
+            kv=NoPageBytes(),
+            token_bytes=token_bytes,
+            vocab_size=VOCABULARY_SIZE,
+            max_positions=max_positions,
+            fingerprint=lambda: f"mock {self.seed}",
+            kv_groups=kv_groups,
+        )
+
+
+def mock_parts(
+    config: EngineConfig, cost: CostModel, clock: Clock, *, seed: int, groups: GroupMemory | None, num_blocks: int
+) -> MockParts:
+    """Return the parts of a mock. `groups`, `num_blocks`: of a model with KV groups, and the blocks of its memory."""
+    put_off = PutOffClock(clock)
+    executor = MockExecutor(
+        config, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words, groups=groups, num_blocks=num_blocks
+    )
+    detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=put_off)
+    return MockParts(executor, detokenizing, WaitingExecutor(detokenizing, put_off), seed)
+
+
 def mock_model(
     config: EngineConfig,
     cost: CostModel,
@@ -87,17 +142,12 @@ def mock_model(
     paced = PacedClock(speedup=speedup)
     if clock is None:
         clock = paced
-    put_off = PutOffClock(clock)
     num_blocks = 0 if groups is None else groups.num_blocks(config.num_pages)
-    executor = MockExecutor(
-        config, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words, groups=groups, num_blocks=num_blocks
-    )
-    detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=put_off)
-    waiting = WaitingExecutor(detokenizing, put_off)
+    parts = mock_parts(config, cost, clock, seed=seed, groups=groups, num_blocks=num_blocks)
     assert groups is None or offload is None, "a mock with KV groups has no tiers"
     core = build_engine(
         config,
-        waiting,
+        parts.waiting,
         memory=groups,
         readers=readers,
         audit=audit,
@@ -107,18 +157,14 @@ def mock_model(
     )
     paced.is_at_rest = lambda: not core.scheduler.has_work
     replica = Replica(core, SimExecutor(cost), step_by_step=True)
-    engine = LLMEngine(PacedEngine(replica, clock), executor, detokenizing, clock, page_size=config.page_size)
-    return ModelHost(
-        loop=EngineLoop(engine),
-        core=core,
-        config=config,
-        clock=clock,
-        slots=executor.slots,
-        rotation=executor.rotation,
-        kv=NoPageBytes(),
+    paced_engine = PacedEngine(replica, clock)
+    engine = LLMEngine(paced_engine, parts.executor, parts.detokenizing, clock, page_size=config.page_size)
+    return parts.host(
+        EngineLoop(engine),
+        core,
+        config,
+        clock,
         token_bytes=token_bytes,
-        vocab_size=VOCABULARY_SIZE,
         max_positions=max_positions,
-        fingerprint=lambda: f"mock {seed}",
         kv_groups="off" if groups is None else groups.keeps,
     )

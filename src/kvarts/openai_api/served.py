@@ -15,16 +15,19 @@ from kvarts.errors import ConfigError
 from kvarts.limits import MOST_COUNT, MOST_SECONDS
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.openai_api.answer import Answer, Choice, Outbox
+from kvarts.llm.outbox import Outbox
+from kvarts.openai_api.answer import Answer, Choice
 from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.meter import Meter
+from kvarts.openai_api.meter import BucketCounts, Meter
 from kvarts.openai_api.prompts import Message, TextModel
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 
 __all__ = ["Ask", "Health", "Limits", "Served", "Sharing"]
+
+LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
 
 T = TypeVar("T")
 Health = Literal["healthy", "degraded", "dead"]
@@ -153,10 +156,13 @@ class Served:
         self.why_no_sessions = ""
         """Why there can be none, where that is so: what a request is told that asks for one by its body."""
         self.outbox = Outbox()
+        self.late_s = BucketCounts(LATE_S)
+        """Of what was written after a step of a mock: how long after it was due."""
         host.loop.held.append(self.outbox)
         since_due_ns: Callable[[], int] | None = getattr(host.clock, "since_due_ns", None)
         if since_due_ns is not None:
             self.outbox.due_s = lambda: monotonic() - since_due_ns() / 1e9
+            self.outbox.on_late = self.late_s.add
         self.created_s = int(time())
         self.health: Health = "healthy"
         """Of a model that shares its device: a degraded one admits nothing, a dead one has lost its requests."""

@@ -6,13 +6,14 @@ two.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import accumulate
 from math import fsum
 
-import numpy as np
-
 from kvarts.columns import Column
+from kvarts.few import Numbers, arrays_pay
 
 __all__ = ["NS_PER_MS", "Distribution", "distribution_ms", "dot", "weighted_distribution_ms"]
 
@@ -25,12 +26,13 @@ NUM_BINS = 1 << 16
 Distribution = dict[str, float | None]
 _NOTHING: Distribution = dict.fromkeys(("mean", *PERCENTILES, "max"))
 
-Parts = Iterable[tuple[Column, Column]]
+Parts = Iterable[tuple[Numbers, Numbers]]
 
 
-def distribution_ms(values_ns: Column) -> Distribution:
+def distribution_ms(values_ns: Numbers) -> Distribution:
     """Return mean, percentiles and maximum in milliseconds."""
-    ordered = np.sort(values_ns)
+    ordered = values_ns.copy()
+    ordered.sort()
     count = len(ordered)
     if not count:
         return _NOTHING.copy()
@@ -53,15 +55,15 @@ def weighted_distribution_ms(parts: Callable[[], Parts], *, most_sorted: int = M
             del held
             return _searched(parts)
         held.append(part)
-    return _sorted(held)
+    return _sorted(held) if arrays_pay(num_values) else _sorted_few(held)
 
 
-def dot(counts: Column, times_ns: Column) -> int:
+def dot(counts: Numbers, times_ns: Numbers) -> int:
     """Return the sum of products, exact: where it might not fit 64 bits, in two parts that do."""
     if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
-        return int(np.dot(counts, times_ns))
-    high, low = np.divmod(times_ns, 1 << 20)
-    return (int(np.dot(counts, high)) << 20) + int(np.dot(counts, low))
+        return int(counts.dot(times_ns))
+    high, low = times_ns // (1 << 20), times_ns % (1 << 20)
+    return (int(counts.dot(high)) << 20) + int(counts.dot(low))
 
 
 def _ranks(count: int) -> list[int]:
@@ -74,8 +76,25 @@ def _named(mean_ns: float, found_ns: list[int]) -> Distribution:
     return dict(zip(names, (ns / NS_PER_MS for ns in (mean_ns, *found_ns)), strict=True))
 
 
+def _sorted_few(parts: list[tuple[Numbers, Numbers]]) -> Distribution:
+    """Return the distribution of a few values, with weights."""
+    pairs = sorted(
+        (value_ns, weight)
+        for values_ns, weights in parts
+        for value_ns, weight in zip(values_ns.tolist(), weights.tolist(), strict=True)
+        if weight > 0
+    )
+    if not pairs:
+        return _NOTHING.copy()
+    total_ns = sum(value_ns * weight for value_ns, weight in pairs)
+    ends = list(accumulate(weight for _, weight in pairs))
+    return _named(total_ns / ends[-1], [pairs[bisect_right(ends, rank)][0] for rank in _ranks(ends[-1])])
+
+
 def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:
     """Return the distribution of values, with weights, that fit memory all at once."""
+    import numpy as np
+
     empty = np.zeros(0, np.int64)
     values_ns, weights = (np.concatenate(columns) for columns in zip((empty, empty), *parts, strict=True))
     if not weights.all():
@@ -94,6 +113,8 @@ def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:
 
 def _searched(parts: Callable[[], Parts]) -> Distribution:
     """Return the same of values that do not, in passes over all of them."""
+    import numpy as np
+
     count = total_ns = 0
     lowest, highest = np.iinfo(np.int64).max, np.iinfo(np.int64).min
     for values_ns, weights in parts():
@@ -128,11 +149,15 @@ class _Bins:
     """How many values there are in each part of [low, high)."""
 
     def __init__(self, low: int, high: int) -> None:
+        import numpy as np
+
         self.low, self.high = low, high
         self.width = -(-(high - low) // NUM_BINS)
         self._counts = np.zeros(NUM_BINS, np.int64)
 
     def count(self, values_ns: Column, weights: Column) -> None:
+        import numpy as np
+
         is_in = (values_ns >= self.low) & (values_ns < self.high)
         if is_in.any():
             places = (values_ns[is_in] - self.low) // self.width
@@ -141,6 +166,8 @@ class _Bins:
     @cached_property
     def ends(self) -> Column:
         """Return how many values there are up to the end of each part. All are counted."""
+        import numpy as np
+
         return np.cumsum(self._counts)
 
 
@@ -158,6 +185,8 @@ class _Search:
 
     def narrow(self, bins: _Bins) -> None:
         """Go on in one part of the range, which `bins` are of."""
+        import numpy as np
+
         at = int(np.searchsorted(bins.ends, self.rank, side="right"))
         self.rank -= int(bins.ends[at - 1]) if at else 0
         low = bins.low + at * bins.width

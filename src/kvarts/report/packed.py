@@ -9,9 +9,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Literal, NamedTuple
 
 from kvarts.columns import Column, append_packed
 
@@ -23,7 +21,8 @@ RECENT_STEPS = 1 << 12
 PACK_AT = 64 * BLOCK_STEPS
 """Fewer steps than this are kept as they are: what packs them would cost more than it saves."""
 
-_WIDTHS: tuple[type[np.signedinteger[Any]], ...] = (np.int8, np.int16, np.int32, np.int64)
+_WIDTHS = ("b", "h", "i", "q")
+"""Type codes of integers of 1, 2, 4 and 8 bytes, as `array` and NumPy have them."""
 
 
 class _Block(NamedTuple):
@@ -34,7 +33,7 @@ class _Block(NamedTuple):
 
     first: int
     last: int
-    width: type[np.signedinteger[Any]]
+    width: str
     differences: bytes
 
 
@@ -66,6 +65,8 @@ class PackedColumn:
         self.recent.clear()
 
     def _pack(self) -> None:
+        import numpy as np
+
         values = np.frombuffer(self._later, self._typecode)
         end = len(values) // BLOCK_STEPS * BLOCK_STEPS
         for start in range(0, end, BLOCK_STEPS):
@@ -74,6 +75,11 @@ class PackedColumn:
 
     def __len__(self) -> int:
         return len(self._blocks) * BLOCK_STEPS + len(self._later) + len(self.recent)
+
+    def to_list(self) -> list[int]:
+        """Return all of them, where nothing is packed."""
+        assert not self._blocks
+        return [*self._later, *self.recent]
 
     def blocks(self) -> Iterator[Column]:
         """Return the integers in order, BLOCK_STEPS at a time, and the rest in the last block."""
@@ -87,9 +93,13 @@ class PackedColumn:
         """Return all of them, as an array; it is the column's own memory where nothing is packed."""
         if not self._blocks:
             return self._all_later()
+        import numpy as np
+
         return np.concatenate([block.astype(self._typecode) for block in self.blocks()])
 
     def _all_later(self) -> Column:
+        import numpy as np
+
         if self.recent:
             self._keep_recent()
         return np.frombuffer(self._later, self._typecode)
@@ -97,19 +107,27 @@ class PackedColumn:
 
 def _line(first: int, last: int) -> Column:
     """Return a block's line, in whole numbers; the same on every call, whatever is rounded in it."""
-    return first + ((last - first) / (BLOCK_STEPS - 1) * np.arange(BLOCK_STEPS)).astype(np.int64)
+    import numpy as np
+
+    line: Column = first + ((last - first) / (BLOCK_STEPS - 1) * np.arange(BLOCK_STEPS)).astype(np.int64)
+    return line
 
 
 def _packed(values: Column) -> _Block:
+    import numpy as np
+
     first, last = int(values[0]), int(values[-1])
     differences = values - _line(first, last)
     low, high = int(differences.min()), int(differences.max())
     width = next(width for width in _WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
     packed = differences.astype(width).tobytes()
     # Only what rounding adds is worth the time: wider differences hardly get smaller.
-    return _Block(first, last, width, zlib.compress(packed, 1) if width is np.int8 else packed)
+    return _Block(first, last, width, zlib.compress(packed, 1) if width == "b" else packed)
 
 
 def _unpacked(block: _Block) -> Column:
-    packed = zlib.decompress(block.differences) if block.width is np.int8 else block.differences
-    return _line(block.first, block.last) + np.frombuffer(packed, block.width)
+    import numpy as np
+
+    packed = zlib.decompress(block.differences) if block.width == "b" else block.differences
+    values: Column = _line(block.first, block.last) + np.frombuffer(packed, block.width)
+    return values

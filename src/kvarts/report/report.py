@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import fsum, isnan
-from typing import Any
+from math import fsum, inf, isnan
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvarts.columns import Column
 from kvarts.events import Blocked
+from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.kv.transfer import TransferTotals
 from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
@@ -24,6 +23,10 @@ from kvarts.report.run_config import RunConfig
 from kvarts.report.steps import StepLog
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.working_set import working_set_pages
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["REPORT_VERSION", "Report"]
 
@@ -98,6 +101,8 @@ class Report:
         of each group. `blocked` says why the
         head of the queue was not admitted: 0 nothing waits, 1 token budget, 2 pages, 3 sequence cap.
         """
+        import numpy as np
+
         logs = [log.columns for log in self.step_logs]
         raw = {name: np.concatenate([log[name] for log in logs]) for name in logs[0]}
         return {
@@ -133,11 +138,11 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """Everything in one JSON-able value."""
         config = self.config
-        raw = self._request_log.columns
+        raw = self._request_log.numbers()
         done = raw["status"] == COMPLETED
         completed = raw if done.all() else {name: column[done] for name, column in raw.items()}
         logs = self.step_logs
-        spans = [log.spans for log in logs]
+        spans = [log.numbers for log in logs]
         num_requests = len(done)
         num_completed = len(completed["row"])
         ttft_ns = completed["first_token_ns"] - completed["arrival_ns"]
@@ -159,9 +164,9 @@ class Report:
         used_page_ns, peaks = 0, []
         for log in logs:
             peak = 0
-            for slab in log.slabs():
-                used_page_ns += dot(slab.used, slab.durations_ns)
-                peak = max(peak, int(slab.used.max()))
+            for used, durations_ns in log.used_over_time():
+                used_page_ns += dot(used, durations_ns)
+                peak = max(peak, int(used.max()))
             peaks.append(peak)
         peak_used = max(peaks)
         working_set = working_set_pages(self._trace, config.page_size)
@@ -211,7 +216,7 @@ class Report:
             "working_set_to_pool": None if working_set is None else working_set / (config.num_pages * config.replicas),
             **self._memory(),
             "limited_by": self._limits(queue_ns, e2e_ns),
-            "replicas": self._replicas(peaks),
+            "replicas": self._replicas(raw, done, peaks),
         }
 
     def to_json(self) -> bytes:
@@ -223,10 +228,13 @@ class Report:
 
         It is `itl_ms`, with `upper_ms` of each bin, 2 % wide, and `counts`.
         """
+        import numpy as np
+
         upper_ms = 0.001 * 1.02 ** np.arange(1400)  # from a microsecond to ten days
         counts = np.zeros(len(upper_ms), np.int64)
         for values_ns, weights in self._gaps():
-            at = np.minimum(np.searchsorted(upper_ms, values_ns / NS_PER_MS), len(upper_ms) - 1)
+            gaps_ms = np.asarray(values_ns) / NS_PER_MS
+            at = np.minimum(np.searchsorted(upper_ms, gaps_ms), len(upper_ms) - 1)
             counts += np.bincount(at, weights=weights, minlength=len(upper_ms)).astype(np.int64)
         filled = np.flatnonzero(counts)
         value = {"itl_ms": {"upper_ms": upper_ms[filled].tolist(), "counts": counts[filled].tolist()}}
@@ -234,6 +242,8 @@ class Report:
 
     def requests_jsonl(self) -> bytes:
         """Return the requests as JSON lines, in arrival order; null where a time never came."""
+        import numpy as np
+
         columns = []
         for column in self.requests.values():
             if not isinstance(column, np.ndarray):
@@ -252,36 +262,41 @@ class Report:
         """Return the gaps between a request's tokens: as a rule the duration of the step that made the later one."""
         return weighted_distribution_ms(self._gaps)
 
-    def _gaps(self) -> Iterator[tuple[Column, Column]]:
+    def _gaps(self) -> Iterator[tuple[Numbers, Numbers]]:
         """Return gaps in ns, and how many requests had each, a part of them at a time."""
         for log in self.step_logs:
-            yield from log.gaps()
-        if len(self._stalls_ns):
-            yield np.asarray(self._stalls_ns, np.int64), np.ones(len(self._stalls_ns), np.int32)
+            yield from log.gap_numbers()
+        num_stalls = len(self._stalls_ns)
+        if not num_stalls:
+            return
+        if not arrays_pay(num_stalls):
+            yield Few(self._stalls_ns), Few([1] * num_stalls)
+            return
+        import numpy as np
+
+        yield np.asarray(self._stalls_ns, np.int64), np.ones(num_stalls, np.int32)
 
     def _goodput(
         self,
-        ttft_ns: Column,
-        tpot_ns: Column,
-        several: Column,
-        e2e_ns: Column,
+        ttft_ns: Numbers,
+        tpot_ns: Numbers,
+        several: Numbers,
+        e2e_ns: Numbers,
         duration_s: float,
     ) -> dict[str, float | None] | None:
         """Return the requests a second that keep the SLO; None without one."""
         slo = self.config.slo
         if slo.ttft_ms is None and slo.tpot_ms is None and slo.e2e_ms is None:
             return None
-        good = np.ones(len(ttft_ns), np.bool_)
-        if slo.ttft_ms is not None:
-            good &= ttft_ns <= slo.ttft_ms * NS_PER_MS
+        good = ttft_ns <= (inf if slo.ttft_ms is None else slo.ttft_ms * NS_PER_MS)
         if slo.e2e_ms is not None:
-            good &= e2e_ns <= slo.e2e_ms * NS_PER_MS
+            good = good & (e2e_ns <= slo.e2e_ms * NS_PER_MS)
         if slo.tpot_ms is not None:
-            good[several] &= tpot_ns <= slo.tpot_ms * NS_PER_MS
+            good[several] = good[several] & (tpot_ns <= slo.tpot_ms * NS_PER_MS)
         num_good = int(good.sum())
         return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
 
-    def _limits(self, queue_ns: Column, e2e_ns: Column) -> dict[str, Any]:
+    def _limits(self, queue_ns: Numbers, e2e_ns: Numbers) -> dict[str, Any]:
         """Return what waiting requests waited for, by the time they waited.
 
         Requests that wait for a load wait for transfers; and where others wait for pages or for a place, these are held
@@ -294,9 +309,9 @@ class Report:
                 waited_by_lane[name] = waited_by_lane.get(name, 0) + waited_ns
         num_held = 0
         for log in self.step_logs:
-            spans = log.spans
+            spans = log.numbers
             num_waiting, num_loading = spans["waiting"] - spans["loading"], spans["loading"]
-            held = num_waiting * num_loading // np.maximum(1, num_loading + spans["running"])
+            held = num_waiting * num_loading // (num_loading + spans["running"]).clip(1)
             for reason, name in LIMITS.items():
                 is_reason = spans["blocked"] == reason
                 waited[name] += dot(num_waiting * is_reason, spans["duration_ns"])
@@ -340,13 +355,11 @@ class Report:
             )
         return {"block_bytes": memory["block_bytes"], "total_blocks": logs[0].num_pages, "kv_groups": groups}
 
-    def _replicas(self, peaks_used: list[int]) -> list[dict[str, Any]]:
-        raw = self._request_log.columns
-        done = raw["status"] == COMPLETED
+    def _replicas(self, raw: Mapping[str, Numbers], done: Numbers, peaks_used: list[int]) -> list[dict[str, Any]]:
         out = []
         for replica, log in enumerate(self.step_logs):
             mine = done & (raw["replica"] == replica)
-            spans = log.spans
+            spans = log.numbers
             input_tokens = int(raw["input_tokens"][mine].sum())
             out.append(
                 {
@@ -374,6 +387,8 @@ def _added_up(transfers: Sequence[TransferTotals]) -> dict[str, Any]:
 
 
 def _ms(ns: Column) -> npt.NDArray[np.float64]:
+    import numpy as np
+
     ms = ns / NS_PER_MS
     ms[ns < 0] = np.nan
     return ms

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from kvarts.columns import Column, Rows
+from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
@@ -89,9 +88,19 @@ class RequestLog:
     def columns(self) -> dict[str, Column]:
         """Integer columns by name, sorted by arrival. They are made once, when every request has ended."""
         if self._columns is None:
+            import numpy as np
+
             columns = self._rows.take_columns()
             self._columns = dict(zip(self._fields, columns[:, np.argsort(columns[0])], strict=True))
         return self._columns
+
+    def numbers(self) -> dict[str, Numbers]:
+        """Return `columns`, or if there are too few rows for arrays the same as Few."""
+        if self._columns is not None or arrays_pay(len(self._rows) * len(self._fields)):
+            return self.columns
+        columns = self._rows.to_lists()
+        order = sorted(range(len(columns[0])), key=columns[0].__getitem__)
+        return {name: Few([column[row] for row in order]) for name, column in zip(self._fields, columns, strict=True)}
 
     def request_ids(self) -> list[str]:
         """Return the trace's own id of each request, or else the number of the row in its file, from 0."""

@@ -6,14 +6,16 @@ Every step has only its duration and the pages taken for it; the rest is worked 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mypy_extensions import mypyc_attr
 
 from kvarts.columns import Rows
 from kvarts.events import AtRest, Event, LeapDone, Preemption, StepDone
 from kvarts.report.packed import PackedColumn
-from kvarts.report.part_steps import PartSteps
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ["StepSpans"]
 
@@ -73,6 +75,8 @@ class StepSpans:
         self._durations_ns = PackedColumn("q")
         self._pages_taken = PackedColumn("i")
         if self.num_groups:
+            from kvarts.report.part_steps import PartSteps
+
             self.part_steps = PartSteps(self.memory)
         self._num_reserved = 0
         # Of the pages reserved, only where they change: the step, and the pages from then on.

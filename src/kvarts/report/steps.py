@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
-
-import numpy as np
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvarts.columns import Column
+from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.report.step_spans import StepSpans
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Slab", "StepLog"]
 
@@ -25,8 +28,10 @@ class Slab(NamedTuple):
     num_steps: Column
     """Of each of these spans, in the slab."""
 
-    def of_steps(self, name: str, dtype: type[np.signedinteger[Any]] = np.int64) -> Column:
+    def of_steps(self, name: str, dtype: str | type[np.signedinteger[Any]] = "int64") -> Column:
         """Return a column of the spans, one row a step: for what is alike in all steps of a span."""
+        import numpy as np
+
         return np.repeat(self.spans[name].astype(dtype), self.num_steps)
 
 
@@ -40,6 +45,8 @@ class StepLog(StepSpans):
     @cached_property
     def spans(self) -> dict[str, Column]:
         """Integer columns by name, one row a span; `duration_ns` is the whole span's."""
+        import numpy as np
+
         spans = dict(zip(self._span_fields, self._spans.take_columns(), strict=True))
         lasts_ns = np.zeros(len(spans["num_steps"]), np.int64)
         for part, durations_ns in _parts(spans["num_steps"], self._durations_ns.blocks()):
@@ -47,8 +54,49 @@ class StepLog(StepSpans):
         spans["duration_ns"] = lasts_ns
         return spans
 
+    @cached_property
+    def _is_short(self) -> bool:
+        """Whether there are too few steps for arrays."""
+        return not self.num_groups and not arrays_pay(len(self))
+
+    @cached_property
+    def numbers(self) -> dict[str, Numbers]:
+        """Return `spans`, or where there are too few steps for arrays the same as Few."""
+        if not self._is_short:
+            return self.spans
+        spans: dict[str, Numbers] = dict(zip(self._span_fields, map(Few, self._spans.to_lists()), strict=True))
+        durations_ns, first = self._durations_ns.to_list(), 0
+        lasts_ns = []
+        for num_steps in spans["num_steps"]:
+            lasts_ns.append(sum(durations_ns[first : first + num_steps]))
+            first += num_steps
+        spans["duration_ns"] = Few(lasts_ns)
+        return spans
+
+    def used_over_time(self) -> Iterator[tuple[Numbers, Numbers]]:
+        """Return the pages used in each step, and its duration, a block of steps at a time."""
+        if not self._is_short:
+            yield from ((slab.used, slab.durations_ns) for slab in self.slabs())
+        elif len(self):
+            taken, used, first = self._pages_taken.to_list(), [], 0
+            for num_steps, used_before in zip(self.numbers["num_steps"], self.numbers["used"], strict=True):
+                used += [used_before + more for more in accumulate(taken[first : first + num_steps])]
+                first += num_steps
+            yield Few(used), Few(self._durations_ns.to_list())
+
+    def gap_numbers(self) -> Iterator[tuple[Numbers, Numbers]]:
+        """Return what `gaps` does, or where there are too few steps for arrays the same as Few."""
+        if not self._is_short:
+            yield from self.gaps()
+        else:
+            spans = zip(self.numbers["decodes"], self.numbers["num_steps"], strict=True)
+            weights = Few(decodes for decodes, num_steps in spans for _ in range(num_steps))
+            yield Few(self._durations_ns.to_list()), weights
+
     def slabs(self) -> Iterator[Slab]:
         """Return all steps in order, a block of them at a time."""
+        import numpy as np
+
         spans = self.spans
         used_before = 0
         of_each = self.of_each("used") if self.num_groups else None
@@ -70,17 +118,23 @@ class StepLog(StepSpans):
         """Of each step."""
         return self._durations_ns.whole()
 
-    def of_steps(self, name: str, dtype: type[np.signedinteger[Any]] = np.int64) -> Column:
+    def of_steps(self, name: str, dtype: str | type[np.signedinteger[Any]] = "int64") -> Column:
         """Return a column of the spans, one row a step: for what is alike in all steps of a span."""
+        import numpy as np
+
         return np.repeat(self.spans[name].astype(dtype), self.spans["num_steps"])
 
     def used(self) -> Column:
         """Return the pages used in each step."""
+        import numpy as np
+
         return np.concatenate([np.zeros(0, np.int64), *(slab.used for slab in self.slabs())])
 
     @property
     def starts_ns(self) -> Column:
         """When each step began."""
+        import numpy as np
+
         durations_ns = self.durations_ns
         elapsed = np.cumsum(durations_ns) - durations_ns
         if len(self):
@@ -93,6 +147,8 @@ class StepLog(StepSpans):
 
         By slabs. Where a step has decodes, the one before had them too.
         """
+        import numpy as np
+
         spans = self.spans
         for part, durations_ns in _parts(spans["num_steps"], self._durations_ns.blocks()):
             yield durations_ns, np.repeat(spans["decodes"][part.start : part.end], part.num_steps)
@@ -100,11 +156,13 @@ class StepLog(StepSpans):
     @property
     def end_ns(self) -> int:
         """When the last step ended; 0 if there is none."""
-        return int(self.spans["start_ns"][-1] + self.spans["duration_ns"][-1]) if len(self) else 0
+        return int(self.numbers["start_ns"][-1] + self.numbers["duration_ns"][-1]) if len(self) else 0
 
     @cached_property
     def _leap_columns(self) -> dict[str, Column]:
         """Of leaps with KV groups: what is told of each of their steps, by name, one row a step of a leap."""
+        import numpy as np
+
         names = ("used", "cached", "released", *self.group_fields)
         is_leap = self.spans["is_leap"] != 0
         num_steps = self.spans["num_steps"][is_leap]
@@ -114,6 +172,8 @@ class StepLog(StepSpans):
 
     @cached_property
     def _is_of_leap(self) -> Column:
+        import numpy as np
+
         is_of_leap: Column = self.of_steps("is_leap", np.int8) != 0
         return is_of_leap
 
@@ -125,6 +185,8 @@ class StepLog(StepSpans):
 
     def cached(self) -> Column:
         """Return the pages cached in each step."""
+        import numpy as np
+
         if self.num_groups:
             return self.of_each("cached")
         # In a leap, a cached page is evicted only for what empty pages do not cover.
@@ -137,6 +199,8 @@ class StepLog(StepSpans):
 
     def reserved(self) -> Column | None:
         """Return the pages that stay in use when no request runs, as of each step; None where there never are any."""
+        import numpy as np
+
         steps, num_pages = self._changes_of_reserved
         if not len(steps) and not self.rests["reserved"].any():
             return None
@@ -164,6 +228,8 @@ class StepLog(StepSpans):
 
     def released(self) -> Column:
         """Return the pages that had gone out of use, up to each step."""
+        import numpy as np
+
         if self.num_groups:
             return self.of_each("released")
         return np.repeat(self.spans["released"], self.spans["num_steps"])
@@ -179,11 +245,15 @@ class StepLog(StepSpans):
 
         A rest comes right after its step.
         """
+        import numpy as np
+
         return np.argsort(np.concatenate((np.arange(len(self)) * 2, self.rests["step"] * 2 + 1)), kind="stable")
 
     @staticmethod
     def _firsts(spans: dict[str, Column]) -> Column:
         """Return the number of each span's first step."""
+        import numpy as np
+
         return np.cumsum(spans["num_steps"]) - spans["num_steps"]
 
 
@@ -199,11 +269,15 @@ class _Part(NamedTuple):
     @property
     def begins(self) -> Column:
         """Where in the block the steps of each span begin."""
+        import numpy as np
+
         return np.cumsum(self.num_steps) - self.num_steps
 
 
 def _parts(num_steps: Column, blocks: Iterable[Column]) -> Iterator[tuple[_Part, Column]]:
     """Return what each block of steps has of spans of `num_steps` each, with the block."""
+    import numpy as np
+
     ends = np.cumsum(num_steps)
     first = 0
     for block in blocks:

@@ -10,11 +10,9 @@ step ends, accepted tokens are counted, and pages in which only rejected ones ar
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvarts.event_log import Tell
@@ -26,9 +24,15 @@ from kvarts.sched.loads import Loads
 from kvarts.sched.plan import Batch, DecodeRows, DraftRows, StepResult
 from kvarts.sched.wheel import DecodeWheel
 
-__all__ = ["DraftTotals", "Drafter", "Drafts"]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Tokens = npt.NDArray[np.uint64]
+    Tokens = npt.NDArray[np.uint64]
+else:
+    Tokens = Any
+
+__all__ = ["DraftTotals", "Drafter", "Drafts"]
 
 
 class Drafter(Protocol):
@@ -118,6 +122,8 @@ class Drafts:
             taken.append((request, tokens))
         if not taken:
             return None, decodes
+        import numpy as np
+
         counts = [len(tokens) for _, tokens in taken]
         drafts = DraftRows(
             np.repeat([request.row for request, _ in taken], counts),
@@ -125,7 +131,7 @@ class Drafts:
             np.concatenate([tokens for _, tokens in taken]),
         )
         new_pages, self._new_pages = self._new_pages, []
-        return drafts, self._batch.with_pages(decodes, new_pages)
+        return drafts, replace(decodes, new_blocks=(*decodes.new_blocks, *new_pages))
 
     def judge(self, result: StepResult) -> None:
         """Count what was accepted and give back what was not: the step has ended, and the wheel has not turned yet."""

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-from msgspec.structs import replace
+from typing import TYPE_CHECKING
 
 from kvarts.content import UNIT_BYTES
+from kvarts.kv.pool import PageId
+from kvarts.kv.sink_window import PageTable
 from kvarts.request import Request
 from kvarts.sched.plan import Chunk, DecodeRows, Snapshot, StepResult
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 __all__ = ["InputBatch", "NewPage"]
 
-NewPage = tuple[int, int, Any]
-"""A row, the index in the page tables of its sequence, and the page, or its block in each table."""
+NewPage = tuple[int, int, tuple[PageId, ...]]
+"""A row, a page of its sequence, and its block in each page table."""
 
 
 class InputBatch:
@@ -32,6 +34,7 @@ class InputBatch:
         "_decoding",
         "_free_rows",
         "_left",
+        "_page_size",
         "_rows",
         "_sampled",
         "_sampled_steps",
@@ -39,6 +42,8 @@ class InputBatch:
     )
 
     def __init__(self, max_num_seqs: int, page_size: int) -> None:
+        import numpy as np  # a replay, which has no batch of rows, does not wait for it
+
         self.requests: list[Request | None] = [None] * max_num_seqs
         self._free_rows = list(range(max_num_seqs))
         heapify(self._free_rows)
@@ -46,6 +51,7 @@ class InputBatch:
         self._decoding = np.zeros(max_num_seqs, np.bool_)
         self._rows: npt.NDArray[np.int64] | None = None
         self._left: list[int] = []
+        self._page_size = page_size
         # A ring of the last steps' tokens: they are appended to the content at least once in page_size steps.
         self._sampled_steps = page_size + 1
         self._sampled = np.zeros((self._sampled_steps, max_num_seqs), np.uint64)
@@ -67,13 +73,10 @@ class InputBatch:
         request.row = -1
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
-        """Return a chunk of `request` that names its row, tokens and pages."""
-        own, holding = request.own, request.holding
-        if own is None:
-            assert holding is not None and holding.page_ids is not None
-            page_ids = tuple(holding.page_ids)
-        else:
-            page_ids = tuple(own.page_ids)
+        """Return a chunk of `request` that names its row, tokens and page tables."""
+        import numpy as np
+
+        own = request.own
         return Chunk(
             start,
             num_tokens,
@@ -82,10 +85,9 @@ class InputBatch:
             row=request.row,
             request_index=request.index,
             tokens=np.frombuffer(request.content.tokens(start, start + num_tokens).tobytes(), np.uint64),
-            page_ids=page_ids,
             samples=not request.computes_only,
             keeps=None if own is None else own.keeps,
-            num_dropped=0 if own is None else own.num_dropped,
+            tables=self._page_tables(request, start + num_tokens) if own is None else own.page_tables,
         )
 
     def start_decoding(self, request: Request) -> None:
@@ -110,6 +112,8 @@ class InputBatch:
 
     def append_all_sampled(self, requests: Sequence[Request], nums_known: Sequence[int], step: int) -> None:
         """Do what `append_sampled` does for several requests, at the cost of about one."""
+        import numpy as np
+
         counts = [known - request.content.num_known_tokens for request, known in zip(requests, nums_known, strict=True)]
         most = max(counts, default=0)
         if most == 0:
@@ -132,34 +136,39 @@ class InputBatch:
         `with_new_page`: the requests that got a page for this step. `with_new_table`: those with pages of their own
         that changed.
         """
+        import numpy as np
+
         rows = self._rows
         if rows is None:
             rows = self._rows = np.flatnonzero(self._decoding)
             rows.flags.writeable = False
-        page_size = self._sampled_steps - 1
         return DecodeRows(
             rows=rows,
             positions=self._bases[rows] + step,
             tokens=self._sampled[(step - 1) % self._sampled_steps][rows],
-            new_pages=tuple(
-                self.new_page(request, (request.wheel_base + step) // page_size) for request in with_new_page
+            new_blocks=tuple(
+                self.new_page(request, (request.wheel_base + step) // self._page_size) for request in with_new_page
             ),
             new_tables=tuple(
-                (request.row, tuple(own.page_ids), own.num_dropped)
-                for request in with_new_table
-                if (own := request.own) is not None
+                (request.row, own.page_tables) for request in with_new_table if (own := request.own) is not None
             ),
         )
 
     def new_page(self, request: Request, page: int) -> NewPage:
-        """Return `page`, which `request` got, as a plan names it."""
+        """Return a page that `request` got, as a plan names it: its row, the page, and its block in each table."""
+        return request.row, page, self._blocks_of(request, page)
+
+    def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
+        """Return the page tables of the first `end` tokens of a request without pages of its own."""
         holding = request.holding
         assert holding is not None and holding.page_ids is not None
-        return request.row, page, holding.page_ids[page]
+        return (PageTable(tuple(holding.page_ids)),)
 
-    def with_pages(self, decodes: DecodeRows, new_pages: Sequence[NewPage]) -> DecodeRows:
-        """Return `decodes` with `new_pages` after its own."""
-        return replace(decodes, new_pages=(*decodes.new_pages, *new_pages))
+    def _blocks_of(self, request: Request, page: int) -> tuple[PageId, ...]:
+        """Return the block of a page in each page table."""
+        holding = request.holding
+        assert holding is not None and holding.page_ids is not None
+        return (holding.page_ids[page],)
 
     def take_snapshots(self) -> tuple[Snapshot, ...]:
         """Return the snapshots of states to be made in the step: none, since every layer keeps its tokens."""

@@ -6,16 +6,18 @@ that name pages, rows and tokens are filled for executors that need them, and em
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvarts.events import Preemption
 from kvarts.kv.pool import PageId
-from kvarts.kv.sink_window import OwnTable, SinkWindow
+from kvarts.kv.sink_window import PageTable, SinkWindow
 from kvarts.kv.transfer import Transfer, TransferReport
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "Snapshot", "StepPlan", "StepResult"]
 
@@ -35,18 +37,12 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     request_index: int = -1
     tokens: Any = None
     """npt.NDArray[np.uint64] of shape [num_tokens], or None."""
-    page_ids: tuple[PageId, ...] | None = None
-    """All pages of the sequence so far, in order of position, or None."""
     samples: bool = True
     """Whether a token is sampled where known tokens end."""
     keeps: SinkWindow | None = None
     """Which tokens the sequence retains; None for all."""
-    num_dropped: int = 0
-    """Pages that were dropped after those of the sink, and are not in `page_ids`."""
-    tables: tuple[tuple[PageId, ...], ...] = ()
-    """Of a model with KV groups, instead of `page_ids`: all page tables of the sequence, with 0 for pages not held."""
-    own_tables: tuple[OwnTable, ...] = ()
-    """The same of a sequence with pages of its own."""
+    tables: tuple[PageTable, ...] = ()
+    """All page tables of the sequence: one for each block of a page."""
     state: tuple[PageId, ...] = ()
     """Of a model with states: its blocks, where the chunk leaves it, and decodes after it."""
     begins_from: tuple[PageId, ...] = ()
@@ -104,20 +100,17 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     """The decodes of a step, row by row; all arrays have shape [num_decodes].
 
-    `positions`: of the token that is computed. `tokens`: its id. `new_pages`: (row, index in the page table of the
-    sequence, page id) of every page that a decode got in this step, those of drafted tokens last; a page of an index
-    that was named before is another one. `new_tables`: (row, all pages, pages dropped) of every decode with pages of
-    its own that got or dropped one. `new_blocks`: of a model with KV groups, instead of `new_pages`: (row, page, its
-    block in each page table). `new_own_tables`: of the same, instead of `new_tables`: (row, all page tables).
+    `positions`: of the token that is computed. `tokens`: its id. `new_blocks`: (row, page, its block in each page
+    table) of every page that a decode got in this step, those of drafted tokens last; a page that was named before has
+    other blocks now. `new_tables`: (row, all page tables) of every decode with pages of its own that got or dropped
+    one.
     """
 
     rows: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.uint64]
-    new_pages: tuple[tuple[int, int, PageId], ...]
-    new_tables: tuple[tuple[int, tuple[PageId, ...], int], ...] = ()
     new_blocks: tuple[tuple[int, int, tuple[PageId, ...]], ...] = ()
-    new_own_tables: tuple[tuple[int, tuple[OwnTable, ...]], ...] = ()
+    new_tables: tuple[tuple[int, tuple[PageTable, ...]], ...] = ()
 
 
 class DraftRows(msgspec.Struct, frozen=True, gc=False):

@@ -54,7 +54,7 @@ class Scheduler:
     """Owner of the queues, and of everything in a Request that changes.
 
     `cache`: the pages, counted in blocks, see Cache. `pages`: where they and the token budget come from. `waiting`:
-    the queue, whose policy says which request is next. `loads`: requests that wait for a tier below the device, or
+    the queue; its policy says which request is next. `loads`: requests that wait for a tier below the device, or
     None. `batch`: rows for an executor that needs page ids; plans then name pages, rows and tokens. `drafter`: guesses
     tokens for such an executor. `settle_places`: the places in a page at which a token no longer needs a page that the
     token before it needed. `tell` receives page and request events.

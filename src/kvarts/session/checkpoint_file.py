@@ -37,16 +37,15 @@ class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     `fingerprint`: everything that KV depends on, by name: weights, dtype, geometry, rope, sink, window, page size.
     `num_tokens`: tokens of the history that are computed; `token_digest`: `token_digest` of them, because a history can
-    be rolled back and go on otherwise. `num_dropped_pages`: pages that no later token can see. `tables`: of a model
-    with KV groups, for each page table how many blocks it has, how many pages it has dropped, and those of the sink.
+    be rolled back and go on otherwise. `tables`: for each page table how many pages it has, how many it has dropped,
+    and those of the sink.
     """
 
     session_id: str
     fingerprint: dict[str, str]
     num_tokens: int
     token_digest: bytes
-    num_dropped_pages: int = 0
-    tables: tuple[tuple[int, int, int], ...] = ()
+    tables: tuple[tuple[int, int, int], ...]
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from kvarts.executor.page_slots import PageSlots
-from kvarts.session.pages import OwnTables, SessionPages
+from kvarts.session.pages import SessionPages, SessionTable
 
 __all__ = ["count_retained", "holds_what_it_should"]
 
 
-def count_retained(slots: PageSlots, pages: OwnTables, page_size: int, num_computed: int) -> list[int]:
+def count_retained(slots: PageSlots, pages: SessionPages, page_size: int, num_computed: int) -> list[int]:
     """Return how many of the first `num_computed` tokens each page table holds, where a later token can see them."""
     return [_count(slots, table, page_size, num_computed) for table in pages.tables]
 
 
-def holds_what_it_should(slots: PageSlots, pages: OwnTables, page_size: int, num_computed: int) -> bool:
+def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, num_computed: int) -> bool:
     """Return whether every token that a later one can see is in its slot, and pages are no more than the bound."""
     return all(
         _count(slots, table, page_size, num_computed) == table.retained.num_retained(num_computed)
@@ -24,7 +24,7 @@ def holds_what_it_should(slots: PageSlots, pages: OwnTables, page_size: int, num
     )
 
 
-def _count(slots: PageSlots, table: SessionPages, page_size: int, num_computed: int) -> int:
+def _count(slots: PageSlots, table: SessionTable, page_size: int, num_computed: int) -> int:
     """Return how many tokens a page table holds that a later token can see.
 
     A token counts once, if it was written to its own slot: to the place that page table and position give it.

@@ -87,9 +87,7 @@ class Keeper:
             return
         header, arrays = found.header, dict(found.arrays)
         positions = arrays.pop("positions")
-        num_sink_pages = session.pages.keeps.num_sink_pages(self._host.config.page_size)
-        layout = header.tables or ((len(positions), header.num_dropped_pages, num_sink_pages),)
-        page_ids = session.pages.restore(layout)
+        page_ids = session.pages.restore(header.tables)
         self._host.kv.write_pages(page_ids, arrays)
         self._host.slots.restore(page_ids, positions)
         session.num_computed = session.furthest = header.num_tokens
@@ -180,8 +178,7 @@ class Keeper:
             fingerprint=self._fingerprint(session),
             num_tokens=session.num_computed,
             token_digest=token_digest(tokens),
-            num_dropped_pages=pages.num_dropped,
-            tables=() if self._host.memory is None else pages.layout(),
+            tables=pages.layout(),
         )
         arrays = dict(self._host.kv.read_pages(pages.page_ids))
         arrays["positions"] = self._host.slots.positions(pages.page_ids)

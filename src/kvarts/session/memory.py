@@ -2,91 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from kvarts.kv.group_keeps import most_blocks
+from kvarts.kv.group_keeps import most_blocks, retained_by_group
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import SinkWindow
-from kvarts.session.group_pages import GroupSessionPages
-from kvarts.session.pages import ChunkRoom, OwnTables, SessionPages
+from kvarts.session.pages import ChunkRoom, SessionPages
 
-__all__ = ["BlockMemory", "PageMemory", "SessionMemory"]
-
-
-class SessionMemory(Protocol):
-    """What sessions take of an engine. All counts are of pages, or of blocks.
-
-    `unit`: the word for what is counted. `total`: of the engine. `page_size`: the tokens of a page.
-    """
-
-    unit: str
-    total: int
-    page_size: int
-
-    def most_tokens(self, count: int) -> int:
-        """Return how many tokens of chunks `count` of them hold, to the page."""
-
-    def most_pages(self, keeps: SinkWindow) -> int:
-        """Return the most that a session holds between steps. Raise ConfigError if the model can have none such."""
-
-    def room(self, num_tokens: int) -> ChunkRoom:
-        """Return the room for chunks of `num_tokens` tokens."""
-
-    def open(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> OwnTables:
-        """Return the pages of a session, of which it has none yet."""
+__all__ = ["SessionMemory"]
 
 
-class PageMemory:
-    """A SessionMemory of `total` whole pages."""
+class SessionMemory:
+    """What sessions take of an engine with `total` pages, or blocks of `groups`, in which all counts then are."""
 
-    unit = "pages"
-
-    def __init__(self, total: int, page_size: int) -> None:
+    def __init__(self, total: int, page_size: int, groups: GroupMemory | None = None) -> None:
         self.total = total
         self.page_size = page_size
+        self.unit = "pages" if groups is None else "blocks"
+        """The word for what is counted."""
+        self._groups = groups
+        self._page_blocks = 1 if groups is None else groups.page_bytes // groups.block_bytes
 
     def most_tokens(self, count: int) -> int:
-        """Return how many tokens of chunks `count` pages hold."""
-        return count * self.page_size
-
-    def most_pages(self, keeps: SinkWindow) -> int:
-        """Return the most pages that a session holds between steps."""
-        return keeps.most_pages(self.page_size)
-
-    def room(self, num_tokens: int) -> ChunkRoom:
-        """Return the room for chunks of `num_tokens` tokens."""
-        return ChunkRoom(-(-num_tokens // self.page_size), self.page_size)
-
-    def open(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> OwnTables:
-        """Return the pages of a session, of which it has none yet."""
-        return SessionPages(keeps, reserve, room)
-
-
-class BlockMemory:
-    """A SessionMemory of `total` blocks of `memory`."""
-
-    unit = "blocks"
-
-    def __init__(self, total: int, page_size: int, memory: GroupMemory) -> None:
-        self.total = total
-        self.page_size = page_size
-        self._memory = memory
-        self._page_blocks = memory.page_bytes // memory.block_bytes
-
-    def most_tokens(self, count: int) -> int:
-        """Return how many tokens of chunks `count` blocks hold, in whole pages."""
+        """Return how many tokens of chunks `count` of them hold, in whole pages."""
         return count // self._page_blocks * self.page_size
 
     def most_pages(self, keeps: SinkWindow) -> int:
-        """Return the most blocks that a session holds between steps. Raise ConfigError, see retained_by_group."""
-        return most_blocks(self._memory, keeps, self.page_size)
+        """Return the most that a session holds between steps. Raise ConfigError, see retained_by_group."""
+        if self._groups is None:
+            return keeps.most_pages(self.page_size)
+        return most_blocks(self._groups, keeps, self.page_size)
 
     def room(self, num_tokens: int) -> ChunkRoom:
         """Return the room for chunks of `num_tokens` tokens."""
         num_pages = -(-num_tokens // self.page_size)
         return ChunkRoom(num_pages * self._page_blocks, self.page_size, self._page_blocks)
 
-    def open(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> OwnTables:
-        """Return the blocks of a session, of which it has none yet."""
-        return GroupSessionPages(keeps, self._memory, reserve, room)
+    def open(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> SessionPages:
+        """Return the pages of a session, of which it has none yet. Raise ConfigError as `most_pages` does."""
+        if self._groups is None:
+            return SessionPages(keeps, reserve, room)
+        kept = retained_by_group(self._groups, keeps)
+        return SessionPages(keeps, reserve, room, [one for one, num_blocks in kept for _ in range(num_blocks)])

@@ -1,4 +1,4 @@
-"""The pages of one bounded session."""
+"""The pages of one bounded session: a page table for each block of a page."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Protocol
 
 from kvarts.kv.pool import PageId
 from kvarts.kv.reserve import PageReserve
-from kvarts.kv.sink_window import OwnPages, OwnTable, SinkWindow
+from kvarts.kv.sink_window import PageTable, SinkWindow
 
-__all__ = ["ChunkRoom", "OwnTables", "Retained", "SessionPages", "TableLayout"]
+__all__ = ["ChunkRoom", "Retained", "SessionPages", "SessionTable", "TableLayout"]
 
 TableLayout = tuple[int, int, int]
 """Of a page table between steps: its pages, how many were dropped after those of the sink, and those of the sink."""
@@ -49,37 +49,6 @@ class Retained(Protocol):
         """Return the most pages that a sequence holds between steps."""
 
 
-class OwnTables(OwnPages, Protocol):
-    """The OwnPages of a session. What changes them beside OwnPages happens between steps.
-
-    `most_held`: the most pages it has held, within a step.
-    """
-
-    most_held: int
-
-    @property
-    def tables(self) -> Sequence[SessionPages]:
-        """Its page tables: one, or of a model with KV groups one for each block of a page."""
-
-    def can_shorten(self, num_tokens: int) -> bool:
-        """Return whether everything is there that the last of the first `num_tokens` tokens sees."""
-
-    def shorten(self, num_tokens: int) -> None:
-        """Release pages beyond the first `num_tokens` tokens."""
-
-    def fork(self) -> OwnTables:
-        """Return pages that are shared with these."""
-
-    def layout(self) -> tuple[TableLayout, ...]:
-        """Return what the pages are, table by table, for `restore`."""
-
-    def restore(self, layout: Sequence[TableLayout]) -> Sequence[PageId]:
-        """Take pages for KV that was kept elsewhere, where nothing is computed yet; return them."""
-
-    def release(self) -> None:
-        """Release all pages; nothing is computed then."""
-
-
 class ChunkRoom:
     """The pages that chunks of sessions may hold within one step, beyond what sessions hold between steps.
 
@@ -99,28 +68,22 @@ class ChunkRoom:
         return max(1, (self.num_pages - self.num_used) // self._num_tables * self.page_size)
 
 
-class SessionPages:
-    """OwnPages of a session that keeps a sink and a window, with ids from `reserve`; also a page table of one.
+class SessionTable:
+    """One page table of a session, with ids from `reserve`.
 
-    The reserve has as many pages for it as `keeps.most_pages`, and those of `room` beside.
+    The reserve has as many pages for it as `retained.most_pages`, and those of `room` in addition.
     """
 
-    def __init__(
-        self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom, of_table: Retained | None = None
-    ) -> None:
-        self.keeps = keeps
-        self.retained: Retained = keeps if of_table is None else of_table
-        """What is kept in this page table: `keeps`, or of it what the layers see that have the table."""
+    def __init__(self, retained: Retained, reserve: PageReserve, room: ChunkRoom) -> None:
+        self.retained = retained
+        """What of the sequence the layers see that have the table."""
         self.num_dropped = 0
-        self.most_held = 0
-        """The most pages it has held, within a step."""
+        """Pages that were dropped so far, after those of the sink."""
         self._reserve = reserve
         self._room = room
         self._page_size = room.page_size
-        self._most_pages = self.retained.most_pages(room.page_size)
-        self.places = self.retained.places(room.page_size)
-        """The places in a page at which a token no longer needs a page that the token before it needed."""
-        self.num_sink_pages = self.retained.num_sink_pages(room.page_size)
+        self._most_pages = retained.most_pages(room.page_size)
+        self.num_sink_pages = retained.num_sink_pages(room.page_size)
         """The first of its pages, which stay when those after them are dropped."""
         self._page_ids: list[PageId] = []
         self._copies: list[tuple[PageId, PageId]] = []
@@ -131,16 +94,6 @@ class SessionPages:
     def page_ids(self) -> Sequence[PageId]:
         """The pages that it holds, in order of position."""
         return self._page_ids
-
-    @property
-    def own_tables(self) -> tuple[OwnTable, ...]:
-        """None: it is one page table by itself."""
-        return ()
-
-    @property
-    def tables(self) -> Sequence[SessionPages]:
-        """Its one page table, which it is itself."""
-        return (self,)
 
     def settle(self, position: int) -> bool:
         """Drop pages that no token at `position` or later can see; return whether there were any."""
@@ -169,10 +122,6 @@ class SessionPages:
             self.num_dropped += self.num_sink_pages
         self.num_sink_pages = 0
 
-    def most_tokens(self, start: int, num_tokens: int) -> int:
-        """Return how many of `num_tokens` tokens may be computed in this step."""
-        return min(num_tokens, self._room.most_tokens)
-
     def grow(self, start: int, end: int) -> bool:
         """Make tokens [start, end) writable; return whether that took a page.
 
@@ -190,10 +139,7 @@ class SessionPages:
         for _ in range(-(-end // size) - self.num_dropped - len(page_ids)):
             page_ids.append(reserve.take())
             took = True
-        num_held = len(page_ids)
-        if num_held > self.most_held:
-            self.most_held = num_held
-        num_over = num_held - self._most_pages - self._num_borrowed
+        num_over = len(page_ids) - self._most_pages - self._num_borrowed
         if num_over > 0:
             self._room.num_used += num_over
             self._num_borrowed += num_over
@@ -228,28 +174,25 @@ class SessionPages:
         if not self.num_dropped:  # an earlier token may see the sink again
             self.num_sink_pages = self.retained.num_sink_pages(self._page_size)
 
-    def fork(self) -> SessionPages:
+    def fork(self) -> SessionTable:
         """Return pages that are shared with these, between steps."""
         other = copy(self)
         other._page_ids = list(self._page_ids)
         other._copies = []
         other._num_borrowed = 0
-        other.most_held = len(self._page_ids)
         for page_id in self._page_ids:
             self._reserve.share(page_id)
         return other
 
-    def layout(self) -> tuple[TableLayout, ...]:
+    def layout(self) -> TableLayout:
         """Return what the pages are, for `restore`."""
-        return ((len(self._page_ids), self.num_dropped, self.num_sink_pages),)
+        return len(self._page_ids), self.num_dropped, self.num_sink_pages
 
-    def restore(self, layout: Sequence[TableLayout]) -> Sequence[PageId]:
-        """Take pages for KV that was kept elsewhere, where nothing is computed yet; return them."""
+    def restore(self, layout: TableLayout) -> None:
+        """Take pages for KV that was kept elsewhere, where nothing is computed yet."""
         assert not self._page_ids
-        ((num_pages, self.num_dropped, self.num_sink_pages),) = layout
+        num_pages, self.num_dropped, self.num_sink_pages = layout
         self._page_ids = [self._reserve.take() for _ in range(num_pages)]
-        self.most_held = max(self.most_held, num_pages)
-        return self._page_ids
 
     def release(self) -> None:
         """Release all pages, between steps; nothing is computed then."""
@@ -258,3 +201,103 @@ class SessionPages:
         self._page_ids = []
         self.num_dropped = 0
         self.num_sink_pages = self.retained.num_sink_pages(self._page_size)
+
+
+class SessionPages:
+    """OwnPages of a session that keeps a sink and a window. Changes other than those of OwnPages are between steps.
+
+    `retained`: what each page table keeps, one for each block of a page; unless given, there is one, which keeps what
+    the session does. The tables of one KV group have the same pages.
+    """
+
+    def __init__(
+        self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom, retained: Sequence[Retained] | None = None
+    ) -> None:
+        self.keeps = keeps
+        self.tables = [SessionTable(one, reserve, room) for one in ((keeps,) if retained is None else retained)]
+        self.places = set().union(*(table.retained.places(room.page_size) for table in self.tables))
+        """The places in a page at which a token no longer needs a page that the token before it needed."""
+        self._room = room
+        self.most_held = 0
+        """The most pages it has held, within a step."""
+
+    @property
+    def page_ids(self) -> Sequence[PageId]:
+        """The pages that it holds, table by table."""
+        return [page_id for table in self.tables for page_id in table.page_ids]
+
+    @property
+    def page_tables(self) -> tuple[PageTable, ...]:
+        """The page tables, for the rows of an executor."""
+        late = self.keeps.rotates_late
+        return tuple(
+            PageTable(
+                tuple(table.page_ids),
+                table.num_dropped,
+                table.num_sink_pages,
+                SinkWindow(table.retained.sink if table.num_sink_pages else 0, table.retained.window, late),
+            )
+            for table in self.tables
+        )
+
+    def settle(self, position: int) -> bool:
+        """Drop pages that no token at `position` or later can see; return whether there were any."""
+        dropped = False
+        for table in self.tables:
+            dropped |= table.settle(position)
+        return dropped
+
+    def most_tokens(self, start: int, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens may be computed in this step."""
+        return min(num_tokens, self._room.most_tokens)
+
+    def grow(self, start: int, end: int) -> bool:
+        """Make tokens [start, end) writable in every table; return whether that took a page."""
+        took = False
+        for table in self.tables:
+            took |= table.grow(start, end)
+        if took:
+            self._note_held()
+        return took
+
+    def take_copies(self) -> Sequence[tuple[PageId, PageId]]:
+        """Return the pages to be copied, and forget them."""
+        return [copied for table in self.tables for copied in table.take_copies()]
+
+    def can_shorten(self, num_tokens: int) -> bool:
+        """Return whether everything is there that the last of the first `num_tokens` tokens sees."""
+        return all(table.can_shorten(num_tokens) for table in self.tables)
+
+    def shorten(self, num_tokens: int) -> None:
+        """Release pages beyond the first `num_tokens` tokens."""
+        for table in self.tables:
+            table.shorten(num_tokens)
+
+    def fork(self) -> SessionPages:
+        """Return pages that are shared with these."""
+        other = copy(self)
+        other.tables = [table.fork() for table in self.tables]
+        other.most_held = 0
+        other._note_held()
+        return other
+
+    def layout(self) -> tuple[TableLayout, ...]:
+        """Return what the pages are, table by table, for `restore`."""
+        return tuple(table.layout() for table in self.tables)
+
+    def restore(self, layout: Sequence[TableLayout]) -> Sequence[PageId]:
+        """Take pages for KV that was kept elsewhere, where nothing is computed yet; return them, table by table."""
+        for table, of_table in zip(self.tables, layout, strict=True):
+            table.restore(of_table)
+        self._note_held()
+        return self.page_ids
+
+    def release(self) -> None:
+        """Release all pages; nothing is computed then."""
+        for table in self.tables:
+            table.release()
+
+    def _note_held(self) -> None:
+        num_held = sum(len(table.page_ids) for table in self.tables)
+        if num_held > self.most_held:
+            self.most_held = num_held

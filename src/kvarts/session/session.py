@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvarts.content import Content
-from kvarts.session.pages import OwnTables
+from kvarts.session.pages import SessionPages
 from kvarts.session.values import SessionSettings
 
 __all__ = ["Session"]
@@ -46,7 +46,7 @@ class Session:
         owner: str,
         settings: SessionSettings,
         content: Content,
-        pages: OwnTables | None,
+        pages: SessionPages | None,
         now_ns: int,
     ) -> None:
         self.session_id = session_id

@@ -16,6 +16,7 @@ from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.llm.host import ModelHost
 from kvarts.llm.listener import EngineDeadError, Gone
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.outbox import Outbox
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.session.appending import Appending
@@ -25,7 +26,7 @@ from kvarts.session.generation import AppendTurn, GenerationTurn
 from kvarts.session.keeper import Keeper, usage_of
 from kvarts.session.session import Session
 from kvarts.session.stored import EndReason
-from kvarts.session.streams import Outbox, UpdateStream
+from kvarts.session.streams import UpdateStream
 from kvarts.session.table import SessionTable
 from kvarts.session.turns import Turns
 from kvarts.session.under_way import UnderWay, settled
@@ -424,7 +425,8 @@ class Sessions:
 
     def _streams(self) -> Outbox:
         if self._outbox is None:
-            self._outbox = Outbox(asyncio.get_running_loop())
+            self._outbox = Outbox()
+            self._outbox.open(asyncio.get_running_loop())
         return self._outbox
 
     def _start_reaper(self) -> None:

@@ -16,8 +16,8 @@ from kvarts.llm.text import Generation
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import SessionsExhaustedError
 from kvarts.session.invariants import count_retained, holds_what_it_should
-from kvarts.session.memory import BlockMemory, PageMemory, SessionMemory
-from kvarts.session.pages import OwnTables
+from kvarts.session.memory import SessionMemory
+from kvarts.session.pages import SessionPages
 from kvarts.session.session import Session
 from kvarts.session.stored import EndReason, Tombstone
 from kvarts.session.tombstones import Tombstones
@@ -345,7 +345,7 @@ class SessionTable:
         self._num_bounded += 1
 
     def _add(
-        self, owner: str, settings: SessionSettings, pages: OwnTables | None, session_id: str | None, tokens: bytes
+        self, owner: str, settings: SessionSettings, pages: SessionPages | None, session_id: str | None, tokens: bytes
     ) -> Session:
         self._num_made += 1
         content = Content(
@@ -365,10 +365,8 @@ class SessionTable:
 
 def memory_of(host: ModelHost) -> SessionMemory:
     """Return what sessions take of the memory of a model."""
-    page_size = host.config.page_size
-    if host.memory is None:
-        return PageMemory(host.config.num_pages, page_size)
-    return BlockMemory(host.memory.num_blocks(host.config.num_pages), page_size, host.memory)
+    num_pages, page_size, groups = host.config.num_pages, host.config.page_size, host.memory
+    return SessionMemory(num_pages if groups is None else groups.num_blocks(num_pages), page_size, groups)
 
 
 def check_settings(config: SessionsConfig, host: ModelHost) -> None:

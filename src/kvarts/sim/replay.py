@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, overload
 
-import numpy as np
-
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
@@ -139,7 +137,7 @@ def replay_one(
         num_evicted_pages=sum(scheduler.cache.num_evicted for scheduler in schedulers),
         transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
         sessions=None if sessions is None else sessions.totals,
-        num_evicted_parts=np.sum([replica.num_evicted_parts() for replica in replicas], axis=0).tolist(),
+        num_evicted_parts=list(map(sum, zip(*(each.num_evicted_parts() for each in replicas), strict=True))),
     )
 
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from kvarts.content import UNIT_BYTES
 from kvarts.errors import InputError
@@ -79,7 +78,7 @@ def accumulated(requests: list[TraceRequest], unit_tokens: int, path: Path) -> l
 def _answer(request: TraceRequest) -> tuple[range, ...]:
     """Return the tokens of an answer: those of the file, or tokens that no other answer has."""
     if isinstance(request.output_units, bytes):
-        ids = np.frombuffer(request.output_units, np.uint64).tolist()
+        ids = memoryview(request.output_units).cast("Q").tolist()
         return tuple(range(KNOWN_OUTPUT + token, KNOWN_OUTPUT + token + 1) for token in ids)
     first = FIRST_OUTPUT + (request.row << 31)
     return (range(first, first + request.num_output_tokens),)
@@ -88,7 +87,7 @@ def _answer(request: TraceRequest) -> tuple[range, ...]:
 def _tokens(request: TraceRequest, unit_tokens: int, numbers: dict[int, int]) -> tuple[range, ...]:
     """Return the tokens of a row's own ids: equal ids stand for equal tokens."""
     assert isinstance(request.units, bytes)
-    ids = np.frombuffer(request.units, np.uint64).tolist()
+    ids = memoryview(request.units).cast("Q").tolist()
     runs: list[range] = []
     left = request.num_prompt_tokens
     for name in ids:

@@ -6,11 +6,11 @@ A trace is a sequence of requests in arrival order. Prompts are strings of units
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-
-from kvarts.content import Content
+from kvarts.content import UNIT_BYTES, Content
+from kvarts.few import arrays_pay
 from kvarts.traffic.trace_request import TraceRequest, Units
 
 __all__ = ["Trace", "TraceRequest"]
@@ -80,9 +80,10 @@ class Trace:
         units = spell(units)
         if self.has_output_tokens:
             if unit_tokens > 1:
-                ids = np.frombuffer(units, np.uint64)
                 # No more of the last unit than there are tokens of it.
-                units = np.repeat(ids, min(unit_tokens, num_tokens))[:num_tokens].tobytes()
+                num_each = min(unit_tokens, num_tokens)
+                each = (units[place : place + UNIT_BYTES] * num_each for place in range(0, len(units), UNIT_BYTES))
+                units = b"".join(each)[: num_tokens * UNIT_BYTES]
                 unit_tokens = 1
             output = request.output_units
             if output is not None and know_output:
@@ -102,4 +103,12 @@ def spell(units: Units) -> bytes:
     """Return the ids of `units`, 8 bytes each."""
     if isinstance(units, bytes):
         return units
-    return b"".join(np.arange(ids.start, ids.stop, dtype=np.uint64).tobytes() for ids in units)
+    return b"".join(map(_spelled, units))
+
+
+def _spelled(ids: range) -> bytes:
+    if not arrays_pay(len(ids)):
+        return array("Q", ids).tobytes()
+    import numpy as np
+
+    return np.arange(ids.start, ids.stop, dtype=np.uint64).tobytes()

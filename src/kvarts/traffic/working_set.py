@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import pairwise
 
-from kvarts.columns import Column
 from kvarts.content import UNIT_BYTES
+from kvarts.few import arrays_pay
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 
 __all__ = ["working_set_pages"]
@@ -24,11 +24,11 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     if not requests:
         return None
     lengths = [request.num_prompt_tokens for request in requests]
-    num_prompt = np.array(lengths)
-    num_output = np.array([request.num_output_tokens for request in requests])
-    num_prompt_pages = num_prompt // page_size
     # A sequence's last token is never computed.
-    num_pages = int(((num_prompt + num_output - 1) // page_size).sum())
+    num_pages = sum(
+        (num_prompt + request.num_output_tokens - 1) // page_size
+        for num_prompt, request in zip(lengths, requests, strict=True)
+    )
     units = [spell(request.units) for request in requests]
     for members in _by_tenant(requests):
         # The last unit may be cut short: equal units can be prompts of different lengths. Sorting keeps the order of
@@ -38,7 +38,10 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
         for start in range(1, len(members), SLAB):
             slab = members[start - 1 : start + SLAB]
             num_pages -= _shared_pages(
-                [units[index] for index in slab], num_prompt_pages[slab], trace.unit_tokens, page_size
+                [units[index] for index in slab],
+                [lengths[index] // page_size for index in slab],
+                trace.unit_tokens,
+                page_size,
             )
     return num_pages
 
@@ -53,8 +56,35 @@ def _by_tenant(requests: list[TraceRequest]) -> list[list[int]]:
     return list(members.values())
 
 
-def _shared_pages(prompts: list[bytes], num_pages: Column, unit_tokens: int, page_size: int) -> int:
+def _shared_pages(prompts: list[bytes], num_pages: list[int], unit_tokens: int, page_size: int) -> int:
     """Return how many pages each prompt has in common with the one before it, summed up."""
+    common = _common_of_many(prompts) if arrays_pay(sum(map(len, prompts)) // UNIT_BYTES) else _common(prompts)
+    return sum(
+        min(num_units * unit_tokens // page_size, before, after)
+        for num_units, (before, after) in zip(common, pairwise(num_pages), strict=True)
+    )
+
+
+def _common(prompts: list[bytes]) -> list[int]:
+    """Return how many units each prompt has in common with the one before it."""
+    common = []
+    for before, after in pairwise(prompts):
+        low, high = 0, min(len(before), len(after)) // UNIT_BYTES
+        while low < high:  # the first `low` units are the same, and no more than `high`
+            middle = (low + high + 1) // 2
+            part = slice(low * UNIT_BYTES, middle * UNIT_BYTES)
+            if before[part] == after[part]:
+                low = middle
+            else:
+                high = middle - 1
+        common.append(low)
+    return common
+
+
+def _common_of_many(prompts: list[bytes]) -> list[int]:
+    """Do what `_common` does, for all prompts at once."""
+    import numpy as np
+
     units = np.frombuffer(b"".join(prompts), np.uint64)
     num_units = np.fromiter(map(len, prompts), np.int64, len(prompts)) // UNIT_BYTES
     # Lay each prompt, as far as it can agree, beside the one before it, and find where they first differ.
@@ -67,5 +97,5 @@ def _shared_pages(prompts: list[bytes], num_pages: Column, unit_tokens: int, pag
     where = np.flatnonzero(differs)[::-1]  # of several for a prompt, the first is written last
     pair = np.searchsorted(offsets, where, side="right") - 1
     common[pair] = within[where]
-    shared = np.minimum(common * unit_tokens // page_size, np.minimum(num_pages[1:], num_pages[:-1]))
-    return int(shared.sum())
+    shared: list[int] = common.tolist()
+    return shared

@@ -12,7 +12,7 @@ computed before, that other requests left, and that came back from a tier below 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -96,22 +96,30 @@ def attending(attention: Attention) -> Iterator[None]:
 
 
 class PagedAttention:
-    """Attention over pages: keys and values go to their slots, then the backend reads."""
+    """Attention over pages: keys and values go to their slots, then a backend reads.
 
-    def __init__(self, pools: KVPools, backend: AttentionBackend) -> None:
+    `tables`: by layer, the number of the page table that it reads by; unless given, there is one. `backends`: of each
+    page table, its own.
+    """
+
+    def __init__(
+        self, pools: KVPools, backends: Sequence[AttentionBackend], tables: Sequence[int] | None = None
+    ) -> None:
         self._pools = pools
-        self._backend = backend
-        self._slots = torch.empty(0, dtype=torch.long)
+        self._backends = tuple(backends)
+        self._tables = (0,) * len(pools.layers) if tables is None else tuple(tables)
+        self._slots: list[torch.Tensor] = []
 
     @property
     def reads_sinks(self) -> bool:
         """Whether sequences may retain a sink and a window."""
-        return self._backend.reads_sinks
+        return all(backend.reads_sinks for backend in self._backends)
 
-    def begin(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the step that `metadata` describes."""
-        self._slots = metadata.slots
-        self._backend.begin(metadata)
+    def begin(self, every: Sequence[AttentionMetadata]) -> None:
+        """Prepare for the step that `every` describes, page table by page table."""
+        self._slots = [metadata.slots for metadata in every]
+        for backend, metadata in zip(self._backends, every, strict=True):
+            backend.begin(metadata)
 
     def called(self, call: AttentionCall) -> torch.Tensor:
         """Attend for a layer; how far back it sees is what was found when the model was examined."""
@@ -128,10 +136,12 @@ class PagedAttention:
 
         `queries` [tokens, heads, head_dim], and of the same tokens `keys` and `values` [tokens, kv_heads, head_dim].
         """
+        table = self._tables[layer]
         if self._pools.layers[layer].owner == layer:
-            self._pools.keys_flat[layer].index_copy_(0, self._slots, keys)
-            self._pools.values_flat[layer].index_copy_(0, self._slots, values)
-        return self._backend.forward(layer, queries, params)
+            slots = self._slots[table]
+            self._pools.keys_flat[layer].index_copy_(0, slots, keys)
+            self._pools.values_flat[layer].index_copy_(0, slots, values)
+        return self._backends[table].forward(layer, queries, params)
 
 
 def paged_attention(

@@ -12,15 +12,14 @@ import torch
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.executor.copier import PageCopier, PageStore
-from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, RowTables
-from kvarts.executor.group_tables import GroupTables
+from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, TableBatch
 from kvarts.executor.page_slots import PageSlots
+from kvarts.executor.page_tables import WHOLE_PAGES, PageTables
 from kvarts.executor.state_tables import StateTables
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.backend import backend_name, choose_backend
 from kvarts.executor.torch.block_cut import BlockCut
 from kvarts.executor.torch.fingerprint import fingerprint
-from kvarts.executor.torch.group_attention import GroupAttention
 from kvarts.executor.torch.layers import open_layers
 from kvarts.executor.torch.metadata import AttentionMetadata
 from kvarts.executor.torch.pools import KVPools
@@ -82,18 +81,12 @@ class TorchExecutor:
         self.attention = backend_name(*pools, name=attention)
         """The name of the attention backend."""
         backends = [choose_backend(one, self.attention) for one in pools]
-        self._grouped: GroupAttention | None = None
-        """Attention through several page tables; None where a sequence has one."""
-        if len(backends) > 1:
-            self._grouped = GroupAttention(self.pools, backends, self._tables)
-        self._attention = PagedAttention(self.pools, backends[0]) if self._grouped is None else self._grouped
+        self._attention = PagedAttention(self.pools, backends, self._tables)
         self._layers, self.layers_reason = open_layers(model, self._facts, self.pools, backends, self._tables, layers)
         self._copier: PageCopier | None = None
         if num_host_pages:
             self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files, clock=clock)
-        self._rows: RowTables | GroupTables = RowTables(config.max_num_seqs, config.page_size)
-        if cut is not None:
-            self._rows = GroupTables(config.max_num_seqs, config.page_size, cut.layer_tables)
+        self._rows = PageTables(config.max_num_seqs, config.page_size, WHOLE_PAGES if cut is None else cut.layer_tables)
         self._states: PagedStates | None = None
         """What answers layers with a state; None where there are none."""
         if cut is not None and self._facts.states:
@@ -124,20 +117,15 @@ class TorchExecutor:
         timed = []
         for count in counts:
             zeros = np.zeros(count, np.int64)
-            decodes = DecodeMetadata.plain(zeros, zeros[:, None])
+            of_table = TableBatch(zeros, DecodeMetadata.plain(zeros, zeros[:, None]), [])
+            tables = [of_table] * len(set(self._tables))
             rows = list(range(count))
-            batch = FlatBatch(zeros, zeros, zeros, decodes, [], rows, rows, rows)
+            batch = FlatBatch(zeros, zeros, tables, zeros[None], rows, rows, rows)
             taken_ns = []
             for _ in range(2):  # the first is slower, wherever something is prepared for its size
                 start_ns = self._clock.now_ns()
                 with torch.inference_mode():
-                    metadata = AttentionMetadata(self.pools.device, slots=zeros, chunks=[], decodes=decodes)
-                    every = [metadata] * len(set(self._tables))
-                    if self._grouped is not None:
-                        self._grouped.begin_all(every)
-                    else:
-                        self._attention.begin(metadata)
-                    (logits,) = self._logits(batch, every, [zeros])
+                    (logits,) = self._logits(batch, self._attend_to(tables), [zeros])
                     logits.argmax(dim=-1).tolist()
                 taken_ns.append(self._clock.now_ns() - start_ns)
             timed.append((count, min(taken_ns) / 1e9))
@@ -162,7 +150,9 @@ class TorchExecutor:
         stopped: tuple[int, ...] = ()
         accepted: tuple[tuple[int, int], ...] = ()
         if batch is not None:
-            every = self._begin(batch)
+            every = self._attend_to(batch.tables)
+            for slots in batch.block_slots:
+                self.slots.write(slots, batch.positions)
             if self._states is not None:
                 self._states.begin(self._state_tables.batch(plan))
             scored = self._scored(plan, batch) if self._sampler.num_scored else []
@@ -181,36 +171,17 @@ class TorchExecutor:
                 stopped = tuple(row for row, is_end in zip(batch.sampled_rows, ends.tolist(), strict=True) if is_end)
         return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted)
 
-    def _begin(self, batch: FlatBatch) -> list[AttentionMetadata]:
-        """Prepare attention for a step, and note where its tokens go. Return what attention knows, by page table."""
-        if self._grouped is not None:
-            every = [
-                AttentionMetadata(
-                    self.pools.device,
-                    slots=one.slots,
-                    chunks=one.chunks,
-                    decodes=one.decodes,
-                    rotary=self.rotation.rotary,
-                )
-                for one in batch.tables
-            ]
-            assert self._grouped.reads_sinks or all(one.is_plain for one in every), "the backend reads no sinks"
-            self._grouped.begin_all(every)
-            assert batch.block_slots is not None
-            for slots in batch.block_slots:
-                self.slots.write(slots, batch.positions)
-            return every
-        metadata = AttentionMetadata(
-            self.pools.device,
-            slots=batch.slots,
-            chunks=batch.chunks,
-            decodes=batch.decodes,
-            rotary=self.rotation.rotary,
-        )
-        assert self._attention.reads_sinks or metadata.is_plain, "the backend reads no sinks"
-        self._attention.begin(metadata)
-        self.slots.write(batch.slots, batch.positions)
-        return [metadata]
+    def _attend_to(self, tables: Sequence[TableBatch]) -> list[AttentionMetadata]:
+        """Prepare attention for a step. Return what it knows of the step, by page table."""
+        every = [
+            AttentionMetadata(
+                self.pools.device, slots=one.slots, chunks=one.chunks, decodes=one.decodes, rotary=self.rotation.rotary
+            )
+            for one in tables
+        ]
+        assert self._attention.reads_sinks or all(one.is_plain for one in every), "the backend reads no sinks"
+        self._attention.begin(every)
+        return every
 
     def _scored(self, plan: StepPlan, batch: FlatBatch) -> list[tuple[int, int, Ints]]:
         """Return (request, position, places in the batch) of the stretches of prompts that are to be scored.
@@ -218,7 +189,8 @@ class TorchExecutor:
         A few at a time: logits of a large vocabulary are many bytes per token.
         """
         scored = []
-        of_chunks = batch.chunks[len(batch.chunks) - len(plan.batch.chunks) :]  # decodes that rotate late come first
+        chunks = batch.tables[0].chunks
+        of_chunks = chunks[len(chunks) - len(plan.batch.chunks) :]  # decodes that rotate late come first
         for chunk, flat in zip(plan.batch.chunks, of_chunks, strict=True):
             num_prompt_tokens = self._sampler.num_to_score(chunk.request_index)
             last = min(chunk.end, num_prompt_tokens - 1)
@@ -255,10 +227,11 @@ class TorchExecutor:
     def _are_long(self, batch: FlatBatch) -> torch.Tensor:
         """Return for each token whether its sequence is one of those that are rotated as long ones."""
         assert self._facts.switch is not None
-        num_decodes = len(batch.decodes.positions)
+        step = batch.tables[0]
+        num_decodes = len(step.decodes.positions)
         are_long = np.zeros(len(batch.tokens), np.bool_)
-        are_long[:num_decodes] = batch.decodes.prompts > self._facts.switch.length
-        for chunk in batch.chunks:
+        are_long[:num_decodes] = step.decodes.prompts > self._facts.switch.length
+        for chunk in step.chunks:
             are_long[chunk.first : chunk.last] = chunk.num_prompt_tokens > self._facts.switch.length
         return torch.from_numpy(are_long).to(self.pools.device)
 

@@ -118,8 +118,8 @@ class _Proof:
 
     def _run_model(self, batch: _Batch) -> _Ran:
         ran = _Ran()
-        paged = PagedAttention(self._pools, self._backend)
-        paged.begin(batch.metadata)
+        paged = PagedAttention(self._pools, [self._backend])
+        paged.begin([batch.metadata])
 
         class Watching:
             def called(self, call: AttentionCall) -> torch.Tensor:

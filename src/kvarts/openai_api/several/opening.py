@@ -8,18 +8,14 @@ from functools import partial
 import msgspec
 
 from kvarts.build import build_engine, open_group_cache
-from kvarts.clock import Clock, PacedClock, PutOffClock
+from kvarts.clock import Clock, PacedClock
 from kvarts.event_log import EventLog, EventReader
-from kvarts.executor.mock import MockExecutor
-from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.simulated import SimExecutor
-from kvarts.executor.waiting import WaitingExecutor
-from kvarts.llm.detokenizing import DetokenizingExecutor
-from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.openai_api.app import Watcher
 from kvarts.openai_api.meter import Meter
+from kvarts.openai_api.mock import MockParts, mock_parts
 from kvarts.openai_api.opening import Door, Opened, make_served, mock_limits, open_app
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.several.device import (
@@ -29,7 +25,6 @@ from kvarts.openai_api.several.device import (
     SamplingOfModels,
     TurnCost,
 )
-from kvarts.openai_api.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
 from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.contest import Contest
 from kvarts.sharing.device import SharedDevice
@@ -48,8 +43,7 @@ NS_PER_S = 1e9
 
 class _Engine(msgspec.Struct, frozen=True):
     tenant: Tenant
-    executor: MockExecutor
-    detokenizing: DetokenizingExecutor
+    parts: MockParts
     meter: Meter
 
 
@@ -98,26 +92,21 @@ def open_several(
     paced = PacedDevice(device, turns, {tenant.name: tenant for tenant in tenants}, models, clock)
     paced_clock.is_at_rest = lambda: not paced.has_requests
     sampling = SamplingOfModels(
-        {name: engine.executor for name, engine in engines.items()},
-        {name: engine.detokenizing for name, engine in engines.items()},
+        {name: engine.parts.executor for name, engine in engines.items()},
+        {name: engine.parts.detokenizing for name, engine in engines.items()},
         models,
     )
     loop = EngineLoop(LLMEngine(paced, sampling, sampling.of_generations(), clock, page_size=config.each.page_size))
     served = []
     for name, engine in engines.items():
         of_model: ReplayConfig = config.configs[name]
-        host = ModelHost(
-            loop=loop,
-            core=engine.tenant.engine,
-            config=of_model,
-            clock=clock,
-            slots=engine.executor.slots,
-            rotation=engine.executor.rotation,
-            kv=NoPageBytes(),
+        host = engine.parts.host(
+            loop,
+            engine.tenant.engine,
+            of_model,
+            clock,
             token_bytes=config.page_bytes[name] // of_model.page_size,
-            vocab_size=VOCABULARY_SIZE,
             max_positions=limits[name].max_model_len,
-            fingerprint=lambda: f"mock {door.seed}",
             kv_groups=of_model.kv_groups,
         )
         facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost": of_model.to_builtins()["cost"]}
@@ -160,14 +149,9 @@ def _engine(
         ceiling=share.ceiling,
     )
     cost = TurnCost(of_model.cost_model)
-    put_off = PutOffClock(clock)
     groups = None if of_model.kv_groups == "off" else of_model.memory
     num_counted = config.most_bytes(name) // config.counted_bytes[name]
-    executor = MockExecutor(
-        of_model, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words, groups=groups, num_blocks=num_counted
-    )
-    detokenizing = DetokenizingExecutor(executor, max_num_seqs=of_model.max_num_seqs, clock=put_off)
-    waiting = WaitingExecutor(detokenizing, put_off)
+    parts = mock_parts(of_model, cost, clock, seed=seed, groups=groups, num_blocks=num_counted)
     if groups is None:
         part: DevicePart = register(
             page_bytes=config.page_bytes[name],
@@ -182,7 +166,7 @@ def _engine(
         )
     engine = build_engine(
         of_model,
-        waiting,
+        parts.waiting,
         log=log,
         cache=part.cache,
         pages=part,
@@ -193,4 +177,4 @@ def _engine(
     )
     device.attach(name, engine.scheduler, engine.cancel)
     tenant = Tenant(name, engine, SimExecutor(cost), device, part, weight=share.weight)
-    return _Engine(tenant, executor, detokenizing, meter)
+    return _Engine(tenant, parts, meter)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvarts.serve.kv_events.batch_queue import BatchQueue
 from kvarts.serve.kv_events.config import KvEventsConfig
-from kvarts.serve.kv_events.outbox import Outbox
 from kvarts.serve.kv_events.publisher import ZmqPublisher
 from kvarts.serve.kv_events.reader import KvEventReader
 
@@ -30,10 +30,10 @@ def open_kv_events(config: KvEventsConfig, *, now_s: Callable[[], float] | None 
 
     Raise ConfigError for an endpoint that cannot be bound.
     """
-    outbox = Outbox()
-    reader = KvEventReader(outbox, algorithm=config.algorithm, seed=config.seed, now_s=now_s, clears=config.rank == 0)
+    queue = BatchQueue()
+    reader = KvEventReader(queue, algorithm=config.algorithm, seed=config.seed, now_s=now_s, clears=config.rank == 0)
     try:
-        return KvEvents(config, reader, ZmqPublisher(config, outbox, reader))
+        return KvEvents(config, reader, ZmqPublisher(config, queue, reader))
     except BaseException:
-        outbox.close()
+        queue.close()
         raise

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import zmq
 
 from kvarts.errors import ConfigError
+from kvarts.serve.kv_events.batch_queue import BatchQueue
 from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
-from kvarts.serve.kv_events.outbox import Outbox
 from kvarts.serve.kv_events.told import Batch
 from kvarts.serve.kv_events.wire import Wire
 
@@ -42,14 +42,14 @@ class StateSource(Protocol):
 
 
 class ZmqPublisher:
-    """Owner of the sockets of `config`, and of the past batches. It sends what comes to `outbox`, in order.
+    """Owner of the sockets of `config`, and of the past batches. It sends what comes to `queue`, in order.
 
     `source` answers what there is. Raises ConfigError for an endpoint that cannot be bound.
     """
 
-    def __init__(self, config: KvEventsConfig, outbox: Outbox, source: StateSource) -> None:
+    def __init__(self, config: KvEventsConfig, queue: BatchQueue, source: StateSource) -> None:
         self._config = config
-        self._outbox = outbox
+        self._queue = queue
         self._source = source
         self._wire = Wire(config.form, rank=config.rank, hash_bytes=config.hash_bytes, groups=config.groups)
         self._topic = config.topic.encode()
@@ -85,9 +85,9 @@ class ZmqPublisher:
         if self._is_closing:
             return
         self._is_closing = True
-        self._outbox.wake()
+        self._queue.wake()
         self._thread.join()
-        self._outbox.close()
+        self._queue.close()
 
     def _open_publish(self) -> zmq.Socket[bytes]:
         config = self._config
@@ -111,7 +111,7 @@ class ZmqPublisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._outbox.fileno(), zmq.POLLIN)
+        poller.register(self._queue.fileno(), zmq.POLLIN)
         poller.register(self._publish, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
@@ -120,11 +120,11 @@ class ZmqPublisher:
             if not is_closing:
                 poller.poll()
             self._heed_subscriptions()
-            for batch in self._outbox.take():
+            for batch in self._queue.take():
                 self._send(batch)
             if self._replay is not None:
                 self._answer(self._replay)
-            if is_closing and self._outbox.is_empty:
+            if is_closing and self._queue.is_empty:
                 break
         self._publish.close()
         if self._replay is not None:

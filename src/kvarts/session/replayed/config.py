@@ -14,7 +14,6 @@ from kvarts.session.values import Retention
 from kvarts.settings import AtLeastOne, SettingError, setting
 
 if TYPE_CHECKING:
-    from kvarts.session.memory import SessionMemory
     from kvarts.session.replayed.sessions import ReplayedSessions
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.router import Routed
@@ -107,7 +106,7 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raise ConfigError for a configuration without what they need, and for a trace without sessions.
         """
-        from kvarts.session.memory import BlockMemory, PageMemory
+        from kvarts.session.memory import SessionMemory
         from kvarts.session.replayed.sessions import ReplayedSessions
 
         if not trace.has_sessions:
@@ -120,9 +119,8 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError("the profile 'mocker' knows no sessions", field="sessions", hint="Take another profile.")
         if self.retention == "host" and config.offload is None:
             raise ConfigError("'host' needs host memory", field="sessions.retention", hint="Set offload.")
-        memory: SessionMemory = PageMemory(config.num_pages, config.page_size)
-        if config.kv_groups != "off":
-            memory = BlockMemory(config.num_blocks, config.page_size, config.memory)
+        groups = None if config.kv_groups == "off" else config.memory
+        memory = SessionMemory(config.num_pages if groups is None else config.num_blocks, config.page_size, groups)
         if self.keeps is not None:
             try:
                 most_pages = memory.most_pages(self.keeps)

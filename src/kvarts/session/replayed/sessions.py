@@ -10,7 +10,7 @@ from kvarts.kv.sink_window import SinkWindow
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.session.memory import SessionMemory
-from kvarts.session.pages import OwnTables
+from kvarts.session.pages import SessionPages
 from kvarts.session.replayed.config import SessionReplay
 from kvarts.sim.router import Routed
 from kvarts.traffic.source import Source
@@ -27,7 +27,7 @@ class _Session:
 
     replica: int
     row: TraceRequest
-    pages: OwnTables | None = None
+    pages: SessionPages | None = None
     pin: int | None = None
     num_computed: int = 0
     idle_since_ns: int | None = None

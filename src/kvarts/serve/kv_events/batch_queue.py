@@ -10,14 +10,14 @@ from threading import Condition
 
 from kvarts.serve.kv_events.told import Batch
 
-__all__ = ["Outbox"]
+__all__ = ["BatchQueue"]
 
 MAX_WAITING = 100_000
 AT_ONCE = 1000
 """Batches that are sent before the sender looks at what is asked of it."""
 
 
-class Outbox:
+class BatchQueue:
     """Batches that were told and not yet sent, in order. What is put after `close` is dropped."""
 
     def __init__(self) -> None:

@@ -1,0 +1,261 @@
+"""The page tables of the rows of an executor, and the tokens of a step as these place them.
+
+A page of tokens is one block, or of a model with KV groups several. A sequence has a table for each block of a page,
+with an entry for every page, so that the *place* of a token in it is its position less the tokens of dropped pages, its
+*gap*. Entries of pages that a window has passed stay, and those before a prefix that was found are 0: nothing reads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.executor.flat_batch import ALL, ChunkMetadata, DecodeMetadata, FlatBatch, Ints, TableBatch
+from kvarts.kv.sink_window import PageTable, SinkWindow
+from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, StepPlan
+
+__all__ = ["WHOLE_PAGES", "LayerTable", "PageTables"]
+
+
+class LayerTable(msgspec.Struct, frozen=True):
+    """A page table as some layers read it. `blocks`: by number, those of the blocks of a page that it is made of.
+
+    With several, each has an equal share of the tokens of the page, in order, and the table has an entry for each. A
+    block is memory for `num_each` pages of these layers, of which they have the one at `place`.
+    """
+
+    blocks: tuple[int, ...]
+    num_each: int = 1
+    place: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its entries are ids of blocks."""
+        return len(self.blocks) == 1 and self.num_each == 1
+
+    def of(self, ids: Ints) -> Ints:
+        """Return the table [..., entries], given the ids of all blocks of pages, [blocks of a page, ..., pages]."""
+        chosen: Ints = ids[self.blocks[0]]
+        if len(self.blocks) > 1:
+            chosen = np.moveaxis(ids[list(self.blocks)], 0, -1).reshape(*ids.shape[1:-1], -1)
+        return chosen if self.num_each == 1 else chosen * self.num_each + self.place
+
+
+WHOLE_PAGES = (LayerTable((0,)),)
+"""The one table of a model in which every layer has all of each page."""
+
+
+class PageTables:
+    """Owner of the ids of all blocks of the pages of each row, of what is kept of its sequence, and of its request.
+
+    `tables`: as what the layers read them. Decodes of sequences that rotate keys late come as chunks of one token.
+    """
+
+    def __init__(self, max_num_seqs: int, page_size: int, tables: Sequence[LayerTable] = WHOLE_PAGES) -> None:
+        self._page_size = page_size
+        self._layer_tables = tuple(tables)
+        num_blocks = 1 + max(block for table in tables for block in table.blocks)
+        self._blocks = np.arange(num_blocks)[:, None]
+        self._ids = np.zeros((num_blocks, max_num_seqs, 16), np.int64)
+        self._requests = np.full(max_num_seqs, -1, np.int64)
+        self._prompts = np.zeros(max_num_seqs, np.int64)
+        self._keeps: list[SinkWindow | None] = [None] * max_num_seqs
+        """What each sequence retains, None for all."""
+        self._sinks = np.zeros((num_blocks, max_num_seqs), np.int64)
+        self._windows = np.full((num_blocks, max_num_seqs), ALL, np.int64)
+        self._gaps = np.zeros((num_blocks, max_num_seqs), np.int64)
+        self._before_gaps = np.zeros((num_blocks, max_num_seqs), np.int64)
+        self._is_late = np.zeros(max_num_seqs, np.bool_)
+
+    def flatten(self, plan: StepPlan) -> FlatBatch | None:
+        """Note what changed, and return the tokens of the step; None if there are none."""
+        step = _Step(len(self._layer_tables))
+        if plan.decodes is not None and len(plan.decodes.rows):
+            self._add_decodes(step, plan.decodes, plan.drafts)
+        for chunk in plan.batch.chunks:
+            self._enter(chunk)
+            self._add_chunk(step, chunk.row, chunk.tokens, np.arange(chunk.start, chunk.end))
+            if chunk.is_last:
+                step.sampled_rows.append(chunk.row)
+                step.sampled_at.append(step.num_tokens - 1)
+        return step.batch(self._requests) if step.num_tokens else None
+
+    def _add_decodes(self, step: _Step, decodes: DecodeRows, drafts: DraftRows | None) -> None:
+        """Add the decodes of a step and what is drafted after them, and bring page tables up to date."""
+        if decodes.new_blocks:
+            new_rows, pages, blocks = zip(*decodes.new_blocks, strict=True)
+            self._reserve(max(pages) + 1)
+            self._ids[:, new_rows, pages] = np.array(blocks, np.int64).T
+        for row, tables in decodes.new_tables:
+            self._take_bounded(row, tables)
+        rows, where, tokens = decodes.rows, decodes.positions, decodes.tokens
+        late = self._is_late[rows]
+        has_late = bool(late.any())
+        if has_late:
+            rows, where, tokens = rows[~late], where[~late], tokens[~late]
+        if len(rows):
+            step.sampled_rows += rows.tolist()
+            if drafts is None:
+                step.sampled_at += range(len(rows))
+            else:
+                step.drafts, step.sampled_at = _with_drafts(step.sampled_rows, drafts)
+                rows = np.concatenate((rows, drafts.rows))
+                where = np.concatenate((where, drafts.positions))
+                tokens = np.concatenate((tokens, drafts.tokens))
+            gaps = self._gaps[:, rows]
+            places = where - gaps
+            ids = self._ids[:, rows, : int(places.max()) // self._page_size + 1]
+            prompts = self._prompts[rows]
+            block_slots = self._slots(self._ids[self._blocks, rows, places // self._page_size], places)
+            for layer_table, one, slots in zip(self._layer_tables, step.tables, step.slots, strict=True):
+                table, block = layer_table.of(ids), layer_table.blocks[0]
+                one.decodes = DecodeMetadata(
+                    where, table, self._sinks[block][rows], self._windows[block][rows], gaps[block], prompts
+                )
+                if layer_table.is_plain:
+                    slots.append(block_slots[block])
+                else:
+                    at, size = places[block], self._page_size // len(layer_table.blocks)
+                    slots.append(table[np.arange(len(rows)), at // size] * size + at % size)
+            step.add(tokens, where, block_slots)
+        if has_late:
+            for place in np.flatnonzero(late).tolist():
+                row = int(decodes.rows[place])
+                self._add_chunk(step, row, decodes.tokens[place : place + 1], decodes.positions[place : place + 1])
+                step.sampled_rows.append(row)
+                step.sampled_at.append(step.num_tokens - 1)
+
+    def _enter(self, chunk: Chunk) -> None:
+        """Give a row the page tables of a chunk."""
+        row = chunk.row
+        self._requests[row] = chunk.request_index
+        self._prompts[row] = chunk.num_prompt_tokens
+        was_bounded = self._keeps[row] is not None
+        self._keeps[row] = chunk.keeps
+        if chunk.keeps is not None:
+            self._is_late[row] = chunk.keeps.rotates_late
+            self._take_bounded(row, chunk.tables)
+            return
+        if was_bounded:
+            self._is_late[row] = False
+            for noted, nothing in ((self._sinks, 0), (self._windows, ALL), (self._gaps, 0), (self._before_gaps, 0)):
+                noted[:, row] = nothing
+        num_pages = len(chunk.tables[0].page_ids)
+        self._reserve(num_pages)
+        for block, table in enumerate(chunk.tables):
+            self._ids[block, row, :num_pages] = table.page_ids
+
+    def _take_bounded(self, row: int, tables: Sequence[PageTable]) -> None:
+        """Note the page tables of a sequence with pages of its own."""
+        size = self._page_size
+        for block, table in enumerate(tables):
+            assert table.keeps is not None
+            self._reserve(len(table.page_ids))
+            self._ids[block, row, : len(table.page_ids)] = table.page_ids
+            self._gaps[block, row] = table.num_dropped * size
+            self._before_gaps[block, row] = table.num_sink_pages * size
+            self._sinks[block, row] = table.keeps.sink
+            self._windows[block, row] = table.keeps.window
+
+    def _add_chunk(self, step: _Step, row: int, tokens: npt.NDArray[Any], where: Ints) -> None:
+        """Add tokens of one row, at the positions `where`, one after the other."""
+        first, last, keeps = step.num_tokens, step.num_tokens + len(where), self._keeps[row]
+        if keeps is None:
+            ids = self._ids[:, row, : int(where[-1]) // self._page_size + 1]
+            block_slots = self._slots(ids[:, where // self._page_size], where)
+        else:
+            gaps = self._gaps[:, row]
+            places = where - gaps[:, None]
+            ids = self._ids[:, row, : int(places[:, -1].max()) // self._page_size + 1]
+            block_slots = self._slots(self._ids[self._blocks, row, places // self._page_size], places)
+        for layer_table, one, slots in zip(self._layer_tables, step.tables, step.slots, strict=True):
+            table, block = layer_table.of(ids), layer_table.blocks[0]
+            if layer_table.is_plain:
+                slots.append(block_slots[block])
+            else:
+                at, size = where if keeps is None else places[block], self._page_size // len(layer_table.blocks)
+                slots.append(table[at // size] * size + at % size)
+            chunk = ChunkMetadata(first, last, int(where[0]), table, num_prompt_tokens=int(self._prompts[row]))
+            if keeps is not None:
+                sink, window = int(self._sinks[block, row]), int(self._windows[block, row])
+                chunk.keeps = SinkWindow(sink, window, keeps.rotates_late)
+                chunk.gap, chunk.num_before_gap = int(gaps[block]), int(self._before_gaps[block, row])
+            one.chunks.append(chunk)
+        step.add(tokens, where, block_slots)
+
+    def _slots(self, page_ids: Ints, places: Ints) -> Ints:
+        """Return the slots of tokens at `places`, which are in the pages `page_ids` [blocks, tokens]."""
+        slots: Ints = page_ids * self._page_size + places % self._page_size
+        return slots
+
+    def _reserve(self, num_pages: int) -> None:
+        """Make page tables at least `num_pages` long."""
+        longest = self._ids.shape[2]
+        if num_pages > longest:
+            longer = np.zeros((*self._ids.shape[:2], max(num_pages, 2 * longest)), np.int64)
+            longer[..., :longest] = self._ids
+            self._ids = longer
+
+
+class _Step:
+    """The tokens of a step as they are put together. `tables`, `slots`: for each table that layers read."""
+
+    def __init__(self, num_tables: int) -> None:
+        nothing = np.zeros(0, np.int64)
+        decodes = DecodeMetadata.plain(nothing, np.zeros((0, 1), np.int64))
+        self.tables = [TableBatch(nothing, decodes, []) for _ in range(num_tables)]
+        self.slots: list[list[Ints]] = [[] for _ in range(num_tables)]
+        self.tokens: list[npt.NDArray[Any]] = []
+        self.positions: list[Ints] = []
+        self.block_slots: list[Ints] = []
+        self.sampled_rows: list[int] = []
+        self.sampled_at: list[int] = []
+        self.drafts: list[list[int]] = []
+        self.num_tokens = 0
+
+    def add(self, tokens: npt.NDArray[Any], positions: Ints, block_slots: Ints) -> None:
+        """Add tokens after their page tables were added."""
+        self.tokens.append(tokens)
+        self.positions.append(positions)
+        self.block_slots.append(block_slots)
+        self.num_tokens += len(positions)
+
+    def batch(self, requests: Ints) -> FlatBatch:
+        """Return the step. `requests`: of each row."""
+        for table, slots in zip(self.tables, self.slots, strict=True):
+            table.slots = _joined(slots)
+        return FlatBatch(
+            _joined(self.tokens).astype(np.int64),
+            _joined(self.positions),
+            self.tables,
+            _joined(self.block_slots),
+            self.sampled_rows,
+            self.sampled_at,
+            requests[self.sampled_rows].tolist(),
+            self.drafts + [[] for _ in self.sampled_rows[len(self.drafts) :]] if self.drafts else [],
+        )
+
+
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def _with_drafts(rows: list[int], drafts: DraftRows) -> tuple[list[list[int]], list[int]]:
+    """Return the drafted tokens of each of the decodes `rows`, and the tokens of the batch after which one is sampled.
+
+    These are in the order of `rows`, each followed by its drafted ones, which come after all decodes in the batch.
+    """
+    tokens_of: dict[int, list[int]] = {}
+    places_of: dict[int, list[int]] = {}
+    for place, (row, token) in enumerate(zip(drafts.rows.tolist(), drafts.tokens.tolist(), strict=True), len(rows)):
+        tokens_of.setdefault(row, []).append(token)
+        places_of.setdefault(row, []).append(place)
+    sampled_at: list[int] = []
+    for place, row in enumerate(rows):
+        sampled_at += (place, *places_of.get(row, ()))
+    return [tokens_of.get(row, []) for row in rows], sampled_at

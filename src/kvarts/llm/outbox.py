@@ -1,0 +1,104 @@
+"""Wakes coroutines of one event loop from the thread of an engine, once for all that came meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+from time import monotonic, thread_time
+from typing import Protocol
+
+from kvarts.llm.listener import Gone
+
+__all__ = ["Outbox", "Woken"]
+
+
+class Woken(Protocol):
+    """Something that a coroutine waits for. `is_marked`: owned by the outbox, False at first."""
+
+    is_marked: bool
+
+    def wake(self) -> None:
+        """Wake the coroutine, if it waits. In the event loop."""
+
+
+class Outbox:
+    """Wakes what was marked, in the event loop, in order."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = Lock()
+        self._marked: list[Woken] = []
+        self._is_holding = False
+        self._not_before_s = 0.0
+        self._is_put_off = False
+        self._due_s: float | None = None
+        self.due_s: Callable[[], float] | None = None
+        """Returns when the last step should have ended, on the monotonic clock, where that is known."""
+        self.on_late: Callable[[float], None] | None = None
+        """Receives how many seconds after that each was woken."""
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake coroutines of `loop` from now on."""
+        self._loop = loop
+
+    def mark(self, woken: Woken) -> None:
+        """Have `woken` woken, from any thread. Raise Gone if there is no event loop any more."""
+        with self._lock:
+            if woken.is_marked:
+                return
+            woken.is_marked = True
+            self._marked.append(woken)
+            if self._is_holding or len(self._marked) > 1:
+                return
+        self._wake_soon()
+
+    def hold(self) -> None:
+        """Wake nothing until `release`: a step has ended."""
+        with self._lock:
+            self._is_holding = True
+            if self.due_s is not None and not self._marked:  # else what waits is later still
+                self._due_s = self.due_s()
+
+    def release(self) -> None:
+        """Have everything woken that was marked meanwhile."""
+        with self._lock:
+            self._is_holding = False
+            if not self._marked:
+                return
+        with suppress(Gone):
+            self._wake_soon()
+
+    def _wake_soon(self) -> None:
+        try:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError as error:
+            self._take_marked()  # so that the next to be marked learns of it as well
+            raise Gone from error
+
+    def _take_marked(self) -> list[Woken]:
+        with self._lock:
+            marked, self._marked = self._marked, []
+            for woken in marked:
+                woken.is_marked = False
+        return marked
+
+    def _wake(self) -> None:
+        """Wake all that were marked, for half of the time at most: with more to do, more is done at once."""
+        early_s = self._not_before_s - monotonic()
+        if early_s > 0.0:
+            if not self._is_put_off:
+                self._is_put_off = True
+                assert self._loop is not None
+                self._loop.call_later(early_s, self._wake)
+            return
+        self._is_put_off = False
+        began_s = thread_time()
+        due_s = self._due_s
+        for woken in self._take_marked():
+            woken.wake()
+            if due_s is not None and self.on_late is not None:
+                self.on_late(monotonic() - due_s)
+        self._not_before_s = monotonic() + thread_time() - began_s

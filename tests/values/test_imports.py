@@ -1,0 +1,75 @@
+"""What commands import: a budget, so that a short command does not wait for what it does not use."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OTHERS = {"click", "msgspec", "mypy_extensions", "typing_extensions"}
+"""Packages outside the standard library that every command may load."""
+
+REPLAY = {"build", "engine", "event_log", "executor", "kv", "report", "sched", "sim", "traffic"}
+"""Rooms that a command without a replay does not load."""
+HEAVY = {"calibrate", "client", "connect", "llm", "openai_api", "plan", "proto", "serve", "verify"}
+"""Rooms that a replay does not load."""
+
+
+def imported(*arguments: str, folder: Path) -> list[str]:
+    """The modules that a command imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "kvarts", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return re.findall(r"^import time: .*\| +(\S+)$", done.stderr, re.MULTILINE)
+
+
+def others(modules: list[str]) -> set[str]:
+    """Packages that are neither kvarts, of the standard library, nor started by an installation of its own accord."""
+    packages = {name.split(".")[0] for name in modules if name.isascii()}
+    started = {"sitecustomize", "usercustomize", "_distutils_hack", "coverage", "org", "kvarts__mypyc"}
+    return {
+        name
+        for name in packages - sys.stdlib_module_names - started - {"kvarts"}
+        if not name.startswith("__editable__")
+    }
+
+
+def rooms(modules: list[str]) -> set[str]:
+    return {name.split(".")[1] for name in modules if name.startswith("kvarts.")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "one.jsonl").write_text(
+        '{"timestamp": 0, "input_length": 1000, "output_length": 200, "hash_ids": [1, 2]}\n'
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "replay --help", "model --help", "verify --help"])
+def test_help_loads_no_engine(folder: Path, arguments: str) -> None:
+    modules = imported(*arguments.split(), folder=folder)
+    assert others(modules) <= OTHERS
+    assert not rooms(modules) & HEAVY - {"verify", "plan"}
+    if arguments == "--version":
+        assert not rooms(modules) & REPLAY
+        assert len([name for name in modules if name.startswith("kvarts")]) <= 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "--json", "--report report.json", "--model qwen3-8b --device h100-80gb", "--slo-ttft-ms 100"],
+)
+def test_a_short_replay_loads_neither_numpy_nor_what_it_does_not_use(folder: Path, options: str) -> None:
+    modules = imported("replay", "one.jsonl", *options.split(), folder=folder)
+    assert others(modules) <= OTHERS
+    assert not rooms(modules) & (HEAVY | {"audit", "explain", "record"})
+    assert len([name for name in modules if name.startswith("kvarts")]) <= 132
+
+
+def test_what_needs_arrays_loads_numpy(folder: Path) -> None:
+    """The budget is able to notice."""
+    assert "numpy" in others(imported("replay", "one.jsonl", "--run-dir", "run", folder=folder))
