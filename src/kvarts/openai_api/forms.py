@@ -31,6 +31,11 @@ class Whole:
         """All of its text."""
         return "".join(self.texts)
 
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes it is on the wire."""
+        return 4 * len(self.texts) + 64 * sum(1 + len(top) for _, _, top in self.logprobs)
+
 
 class Form(Protocol):
     """The form of one endpoint's answers."""

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import re
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
@@ -22,10 +23,11 @@ from kvarts.openai_api.http import DIRECT
 from kvarts.openai_api.models import Models
 from kvarts.signals import asked_to_stop
 
-__all__ = ["Address", "OpenAIServer", "serve_until_signal"]
+__all__ = ["Address", "OpenAIServer", "is_loopback", "serve_until_signal"]
 
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
+MAX_PIPELINED = 64
 HEAD_TIMEOUT_S = 75.0
 """So long a connection may have sent nothing, or half of a head."""
 
@@ -45,7 +47,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"must be from 0 to 65535, got {self.port}", field="port")
-        if not (self.insecure or self.has_keys or _is_loopback(self.host)):
+        if not (self.insecure or self.has_keys or is_loopback(self.host)):
             raise ConfigError(
                 f"other machines can reach {self.host}, and nothing would be asked of them",
                 field="host",
@@ -70,7 +72,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         return listening
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -101,13 +104,16 @@ class _Protocol(HttpToolsProtocol):
 
     The head of a request has an end and comes in time. Requests to change the protocol are left alone, as HTTP says of
     a server that does not: the body is read. Where several requests came at once, all of them hear that their client
-    has gone.
+    has gone. Of requests that come before those before them are answered, so many wait; one more ends the connection.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
         super().connection_made(transport)
-        self._under_way: list[RequestResponseCycle] = []
+        self._under_way: deque[RequestResponseCycle] = deque()
+        """Requests that are not answered yet, in their order, and perhaps some before these that are."""
+        self._is_full = False
+        """Whether too many came: the rest is not read, and the connection ends after the last answer."""
         self._num_head_bytes = 0
         """Of the head that is being read, with what came beside it."""
         self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
@@ -123,6 +129,8 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read what has come, of which a head may be a part."""
+        if self._is_full:
+            return
         is_head = self._is_in_head
         if is_head:
             self._num_head_bytes += len(data)
@@ -133,7 +141,8 @@ class _Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
-        self._refuse(ApiError(400, msg))
+        if not self._is_full:
+            self._refuse(ApiError(400, msg))
 
     def on_message_begin(self) -> None:
         """Begin to read a head."""
@@ -145,8 +154,15 @@ class _Protocol(HttpToolsProtocol):
         """Let the application know how, before it is called."""
         self._is_in_head = False
         self._in_time.cancel()
+        if self._is_full:
+            return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._is_full = True
+            self.flow.pause_reading()
+            return
         super().on_headers_complete()
-        self._under_way = [cycle for cycle in self._under_way if not cycle.response_complete]
+        while self._under_way and self._under_way[0].response_complete:
+            self._under_way.popleft()
         self._under_way.append(self.cycle)
         extensions = self.scope.setdefault("extensions", {})
         extensions[ABORT] = {"call": self.transport.abort}
@@ -154,9 +170,24 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Wait for the next head."""
+        if self._is_full:
+            return
         super().on_message_complete()
         self._is_in_head = True
         self._num_head_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Read a part of a body."""
+        if not self._is_full:
+            super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """Begin with the next request, or refuse those that were too many."""
+        super().on_response_complete()
+        if self._is_full:
+            self.flow.pause_reading()
+            if not self.pipeline and self._under_way[-1].response_complete:
+                self._refuse(ApiError(429, f"at most {MAX_PIPELINED} requests of a connection wait for their turn"))
 
     _is_in_head = True
     """Whether what comes next is of a head."""
@@ -212,6 +243,7 @@ class OpenAIServer:
     """One application on one socket, in the event loop that runs `start`."""
 
     def __init__(self, app: OpenAIApp, models: Models, address: Address) -> None:
+        self._app = app
         self._models = models
         self._socket = address.listen()
         host, port = self._socket.getsockname()[:2]
@@ -251,6 +283,7 @@ class OpenAIServer:
         if self._running is not None:
             await self._running
         await self._models.close()
+        self._app.close()
         return is_whole
 
 
