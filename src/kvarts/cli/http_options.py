@@ -17,6 +17,7 @@ from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable
 from kvarts.owners.keys import check_key
+from kvarts.reach import is_loopback
 
 if TYPE_CHECKING:
     from kvarts.openai_api.opening import Opened
@@ -49,8 +50,10 @@ def http_options() -> list[click.Option]:
                help="Address to listen on."),
         option(listening, "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True,
                help="0: a free one."),
-        option(listening, "--insecure", is_flag=True,
-               help="Listen on an address that others reach, without a key."),
+        option(listening, "--tls-cert", metavar="FILE", type=INPUT, help="Certificate, PEM. With --tls-key: encrypt."),
+        option(listening, "--tls-key", metavar="FILE", type=INPUT, help="Its key."),
+        option(listening, "--insecure", count=True,
+               help="Given twice: allow an address that other machines reach, without TLS or without a key."),
         option(listening, "--served-model-name", "names", metavar="NAME", multiple=True,
                help="What clients call the model. May be repeated."),
         option(listening, "--lora", "adapters", metavar="NAME", multiple=True,
@@ -60,7 +63,8 @@ def http_options() -> list[click.Option]:
         option(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
                help="At SIGTERM, wait as long for requests under way."),
         option(keys, "--api-key", "api_keys", metavar="KEY", multiple=True,
-               help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more."),
+               help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more. Local "
+               "users can read a key on a command line: --api-key-file hides it."),
         option(keys, "--api-key-file", metavar="FILE", type=INPUT,
                help="Keys, one a line, with owner=NAME, share=NUMBER and priority after it where that is meant."),
         option(keys, "--admin-key", "admin_keys", metavar="KEY", multiple=True,
@@ -119,7 +123,7 @@ def keys_of(values: dict[str, Any]) -> Keys | None:
         flag = f"--{kind.replace('_', '-')}"
         keys[kind] = list(values[f"{kind}s"])
         if keys[kind]:
-            say(f"{flag} can be read in the list of processes: {flag}-file and ${variable} cannot")
+            say(f"other users can read {flag} in the list of processes: {flag}-file hides it")
         if variable in os.environ:
             keys[kind].append(os.environ[variable])
         for key in keys[kind]:
@@ -136,8 +140,6 @@ def keys_of(values: dict[str, Any]) -> Keys | None:
 
 def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
     """Return what a Door is told of keys, and of requests without any."""
-    from kvarts.openai_api.server import is_loopback
-
     asks = keys is not None and bool(keys.shares)
     if values["share_prefix_cache"] and not (keys is not None and keys.has_several_owners):
         raise ConfigError(
@@ -165,6 +167,8 @@ def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
         host=values["host"],
         port=values["port"],
         has_keys=keys is not None and bool(keys.shares),
+        tls_cert=values["tls_cert"],
+        tls_key=values["tls_key"],
         insecure=values["insecure"],
     )
 
