@@ -63,8 +63,8 @@ def http_options() -> list[click.Option]:
         option(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
                help="At SIGTERM, wait as long for requests under way."),
         option(keys, "--api-key", "api_keys", metavar="KEY", multiple=True,
-               help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more. Local "
-               "users can read a key on a command line: --api-key-file hides it."),
+               help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more. "
+               "Local users can read a key on a command line: --api-key-file hides it."),
         option(keys, "--api-key-file", metavar="FILE", type=INPUT,
                help="Keys, one a line, with owner=NAME, share=NUMBER and priority after it where that is meant."),
         option(keys, "--admin-key", "admin_keys", metavar="KEY", multiple=True,

@@ -128,11 +128,15 @@ class OpenAIApp:
             if response.has_begun:
                 self._cut(scope, response)
             else:
-                told = api_error(error)
-                if told.status == 500 and self._models.first.host.loop.is_alive:
-                    LOG.exception("an unexpected error")
-                    told = ApiError(500, f"{type(error).__name__}: {error}")
-                await response.error(told, without_body=request.method == "HEAD")
+                # No name for it here: its traceback has this frame, and what it refused would wait for the collector.
+                await response.error(self._told(error), without_body=request.method == "HEAD")
+
+    def _told(self, error: Exception) -> ApiError:
+        """Return what a client is told of an error."""
+        if api_error(error).status == 500 and self._models.first.host.loop.is_alive:
+            LOG.exception("an unexpected error")
+            return ApiError(500, f"{type(error).__name__}: {error}")
+        return api_error(error)
 
     async def _handle(self, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float) -> None:
         route = self._route(request)

@@ -317,7 +317,8 @@ def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> l
         where = f"{param}[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(400, "a message has a role and a content", param=where)
-        read.append({**message, "content": _text_of(message.get("content"), where)})
+        content = message.get("content")
+        read.append(message if isinstance(content, str) else {**message, "content": _text_of(content, where)})
     return read
 
 

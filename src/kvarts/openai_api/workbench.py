@@ -16,11 +16,13 @@ T = TypeVar("T")
 class Workbench:
     """Some threads, for which owners take turns. For one event loop.
 
+    One is enough: what it does holds the interpreter's lock for most of its time, and what it makes takes memory.
+
     The interpreter's lock lets the event loop run every few milliseconds, whatever a thread does in Python; what one
     call into C may take is bounded by the size of bodies.
     """
 
-    def __init__(self, num_threads: int = 2) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvarts-reading")
         self._num_free = num_threads
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
@@ -32,7 +34,11 @@ class Workbench:
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
         # A thread is free when its work is done, also where nobody waits for that any more.
         running.add_done_callback(lambda _: self._free())
-        return await running
+        try:
+            return await running
+        finally:
+            # An error has a traceback with this frame: what the work had made would wait for the garbage collector.
+            del running
 
     def close(self) -> None:
         """Let the threads end."""
