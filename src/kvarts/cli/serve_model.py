@@ -17,8 +17,8 @@ from kvarts.cli.options import GroupedCommand, GroupedOption
 
 __all__ = ["model_command"]
 
-SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "quantization", "kv_groups",
-            "speculative_config")  # fmt: skip
+SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "quantization", "trust_remote_code",
+            "kv_groups", "speculative_config")  # fmt: skip
 
 
 def _options() -> list[click.Parameter]:

@@ -24,7 +24,7 @@ from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.room import KVRoom, latent_token_bytes, token_bytes
-from kvarts.llm.speculation import NgramDrafter, SpeculativeConfig, StepTimes
+from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, StepTimes
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
@@ -71,8 +71,8 @@ class LLM:
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the memory that is free, 4 GiB at most.
     `config`: all of pages, page size and batch, instead of the settings here. `attention`: the backend, one of
     kvarts.executor.torch.backend. `layers`: `compiled` or the `model`'s own code, see kvarts.executor.torch.layers.
-    `quantization`: see `load_model`. `offload`: host memory and files below the pages, on a CPU; `disk_path`: the
-    directory of the files, which a later run of the same model reads again.
+    `quantization` and `trust_remote_code`: see `load_model`. `offload`: host memory and files below the pages, on a
+    CPU; `disk_path`: the directory of the files, which a later run of the same model reads again.
 
     `kv_groups`: `off`, every layer keeps every token; `all` or `tails`, a layer with a window keeps what later tokens
     see, see kvarts.llm.room. More sequences fit the same memory then; files do not go with it yet.
@@ -106,6 +106,7 @@ class LLM:
         attention: str = "auto",
         layers: str = "auto",
         quantization: str | None = None,
+        trust_remote_code: bool = False,
         kv_groups: str = "off",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
@@ -117,8 +118,10 @@ class LLM:
     ) -> None:
         speculation = SpeculativeConfig.of(speculative_config)
         if isinstance(model, str | Path):
-            tokenizer = _load_tokenizer(model) if tokenizer is None else tokenizer
-            model = load_model(model, dtype=dtype, device=device, quantization=quantization)
+            tokenizer = _load_tokenizer(model, trust_remote_code) if tokenizer is None else tokenizer
+            model = load_model(
+                model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
+            )
         elif quantization is not None:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
         page_size = page_size if config is None else config.page_size
@@ -177,7 +180,7 @@ class LLM:
         drafter = None
         if speculation is not None:
             times = StepTimes(self._executor.time_steps(TIMED_STEPS))
-            drafter = NgramDrafter(speculation, config.max_num_seqs, times)
+            drafter = CarefulDrafter(NgramDrafter(speculation, config.max_num_seqs, times))
         self._core = (
             build_engine(config, executor, readers=readers, audit=audit, offload=below, drafter=drafter)
             if room.cut is None
@@ -245,14 +248,17 @@ class LLM:
 
     # Requests ---------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
         """Run prompts, each text or token ids, batched as they fit, until all have ended. Return them in their order.
 
-        A single text is a prompt, too. Raise ConfigError for a prompt that cannot be run, before any is.
+        A single text is a prompt, too. `params`: of all prompts, or a list with those of each. Raise ConfigError for a
+        prompt that cannot be run, before any is. What goes wrong in one prompt later is the `error` of its completion.
         """
-        params = params or SamplingParams()
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        return self._loop.generate([(self.encode(prompt, params), params) for prompt in prompts])  # type: ignore[arg-type]
+        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        pairs = zip(several, _params_of_each(params, len(several)), strict=True)
+        return self._loop.generate([(self.encode(prompt, own), own) for prompt, own in pairs])
 
     def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt. Raise ConfigError for one that the model cannot run."""
@@ -288,15 +294,16 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answer a conversation, or several: each a list of messages with `role` and `content`.
 
-        The chat template of the model's tokenizer makes prompts of them. Raise ConfigError as `encode_chat` does.
+        The chat template of the model's tokenizer makes prompts of them. `params`: of all, or a list with those of
+        each. Raise ConfigError as `encode_chat` does.
         """
-        params = params or SamplingParams()
         several: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        return self._loop.generate([(self.encode_chat(one, params), params) for one in several])
+        pairs = zip(several, _params_of_each(params, len(several)), strict=True)
+        return self._loop.generate([(self.encode_chat(one, own), own) for one, own in pairs])
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
@@ -408,12 +415,24 @@ class LLM:
         self._loop.call(lambda _: self._core.scheduler.check())
 
 
-def _load_tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer beside a model; None if there is none."""
+def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts. Raise ConfigError for another number of them."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params)
+    if len(each) != count:
+        raise ConfigError(
+            f"there are {len(each)} for {count} prompts", field="params", hint="Give one for all, or one for each."
+        )
+    return each
+
+
+def _load_tokenizer(path: str | Path, trust_remote_code: bool) -> Any:
+    """Return the tokenizer beside a model; None if there is none, or only one with code that is not to be run."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
 

@@ -28,7 +28,7 @@ from kvarts.openai_api.bodies import (
 from kvarts.openai_api.budget import INLINE_BYTES, Budget
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import Cut, Failure
-from kvarts.openai_api.forms import ChatForm, CompletionForm, Form, Whole, usage_of
+from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, InSessions, Served
@@ -121,6 +121,9 @@ def asks_of(
     body.check()
     if body.priority and not exchange.owner.may_prioritize:
         raise ApiError(403, "the owner of this key may not set priorities: leave it out", param="priority")
+    if body.asked_prompt_logprobs is not None:
+        num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
+        exchange.budget.draw_values(num_values, "prompt_logprobs")
     salt, tenant = salt_of(served, body, exchange.owner)
     limit = served.limits.max_model_len
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
@@ -147,7 +150,7 @@ def asks_of(
                 if served.limits.default_tokens is not None and not body.ignore_eos:
                     natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
                     most, ends_itself = min(room, natural), natural <= room
-            if most < 1:
+            if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
             params = params_of.get((most, seed))
             if params is None:
@@ -169,8 +172,8 @@ def asks_of(
     return asks
 
 
-def completion_asks(served: Served, body: CompletionBody, exchange: Exchange) -> tuple[list[Ask], list[str]]:
-    """Return the requests of a completion, and the text that goes before each choice, if prompts are echoed."""
+def completion_asks(served: Served, body: CompletionBody, exchange: Exchange) -> tuple[list[Ask], list[Echo]]:
+    """Return the requests of a completion, and what goes before each choice, if prompts are echoed."""
     if (body.response_format or {}).get("type", "text") != "text":
         raise ApiError(400, "is of chat completions: a completion is text", param="response_format")
     adds = body.add_special_tokens is not False
@@ -186,7 +189,9 @@ def completion_asks(served: Served, body: CompletionBody, exchange: Exchange) ->
     echoes = []
     if body.echo:
         texts = [prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in given]
-        echoes = [text for text in texts for _ in range(body.num_choices)]
+        exchange.budget.draw_made(0, body.num_choices * sum(map(len, texts)), "echo")
+        pairs = zip(texts, prompts, strict=True)
+        echoes = [Echo(text, tokens) for text, tokens in pairs for _ in range(body.num_choices)]
     return asks, echoes
 
 
@@ -304,8 +309,16 @@ class Generating:
             body = exchange.take_body(CompletionBody)
             served = self._models.of(body.model)
             asks, echoes = completion_asks(served, body, exchange)
+            form = CompletionForm(
+                body.model or served.names[0],
+                served.text,
+                echoes,
+                prompts=[ask.tokens for ask in asks] if body.prompt_logprobs is not None else (),
+                has_logprobs=body.top_logprobs is not None,
+                skips_special_tokens=body.skip_special_tokens is not False,
+            )
             body.prompt = None
-            return _Read(served, body, asks, CompletionForm(body.model or served.names[0], served.text, echoes))
+            return _Read(served, body, asks, form)
 
         await self._answer(exchange, await exchange.apart(read))
 
@@ -316,7 +329,9 @@ class Generating:
             body = exchange.take_body(ChatBody)
             served = self._models.of(body.model)
             asks = chat_asks(served, body, exchange)
-            form = ChatForm(body.model or served.names[0], served.text, shape=shape_of(served, body, exchange.budget))
+            shape = shape_of(served, body, exchange.budget)
+            prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
+            form = ChatForm(body.model or served.names[0], served.text, shape=shape, prompt=prompt)
             body.messages = body.tools = None
             return _Read(served, body, asks, form)
 
@@ -355,6 +370,7 @@ async def _collect(take: Any, wholes: list[Whole]) -> None:
     while num_open:
         for choice, text, _, finish_reason, logprobs in await take():
             whole = wholes[choice.number]
+            whole.prompt_logprobs = choice.prompt_logprobs
             whole.texts.append(text)
             whole.logprobs += logprobs
             if finish_reason is not None:
@@ -459,7 +475,7 @@ class _Stream:
         number = choice.number
         if number not in self._begun:
             self._begun.add(number)
-            parts.append(self._form.first(number))
+            parts.append(self._form.first(number, choice.prompt_logprobs))
         if finish_reason is not None:
             self._num_open -= 1
             finish_reason = _told_reason(finish_reason)
