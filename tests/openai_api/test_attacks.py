@@ -429,7 +429,84 @@ def test_a_key_that_is_none_does_not_open_the_server(
         assert "Traceback" not in "".join(process.lines)
 
 
+def test_kept_sessions_need_owners_with_names(tmp_path: Path) -> None:
+    keys, state = tmp_path / "keys", tmp_path / "state"
+    keys.write_text("one owner=a\ntwo\n")
+    with kvarts_process("mock", "--port", "0", "--api-key-file", str(keys), "--state-dir", str(state)) as process:
+        assert process.popen.wait(60) == 2
+        process._reader.join(5)
+        assert "owner=NAME" in "".join(process.lines) and not state.exists()
+
+
 def test_a_key_on_a_command_line_is_said_to_be_readable() -> None:
     with started("--api-key", "secret") as server:
         assert any("--api-key-file" in line for line in server.process.lines)
         assert not any("secret" in line for line in server.process.lines)
+
+
+# Two tenants, and a third that attacks ---------------------------------------------------------------------
+
+
+OWNERS = ("victim", "third", "attacker")
+
+
+def questions(owner: str) -> list[dict[str, Any]]:
+    """What a tenant asks: some of it again and again, so that it is found in the cache."""
+    return [
+        {"prompt": [len(owner) + k % 3] * 40 + [k], "max_tokens": 24, "temperature": 1.0, "seed": k, "ignore_eos": True}
+        for k in range(12)
+    ]
+
+
+def answer_to(server: Server, owner: str, body: dict[str, Any]) -> str:
+    reply = server.call(COMPLETIONS, body, {"authorization": f"Bearer {owner}-key"})
+    assert reply.status == 200, reply.payload
+    return str(reply.json["choices"][0]["text"])
+
+
+def test_tenants_under_attack_get_the_same_answers_and_their_shares(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEYS)
+    small = ("--max-seqs", "24", "--max-queued", "200", "--cost", "linear:step_ms=4")
+    tenants = OWNERS[:2]
+    with started("--api-key-file", keys, *small) as server:
+        alone = {owner: [answer_to(server, owner, body) for body in questions(owner)] for owner in tenants}
+    with started("--api-key-file", keys, *small, "--audit") as server:
+        stop = threading.Event()
+        tokens = dict.fromkeys(OWNERS, 0)
+        counting = threading.Lock()
+        wrong: list[str] = []
+
+        def ask(owner: str, number: int) -> None:
+            while not stop.is_set():
+                text = answer_to(server, owner, questions(owner)[number])
+                if text != alone[owner][number]:
+                    wrong.append(text)
+                with counting:
+                    tokens[owner] += 24
+
+        def attack() -> None:
+            flood = {"prompt": "flood", "max_tokens": 60, "n": 3, "ignore_eos": True}
+            while not stop.is_set():
+                with suppress(OSError):
+                    reply = server.call(COMPLETIONS, flood)
+                    if reply.status == 429:
+                        time.sleep(0.02)
+                    with counting:
+                        tokens["attacker"] += 180 * (reply.status == 200)
+
+        flooding = [threading.Thread(target=attack) for _ in range(30)]
+        asking = [threading.Thread(target=ask, args=(owner, k)) for owner in tenants for k in range(12)]
+        for thread in (*flooding, *asking):
+            thread.start()
+        time.sleep(1.0)
+        before = dict(tokens)
+        time.sleep(4.0)
+        got = {owner: tokens[owner] - before[owner] for owner in OWNERS}
+        stop.set()
+        for thread in (*flooding, *asking):
+            thread.join(30)
+        assert wrong == []
+        together = sum(got.values())
+        # A third each; what is under way at both ends of the time counts as a whole answer or not at all.
+        assert all(got[owner] >= 0.9 * together / 3 for owner in tenants), got

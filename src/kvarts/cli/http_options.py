@@ -135,6 +135,13 @@ def keys_of(values: dict[str, Any]) -> Keys | None:
             keys[kind] += read_keys(path)
     if not (keys["api_key"] or named or keys["admin_key"]):
         return None
+    is_named = not keys["api_key"] and all(owner.name for owner in named.values())
+    if values.get("state_dir") is not None and len({*keys["api_key"], *named}) > 1 and not is_named:
+        raise ConfigError(
+            "sessions are kept for their owners, and owners without a name are told apart by their place only",
+            field="state_dir",
+            hint="Give --api-key-file, with owner=NAME after each key.",
+        )
     return Keys.of(keys["api_key"], named, admin_keys=keys["admin_key"])
 
 

@@ -16,10 +16,9 @@ T = TypeVar("T")
 class Workbench:
     """Some threads, for which owners take turns. For one event loop.
 
-    One is enough: what it does holds the interpreter's lock for most of its time, and what it makes takes memory.
-
-    The interpreter's lock lets the event loop run every few milliseconds, whatever a thread does in Python; what one
-    call into C may take is bounded by the size of bodies.
+    One thread is enough: it holds the interpreter's lock for most of its time, and what it makes takes memory. That
+    lock lets the event loop run every few milliseconds while a thread runs Python; the size of bodies bounds the time
+    of one call into C.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
