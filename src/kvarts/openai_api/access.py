@@ -1,4 +1,4 @@
-"""Who may ask for what: routes, and what each asks of a request before its body is read."""
+"""Routes, the access that each requires, and the checks of a request before its body is read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Guard:
-    """Decides whose a request is, or refuses it, from its head alone.
+    """Finds the owner of a request from its head alone, or refuses the request.
 
     `keys`: what is asked for; None: nothing. Without a key, a web page of another origin is refused, unless its origin
     is in `origins`; and so is a name of this server that such a page may have made up: `hosts` are its names beside

@@ -50,7 +50,7 @@ class Watcher:
 
 
 class OpenAIApp:
-    """An ASGI application for what is served. `guard`: decides whose a request is.
+    """An ASGI application for what is served. `guard`: finds the owner of a request.
 
     `allows_failures`: requests may ask for failures of their own, and administrators for a script of them.
     """
@@ -93,7 +93,7 @@ class OpenAIApp:
             Route(method=get, path="/admin/config", handler=self._tell_config, access=admin),
             Route(method=post, path="/admin/config", handler=self._set_config, access=admin),
         )  # fmt: skip
-        """What answers which method and path, and who may ask for it."""
+        """The handler of each method and path, with the access that it requires."""
         self._exact = {(route.method, route.path): route for route in self.routes if not route.path.endswith("/")}
         self._prefixes = [route for route in self.routes if route.path.endswith("/")]
         self._paths = {path for _, path in self._exact}

@@ -1,8 +1,8 @@
 """The order in which requests of several owners enter an engine, so that none keeps the others out.
 
 An engine runs so many requests at once, and their KV fills so many tokens of memory. Both are shared among owners, see
-Shares. Requests wait here, by owner; whose tokens so far are fewest for its share is next. An engine gets only what it
-can begin: what waits there stands in one line.
+Shares. Requests wait here, by owner; the owner with the fewest tokens relative to its share is next. An engine gets
+only what it can begin, since requests that wait there are in one queue.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Entry:
 
 
 class Gate:
-    """Owner of the requests that wait to enter one engine, and of who is inside. For one event loop.
+    """Owner of the requests that wait to enter one engine, and of those inside. For one event loop.
 
     `num_seqs` run at once, with `num_tokens` of KV memory. `num_prefill`: of each owner, prompts of that many tokens,
     or one longer prompt, are inside before they are computed.
@@ -133,7 +133,7 @@ class Gate:
                     if self._may_prefill(entry):
                         return owner
                 else:
-                    is_owed = True  # its guarantee is lent: nobody borrows more meanwhile
+                    is_owed = True  # its guarantee is lent: no owner borrows more meanwhile
         if is_owed:
             return None
         for owner in in_turn:

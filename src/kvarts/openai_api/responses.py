@@ -28,7 +28,7 @@ from kvarts.owners.shares import Shares
 __all__ = ["Responses"]
 
 MAX_STORED = 10_000
-MAX_STORED_BYTES = 64 * 1024 * 1024
+MAX_STORED_BYTES = 32 * 1024 * 1024
 """So many responses are kept, of so many bytes of memory. The oldest go first, of the owner that has most beyond its
 share.
 """

@@ -166,7 +166,7 @@ class Served:
         self._places = Shares(config.max_num_seqs + limits.max_queued, shares)
         self._held_tokens = Shares(max(MOST_HELD_TOKENS, 4 * config.pool_tokens), shares)
         self._gate: Gate | None = None
-        """None: there is one owner, whose requests wait in the engine."""
+        """None with one owner: its requests wait in the engine."""
         self._entries: dict[Choice, Entry] = {}
         """Of the requests at the gate or inside, until they are over."""
         if len(shares) > 1:

@@ -25,13 +25,13 @@ class Workbench:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvarts-reading")
         self._num_free = num_threads
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Those that wait, by owner; the owner whose turn is next is the first."""
+        """Waiting work, by owner, in the order of their turns."""
 
     async def run(self, owner: str, work: Callable[[], T]) -> T:
         """Return what `work` returns, which runs in a thread once it is the turn of `owner`."""
         await self._take_turn(owner)
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        # A thread is free when its work is done, also where nobody waits for that any more.
+        # A thread is free when its work is done, even if the request has gone.
         running.add_done_callback(lambda _: self._free())
         try:
             return await running

@@ -17,7 +17,7 @@ PARTED = "\x1f"
 
 
 def owner_of(name: str) -> str:
-    """Return the owner in whose name `name`, an owner or a tenant of one, holds things."""
+    """Return the owner that `name`, an owner or a tenant of one, belongs to."""
     return name.partition(PARTED)[0]
 
 
@@ -25,7 +25,7 @@ class Shares:
     """Owner of the account of one thing, of which there are `total` units.
 
     An owner is guaranteed its share of the total, rounded down, and half of that is kept free for it at any time. What
-    is not kept is lent to whoever asks first. So an owner always finds half of its guarantee at once, and the rest as
+    is not kept is lent to the first owner that asks. So an owner always finds half of its guarantee at once, and the rest as
     soon as others give back what they borrowed. With a single owner, or none, everything is free to all.
 
     `shares`: relative to each other, by owner. An owner that is not among them can only borrow. Amounts are whole and
