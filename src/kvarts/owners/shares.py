@@ -25,8 +25,8 @@ class Shares:
     """Owner of the account of one thing, of which there are `total` units.
 
     An owner is guaranteed its share of the total, rounded down, and half of that is kept free for it at any time. What
-    is not kept is lent to the first owner that asks. So an owner always finds half of its guarantee at once, and the rest as
-    soon as others give back what they borrowed. With a single owner, or none, everything is free to all.
+    is not kept is lent to the first owner that asks. So an owner always finds half of its guarantee at once, and the
+    rest as soon as others give back what they borrowed. With a single owner, or none, everything is free to all.
 
     `shares`: relative to each other, by owner. An owner that is not among them can only borrow. Amounts are whole and
     at least 0. Raises ConfigError for a negative total.
