@@ -43,6 +43,12 @@ class Outbox:
         """Wake coroutines of `loop` from now on."""
         self._loop = loop
 
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Have `call` called in the event loop, from any thread, if there still is one."""
+        with suppress(RuntimeError):
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(call)
+
     def mark(self, woken: Woken) -> None:
         """Have `woken` woken, from any thread. Raise Gone if there is no event loop any more."""
         with self._lock:

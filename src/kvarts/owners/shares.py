@@ -17,7 +17,7 @@ PARTED = "\x1f"
 
 
 def owner_of(name: str) -> str:
-    """Return the owner that holds what `name` does: `name` itself, or the owner that it is a tenant of."""
+    """Return the owner that `name`, an owner or a tenant of one, belongs to."""
     return name.partition(PARTED)[0]
 
 
@@ -25,26 +25,37 @@ class Shares:
     """Owner of the account of one thing, of which there are `total` units.
 
     An owner is guaranteed its share of the total, rounded down, and half of that is kept free for it at any time. What
-    is not kept is lent to the first that asks. So an owner always finds half of its guarantee at once, and the rest as
-    soon as others give back what they borrowed. With a single owner, or none, everything is free to all.
+    is not kept is lent to the first owner that asks. So an owner always finds half of its guarantee at once, and the
+    rest as soon as others give back what they borrowed. With a single owner, or none, everything is free to all.
 
     `shares`: relative to each other, by owner. An owner that is not among them can only borrow. Amounts are whole and
     at least 0. Raises ConfigError for a negative total.
     """
 
     def __init__(self, total: int, shares: Mapping[str, float] | None = None, *, kept: float = KEPT) -> None:
-        if total < 0:
-            raise ConfigError(f"must be at least 0, got {total}", field="total")
-        self.total = total
-        several = dict(shares or {}) if len(shares or {}) > 1 else {}
-        sum_of_shares = sum(several.values())
-        self._guaranteed = {owner: floor(total * share / sum_of_shares) for owner, share in several.items()}
-        self._kept = {owner: floor(amount * kept) for owner, amount in self._guaranteed.items()}
+        self._shares = dict(shares or {}) if len(shares or {}) > 1 else {}
+        self._part_kept = kept
+        self._guaranteed: dict[str, int] = {}
+        self._kept: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self.num_used = 0
         """Units that all owners hold together."""
-        self._num_kept_free = sum(self._kept.values())
+        self._num_kept_free = 0
         """Units that are kept for owners that do not use them."""
+        self.total = 0
+        self.resize(total)
+
+    def resize(self, total: int) -> None:
+        """Let there be `total` units from now on, whatever is held. Raise ConfigError for less than 0."""
+        if total == self.total and self._guaranteed:
+            return
+        if total < 0:
+            raise ConfigError(f"must be at least 0, got {total}", field="total")
+        self.total = total
+        sum_of_shares = sum(self._shares.values())
+        self._guaranteed = {owner: floor(total * share / sum_of_shares) for owner, share in self._shares.items()}
+        self._kept = {owner: floor(amount * self._part_kept) for owner, amount in self._guaranteed.items()}
+        self._num_kept_free = sum(map(self._kept_free, self._kept))
 
     def used(self, name: str) -> int:
         """Return how many units an owner holds."""
