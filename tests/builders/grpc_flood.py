@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ def flooding(address: str, method: str, body: Path, token: str, seconds: float) 
     arguments = [address, method, str(body), token, str(seconds)]
     done = subprocess.run(
         [sys.executable, "-m", "builders.grpc_flood", *arguments],
-        check=True, capture_output=True, timeout=120, cwd=Path(__file__).parents[1],
+        check=True, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     codes: dict[str, int] = json.loads(done.stdout)
     return codes
