@@ -14,16 +14,18 @@ import zmq
 
 __all__ = ["Frames", "Replies", "Reply"]
 
-MARK = 8
+MARK = 4
 """Messages of a client that wait in ZMQ."""
 MOST_CLIENTS = 1024
 """Clients that are answered at once. Requests of others are dropped."""
 MOST_ASKED = 4
 """Requests of a client that wait. One more is dropped."""
-MOST_STATES = 2
-"""Answers with a copy of something large that are under way at once; others wait."""
+MOST_COPIES = 2
+"""Copies of full state in memory at once. All clients that wait when one is made share it."""
+COPY_SHARE = 0.2
+"""Of the time, what making copies takes at most."""
 STALLED_S = 1.0
-"""An answer with a copy, of which nothing was read for so long, is dropped if another waits."""
+"""A client that has read nothing of a copy for so long loses it if another client waits for one."""
 AT_ONCE = 8
 """Messages of a client in a row."""
 REQUESTS_AT_ONCE = 1000
@@ -40,7 +42,7 @@ Frames = tuple[bytes, ...]
 
 
 class Reply:
-    """The messages of an answer, without the client's name. `is_copy`: it holds a copy of something large."""
+    """The messages of an answer, without the client's name. `is_copy`: they are a copy of full state, made at once."""
 
     def __init__(self, messages: Callable[[], Iterator[Frames]], *, is_copy: bool) -> None:
         self.messages = messages
@@ -54,11 +56,18 @@ class _Client:
         self.replies: deque[Reply] = deque()
         self.under_way: Iterator[Frames] | None = None
         self.next: Frames | None = None
+        self.copy: tuple[Frames, ...] | None = None
+        """What the answer under way is taken from, if it is a copy."""
         self.num_sent = 0
         self.moved_s = 0.0
         """When something was sent to it, or its answer began."""
         self.try_again_s = 0.0
         self.pause_s = SOONEST_S
+
+    @property
+    def waits_for_copy(self) -> bool:
+        """Whether its next answer needs a copy that it has not got."""
+        return bool(self.replies) and self.replies[0].is_copy and self.copy is None
 
     def wait(self, now_s: float) -> None:
         """Try it again later, and the next time later still."""
@@ -76,6 +85,7 @@ class Replies:
         self._socket = socket
         self._reply_to = reply_to
         self._clients: dict[bytes, _Client] = {}
+        self._next_copy_s = 0.0
         self.num_answered = 0
         self.num_bad = 0
         self.num_dropped = 0
@@ -137,7 +147,8 @@ class Replies:
                 return has_sent
             assert client.next is not None
             try:
-                self._socket.send_multipart((name, *client.next), zmq.NOBLOCK)
+                # Without a copy of what is large: clients share it with the past and with each other.
+                self._socket.send_multipart((name, *client.next), zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 client.wait(now_s)
                 return has_sent
@@ -153,10 +164,10 @@ class Replies:
     def _advance(self, client: _Client, now_s: float) -> bool:
         """Have the next message of a client ready; return whether there is one now."""
         while client.replies:
+            if client.waits_for_copy and not self._copy(client.replies[0], now_s):
+                client.wait(now_s)
+                return False
             if client.under_way is None:
-                if client.replies[0].is_copy and self._num_copies >= MOST_STATES:
-                    client.wait(now_s)
-                    return False
                 client.under_way, client.moved_s = client.replies[0].messages(), now_s
             client.next = next(client.under_way, None)
             if client.next is not None:
@@ -165,28 +176,29 @@ class Replies:
             self.num_answered += 1
         return False
 
-    @property
-    def _num_copies(self) -> int:
-        return sum(
-            client.under_way is not None and bool(client.replies) and client.replies[0].is_copy
-            for client in self._clients.values()
-        )
+    def _copy(self, reply: Reply, now_s: float) -> bool:
+        """Make a copy for all clients that wait for one; return whether that may be done now."""
+        copies = {id(client.copy) for client in self._clients.values() if client.copy is not None}
+        if len(copies) >= MOST_COPIES or now_s < self._next_copy_s:
+            return False
+        begin_s = time.monotonic()
+        messages = tuple(reply.messages())
+        self._next_copy_s = now_s + (time.monotonic() - begin_s) / COPY_SHARE
+        for client in self._clients.values():
+            if client.waits_for_copy:
+                client.copy, client.under_way, client.moved_s = messages, iter(messages), now_s
+        return True
 
     def _drop_stalled(self, now_s: float) -> None:
-        """Drop an answer with a copy that is not read, if a client waits for one."""
-        is_wanted = any(
-            client.under_way is None and client.replies and client.replies[0].is_copy
-            for client in self._clients.values()
-        )
-        if not is_wanted:
+        """Take copies from clients that do not read them, if a client waits for one."""
+        if not any(client.waits_for_copy for client in self._clients.values()):
             return
         for client in self._clients.values():
-            is_copy = client.under_way is not None and bool(client.replies) and client.replies[0].is_copy
-            if is_copy and now_s - client.moved_s > STALLED_S:
+            if client.copy is not None and now_s - client.moved_s > STALLED_S:
                 self._end(client)
                 self.num_dropped += 1
 
     @staticmethod
     def _end(client: _Client) -> None:
         client.replies.popleft()
-        client.under_way = client.next = None
+        client.under_way = client.next = client.copy = None
