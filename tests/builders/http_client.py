@@ -39,7 +39,8 @@ def call(url: str, path: str, body: Any = None, *, method: str | None = None, he
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
     payload = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        connection.request(method or ("GET" if body is None else "POST"), path, payload, headers or {})
+        of_body = {} if body is None else {"content-type": "application/json"}
+        connection.request(method or ("GET" if body is None else "POST"), path, payload, {**of_body, **(headers or {})})
         response = connection.getresponse()
         return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
     finally:
@@ -57,12 +58,13 @@ def events_of(payload: bytes) -> list[Any]:
 class OpenStream:
     """An answer that is read only when asked. Closes when the test is done with it."""
 
-    def __init__(self, url: str, path: str, body: Any) -> None:
+    def __init__(self, url: str, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         host, _, port = urlsplit(url).netloc.partition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=20)
         payload = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
-        self._socket.sendall(head.encode() + payload)
+        head = [f"POST {path} HTTP/1.1", f"host: {host}", "connection: close", "content-type: application/json"]
+        head += [f"content-length: {len(payload)}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
+        self._socket.sendall("\r\n".join([*head, "", ""]).encode() + payload)
 
     def read(self) -> bytes:
         """All that comes, head included, until the server closes."""

@@ -31,7 +31,8 @@ def no_traceback(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 def request(body: dict[str, Any], *headers: str, path: str = COMPLETIONS) -> bytes:
     payload = json.dumps(body).encode()
-    head = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(payload)}", *headers]
+    head = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json"]
+    head += [f"content-length: {len(payload)}", *headers]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + payload
 
 
@@ -302,7 +303,10 @@ def test_a_body_may_come_in_chunks(start: Start, size: int) -> None:
     payload = json.dumps(hello()).encode()
     chunks = [payload[at : at + size] for at in range(0, len(payload), size)]
     coded = b"".join(b"%x;a=b\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\nx-trailer: y\r\n\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
     assert statuses(raw(server.url, head + coded, shut=False)) == [200]
 
 

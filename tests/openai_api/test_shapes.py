@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.forms import ChatForm
 from kvarts.openai_api.prompts import WordText
@@ -68,7 +69,7 @@ def allows(schema: Any, value: Any) -> bool:
 
 @given(schemas, st.text(max_size=20))
 def test_what_is_made_of_a_schema_is_allowed_by_it(schema: Any, text: str) -> None:
-    value = value_of(schema, text, param="x")
+    value = value_of(schema, text, param="x", budget=Budget(sequences=0))
     assert allows(schema, value)
     assert json.loads(json.dumps(value)) == value
 
@@ -80,7 +81,7 @@ def test_what_is_made_of_a_schema_is_allowed_by_it(schema: Any, text: str) -> No
 )  # fmt: skip
 def test_any_json_is_a_schema_or_is_refused(schema: Any) -> None:
     try:
-        value_of(schema, "text", param="response_format")
+        value_of(schema, "text", param="response_format", budget=Budget(sequences=0))
     except ApiError as error:
         assert (error.status, error.param) == (400, "response_format")  # noqa: PT017  # it need not be raised
 
@@ -90,7 +91,7 @@ def test_any_json_is_a_schema_or_is_refused(schema: Any) -> None:
 )
 def test_keywords_of_a_wrong_type_are_refused(schema: Any) -> None:
     with pytest.raises(ApiError, match="no JSON schema"):
-        value_of(schema, "text", param="response_format")
+        value_of(schema, "text", param="response_format", budget=Budget(sequences=0))
 
 
 def test_a_schema_may_refer_to_its_own_parts() -> None:
@@ -99,10 +100,10 @@ def test_a_schema_may_refer_to_its_own_parts() -> None:
         "type": "object",
         "properties": {"steps": {"type": "array", "items": {"$ref": "#/$defs/Step"}}, "ends": {"type": ["null"]}},
     }
-    assert value_of(schema, "x", param="x") == {"steps": [{"n": 2}], "ends": None}
+    assert value_of(schema, "x", param="x", budget=Budget(sequences=0)) == {"steps": [{"n": 2}], "ends": None}
     endless = {"$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}}}, "$ref": "#/$defs/A"}
     with pytest.raises(ApiError, match="never ends"):
-        value_of(endless, "x", param="x")
+        value_of(endless, "x", param="x", budget=Budget(sequences=0))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -95,5 +95,5 @@ def test_alone_an_owner_has_everything() -> None:
 
 
 def test_a_total_is_not_negative() -> None:
-    with pytest.raises(ConfigError, match="total"):
+    with pytest.raises(ConfigError, match="at least 0"):
         Shares(-1)

@@ -66,7 +66,9 @@ class ModelText:
                 hint="pip install 'kvarts[torch]', or leave --model out.",
             ) from None
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(

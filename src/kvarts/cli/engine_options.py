@@ -42,6 +42,10 @@ def engine_options(command: Command, **attributes: Any) -> Command:
                 "help": "Weights in 8 or 4 bits, on a CPU: int8 or int4. It changes tokens; what it costs is told.",
             },
         ),
+        (
+            "--trust-remote-code",
+            {"is_flag": True, "help": "Run the Python code that came with the model. It can do whatever you can."},
+        ),
         ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
         (
             "--attention",

@@ -16,12 +16,23 @@ from kvarts.cli.options import GroupedOption
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable
+from kvarts.owners.keys import check_key
+from kvarts.reach import is_loopback
 
 if TYPE_CHECKING:
     from kvarts.openai_api.opening import Opened
     from kvarts.owners.keys import Keys
 
-__all__ = ["address_of", "http_options", "keys_of", "need_http", "say", "serve_http"]
+__all__ = [
+    "address_of",
+    "door_settings",
+    "failure_options",
+    "http_options",
+    "keys_of",
+    "need_http",
+    "say",
+    "serve_http",
+]
 
 Command = Callable[..., Any]
 AT_LEAST_ZERO = click.FloatRange(min=0.0)
@@ -29,7 +40,7 @@ AT_LEAST_ZERO = click.FloatRange(min=0.0)
 
 def http_options() -> list[click.Option]:
     """Return the options that every server over HTTP has."""
-    listening, taking, failing = "Listening", "Requests", "Failures on purpose, and records"
+    listening, keys, taking, recording = "Listening", "Keys and owners", "Requests", "Records"
 
     def option(group: str, *names: str, **attributes: Any) -> click.Option:
         return GroupedOption(list(names), group=group, **attributes)
@@ -39,11 +50,6 @@ def http_options() -> list[click.Option]:
                help="Address to listen on."),
         option(listening, "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True,
                help="0: a free one."),
-        option(listening, "--api-key", "api_keys", metavar="KEY", multiple=True,
-               help="Ask for one of these keys. May be repeated; $VLLM_API_KEY is one more. Local users can read a key "
-               "on a command line: --api-key-file hides it."),
-        option(listening, "--api-key-file", metavar="FILE", type=INPUT,
-               help="Keys, one a line."),
         option(listening, "--tls-cert", metavar="FILE", type=INPUT, help="Certificate, PEM. With --tls-key: encrypt."),
         option(listening, "--tls-key", metavar="FILE", type=INPUT, help="Its key."),
         option(listening, "--insecure", count=True,
@@ -56,19 +62,31 @@ def http_options() -> list[click.Option]:
                help="Answer that the server is starting for so long."),
         option(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
                help="At SIGTERM, wait as long for requests under way."),
+        option(keys, "--api-key", "api_keys", metavar="KEY", multiple=True,
+               help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more. "
+               "Local users can read a key on a command line: --api-key-file hides it."),
+        option(keys, "--api-key-file", metavar="FILE", type=INPUT,
+               help="Keys, one a line, with owner=NAME, share=NUMBER and priority after it where that is meant."),
+        option(keys, "--admin-key", "admin_keys", metavar="KEY", multiple=True,
+               help="Ask for this key where the server is changed. $KVARTS_ADMIN_KEY is one more."),
+        option(keys, "--admin-key-file", metavar="FILE", type=INPUT, help="Such keys, one a line."),
+        option(keys, "--share-prefix-cache", is_flag=True,
+               help="With several owners: let them find each other's KV, and so learn what others have asked."),
+        option(keys, "--allow-origin", "origins", metavar="ORIGIN", multiple=True,
+               help="Without a key, let web pages of this origin ask: http://localhost:3000. May be repeated."),
+        option(keys, "--allow-host", "hosts", metavar="NAME", multiple=True,
+               help="Without a key, a name by which this server may be asked, beside addresses and localhost."),
         option(taking, "--max-model-len", metavar="TOKENS", type=click.IntRange(min=2),
                help="Tokens of a prompt and its answer. [those of the model, or what the pages hold]"),
         option(taking, "--max-queued", metavar="N", type=click.IntRange(min=0), default=1024, show_default=True,
                help="Requests beyond those that may run at once; more get 429."),
         option(taking, "--retry-after", metavar="SECONDS", type=AT_LEAST_ZERO, default=1.0, show_default=True,
                help="What these are told."),
-        option(taking, "--max-body-bytes", metavar="N", type=click.IntRange(min=1024), default=32 * 1024 * 1024,
+        option(taking, "--max-body-bytes", metavar="N", type=click.IntRange(min=1024), default=8 * 1024 * 1024,
                show_default=True, help="Refuse longer requests."),
         option(taking, "--trust-request-chat-template", is_flag=True,
                help="Render the chat templates that requests bring, which may compute for ever."),
-        option(failing, "--fail", metavar="SCRIPT",
-               help="What goes wrong: 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
-        option(failing, "--record", metavar="FILE", type=OUTPUT,
+        option(recording, "--record", metavar="FILE", type=OUTPUT,
                help="At the end, write what arrived to FILE (.jsonl), for `kvarts replay`."),
     ]  # fmt: skip
 
@@ -84,13 +102,57 @@ def need_http() -> None:
         )
 
 
+def failure_options() -> list[click.Option]:
+    """Return the options of a server in which things go wrong on purpose."""
+    failing = "Failures on purpose"
+    return [
+        GroupedOption(["--fail"], group=failing, metavar="SCRIPT",
+                      help="What goes wrong: 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
+        GroupedOption(["--allow-failures"], group=failing, is_flag=True,
+                      help="Let requests ask for failures of their own, and /admin/config for another script."),
+    ]  # fmt: skip
+
+
 def keys_of(values: dict[str, Any]) -> Keys | None:
     """Return the API keys that were given; None for none. Raise ConfigError, MissingFileError or InputError."""
     from kvarts.owners.keys import Keys, read_keys
 
-    given = [*values["api_keys"], *filter(None, [os.environ.get("VLLM_API_KEY")])]
-    named = {} if values["api_key_file"] is None else read_keys(values["api_key_file"])
-    return Keys.of(given, named) if given or named else None
+    keys: dict[str, list[str]] = {}
+    named = {}
+    for kind, variable in (("api_key", "VLLM_API_KEY"), ("admin_key", "KVARTS_ADMIN_KEY")):
+        flag = f"--{kind.replace('_', '-')}"
+        keys[kind] = list(values[f"{kind}s"])
+        if keys[kind]:
+            say(f"other users can read {flag} in the list of processes: {flag}-file hides it")
+        if variable in os.environ:
+            keys[kind].append(os.environ[variable])
+        for key in keys[kind]:
+            check_key(key, flag if key in values[f"{kind}s"] else variable)
+        path = values[f"{kind}_file"]
+        if path is not None and kind == "api_key":
+            named = read_keys(path)
+        elif path is not None:
+            keys[kind] += read_keys(path)
+    if not (keys["api_key"] or named or keys["admin_key"]):
+        return None
+    return Keys.of(keys["api_key"], named, admin_keys=keys["admin_key"])
+
+
+def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
+    """Return what a Door is told of keys, and of requests without any."""
+    asks = keys is not None and bool(keys.shares)
+    if values["share_prefix_cache"] and not (keys is not None and keys.has_several_owners):
+        raise ConfigError(
+            "is of several owners", field="share_prefix_cache", hint="Give several keys, or leave it out."
+        )
+    # What others reach by some name was said to be open with --insecure; a page finds this machine's own by any name.
+    checks_names = not asks and is_loopback(values["host"])
+    return {
+        "keys": keys,
+        "shares_prefix_cache": values["share_prefix_cache"],
+        "origins": values["origins"],
+        "hosts": (values["host"], *values["hosts"]) if checks_names else None,
+    }
 
 
 def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
@@ -104,7 +166,7 @@ def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
     return Address(
         host=values["host"],
         port=values["port"],
-        has_keys=keys is not None,
+        has_keys=keys is not None and bool(keys.shares),
         tls_cert=values["tls_cert"],
         tls_key=values["tls_key"],
         insecure=values["insecure"],

@@ -96,6 +96,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         attention=values["attention"],
         layers=values["layers"],
         quantization=values["quantization"],
+        trust_remote_code=values["trust_remote_code"],
         kv_groups=values["kv_groups"],
         **settings,
     )

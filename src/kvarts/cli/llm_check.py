@@ -36,6 +36,8 @@ EXIT_DIFFERENT = 5
 @click.option("--layers", metavar="NAME", default="auto", show_default=True,
               help="What computes layers: auto, compiled or model.")  # fmt: skip
 @click.option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")
+@click.option("--trust-remote-code", is_flag=True,
+              help="Run the Python code that came with the model. It can do whatever you can.")  # fmt: skip
 @kv_groups_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 def check_command(
@@ -48,6 +50,7 @@ def check_command(
     attention: str,
     layers: str,
     quantization: str | None,
+    trust_remote_code: bool,
     kv_groups: str,
     as_json: bool,
 ) -> int:
@@ -65,7 +68,9 @@ def check_command(
     from kvarts.executor.torch.loading import load_model
     from kvarts.llm.check import check_model
 
-    loaded = load_model(model, dtype=dtype, device=device, quantization=quantization)
+    loaded = load_model(
+        model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
+    )
     check = check_model(
         loaded,
         attention=attention,

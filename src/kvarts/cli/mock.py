@@ -13,7 +13,15 @@ from kvarts.cli import (
     kv_events,
     mock_sharing,
 )
-from kvarts.cli.http_options import address_of, http_options, keys_of, need_http, serve_http
+from kvarts.cli.http_options import (
+    address_of,
+    door_settings,
+    failure_options,
+    http_options,
+    keys_of,
+    need_http,
+    serve_http,
+)
 from kvarts.cli.options import GroupedCommand, GroupedOption, given_by_flags, options_of
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
@@ -59,7 +67,7 @@ def _options() -> list[click.Parameter]:
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
                       help="An answer for which no number is asked ends by itself after about so many. [128]"),
     ]  # fmt: skip
-    options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options()]
+    options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
     options += http_sessions.server_options()
     return options
@@ -97,9 +105,10 @@ def mock_command(**params: Any) -> None:
     door = Door(
         names=params["names"],
         adapters=params["adapters"],
-        keys=keys,
+        **door_settings(params, keys),
         limits=limits,
         fail=params["fail"] or "",
+        allows_failures=params["allow_failures"],
         seed=params["seed"],
         is_recording=params["record"] is not None,
     )

@@ -28,8 +28,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     eviction: Annotated[
         str | None,
         setting(
-            "Which cached pages go next: a policy of `kvarts plan --league`, such as arc, or, on the command line alone, "
-            "module:Class, which is imported.",
+            "Which cached pages go next: a policy of `kvarts plan --league`, such as arc; on the command line "
+            "also module:Class.",
             metavar="NAME",
             default="lru",
         ),

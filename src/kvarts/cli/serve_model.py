@@ -11,14 +11,14 @@ from kvarts.cli import (
     http_sessions,
 )
 from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option, speculation_option
-from kvarts.cli.http_options import address_of, http_options, keys_of, need_http, serve_http
+from kvarts.cli.http_options import address_of, door_settings, http_options, keys_of, need_http, serve_http
 from kvarts.cli.llm import need_torch
 from kvarts.cli.options import GroupedCommand, GroupedOption
 
 __all__ = ["model_command"]
 
-SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "quantization", "kv_groups",
-            "speculative_config")  # fmt: skip
+SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "quantization", "trust_remote_code",
+            "kv_groups", "speculative_config")  # fmt: skip
 
 
 def _options() -> list[click.Parameter]:
@@ -44,14 +44,13 @@ def model_command(**params: Any) -> None:
     door = Door(
         names=params["names"] or (Path(params["model"]).name or params["model"],),
         adapters=params["adapters"],
-        keys=keys,
+        **door_settings(params, keys),
         limits=Limits(
             max_queued=params["max_queued"],
             retry_after_s=params["retry_after"],
             max_body_bytes=params["max_body_bytes"],
             trust_request_chat_template=params["trust_request_chat_template"],
         ),
-        fail=params["fail"] or "",
         is_recording=params["record"] is not None,
     )
     need_torch()

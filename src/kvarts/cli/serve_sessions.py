@@ -128,6 +128,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "attention",
             "layers",
             "quantization",
+            "trust_remote_code",
             "kv_groups",
         )
         if values[name] is not None

@@ -71,8 +71,8 @@ class LLM:
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the memory that is free, 4 GiB at most.
     `config`: all of pages, page size and batch, instead of the settings here. `attention`: the backend, one of
     kvarts.executor.torch.backend. `layers`: `compiled` or the `model`'s own code, see kvarts.executor.torch.layers.
-    `quantization`: see `load_model`. `offload`: host memory and files below the pages, on a CPU; `disk_path`: the
-    directory of the files, which a later run of the same model reads again.
+    `quantization` and `trust_remote_code`: see `load_model`. `offload`: host memory and files below the pages, on a
+    CPU; `disk_path`: the directory of the files, which a later run of the same model reads again.
 
     `kv_groups`: `off`, every layer keeps every token; `all` or `tails`, a layer with a window keeps what later tokens
     see, see kvarts.llm.room. More sequences fit the same memory then; files do not go with it yet.
@@ -106,6 +106,7 @@ class LLM:
         attention: str = "auto",
         layers: str = "auto",
         quantization: str | None = None,
+        trust_remote_code: bool = False,
         kv_groups: str = "off",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
@@ -117,8 +118,10 @@ class LLM:
     ) -> None:
         speculation = SpeculativeConfig.of(speculative_config)
         if isinstance(model, str | Path):
-            tokenizer = _load_tokenizer(model) if tokenizer is None else tokenizer
-            model = load_model(model, dtype=dtype, device=device, quantization=quantization)
+            tokenizer = _load_tokenizer(model, trust_remote_code) if tokenizer is None else tokenizer
+            model = load_model(
+                model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
+            )
         elif quantization is not None:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
         page_size = page_size if config is None else config.page_size
@@ -420,12 +423,12 @@ def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, co
     return each
 
 
-def _load_tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer beside a model; None if there is none."""
+def _load_tokenizer(path: str | Path, trust_remote_code: bool) -> Any:
+    """Return the tokenizer beside a model; None if there is none, or only one with code that is not to be run."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
 

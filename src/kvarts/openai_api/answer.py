@@ -71,6 +71,12 @@ class Outbox:
         """Let answers be read in `loop` from now on."""
         self._loop = loop
 
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Have `call` called in the event loop, from any thread, if there still is one."""
+        with suppress(RuntimeError):
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(call)
+
     def mark(self, answer: Answer) -> None:
         """Have `answer` woken, from any thread. Raise Gone if there is no event loop any more."""
         with self._lock:
@@ -203,6 +209,13 @@ class Choice:
         """Whether its client has gone before it began."""
         self.in_session: Callable[[], object] | None = None
         """Of one that a session answers: ends it, as if it were cancelled. For the thread of the event loop."""
+        self.owner = ""
+        self.num_held_tokens = 0
+        """Of its prompt, as they are counted for its owner."""
+        self.came: Callable[[], object] | None = None
+        """Is called at its first token, from any thread."""
+        self.went: Callable[[], object] | None = None
+        """Is called when it is over, from any thread."""
         self._ends_itself = ends_itself
         self._answer = answer
         self._meter = meter
@@ -220,6 +233,11 @@ class Choice:
         """Note that it is submitted, in the thread of the engine."""
         self.request, self.index, self._engine = request, request.index, engine
         self.logprobs = partial(engine.logprobs, request.index)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has so far."""
+        return self._num_tokens if self.completion is None else len(self.completion.tokens)
 
     @property
     def cached_tokens(self) -> int:
@@ -244,7 +262,7 @@ class Choice:
 
     def end(self, completion: Completion) -> None:
         """Send the rest, and the end."""
-        self.is_over = True
+        self._note_over()
         if self._ends_itself and completion.finish_reason == "length":
             completion = msgspec.structs.replace(completion, finish_reason="stop")
         self.completion = completion
@@ -267,8 +285,13 @@ class Choice:
 
     def fail(self, error: BaseException) -> None:
         """Send an error."""
-        self.is_over = True
+        self._note_over()
         self._answer.put(error)
+
+    def _note_over(self) -> None:
+        self.is_over = True
+        if self.went is not None:
+            self.went()
 
     def _new_logprobs(self, tokens: Sequence[int], logprobs: Logprobs) -> list[TokenLogprob]:
         new = slice(self._num_tokens, len(tokens))
@@ -280,6 +303,8 @@ class Choice:
             self._meter.next_tokens(num_tokens - self._num_tokens, now_s - self._last_s)
         else:
             assert self.request is not None
+            if self.came is not None:
+                self.came()
             self._meter.prefilled(self.request)
             self._meter.first_token(now_s - self.started_s)
             if num_tokens > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic
 from typing import Any
 from uuid import uuid4
@@ -11,23 +11,28 @@ from uuid import uuid4
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import brief
+from kvarts.openai_api.access import Access, Guard, Route
 from kvarts.openai_api.bodies import model_in
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
 from kvarts.openai_api.http import DIRECT, ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send
+from kvarts.openai_api.intake import Body, Intake
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Health, Limits
-from kvarts.owners.keys import Keys
+from kvarts.openai_api.workbench import Workbench
 
 __all__ = ["ABORT", "OpenAIApp", "Watcher"]
 
 ABORT = "kvarts.abort"
 """The extension of a scope that closes the connection at once."""
 
-Handler = Callable[[Exchange], Awaitable[None]]
+BODIES_AT_ONCE = 4
+"""Bodies of the largest size that are read at once, or as many bytes of smaller ones."""
+FAILURES_OFF = "failures on purpose are off: start a mock with --allow-failures"
 LOG = logging.getLogger("kvarts.openai_api")
 MAX_ID_CHARS = 256
 
@@ -45,7 +50,10 @@ class Watcher:
 
 
 class OpenAIApp:
-    """An ASGI application for what is served. `keys`: one of them is asked for below /v1; None: nothing is."""
+    """An ASGI application for what is served. `guard`: decides whose a request is.
+
+    `allows_failures`: requests may ask for failures of their own, and administrators for a script of them.
+    """
 
     def __init__(
         self,
@@ -53,34 +61,46 @@ class OpenAIApp:
         routes: Routes,
         *,
         script: FailureScript,
-        keys: Keys | None = None,
+        guard: Guard,
+        allows_failures: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
         self._models = models
         self._routes = routes
-        self._keys = keys
+        self._guard = guard
+        self._allows_failures = allows_failures
         self._watcher = Watcher() if watcher is None else watcher
         self._num_requests = 0
         self.script = FailureScript()
         self.set_script(script)
+        shares = {} if guard.keys is None else guard.keys.shares
+        most = models.first.limits.max_body_bytes
+        self._intake = Intake(most * BODIES_AT_ONCE, shares)
+        self._workbench = Workbench()
         generating = Generating(models)
-        responses = Responses(models)
-        self._generating: dict[tuple[str, str], Handler] = {
-            ("POST", "/v1/completions"): generating.completion,
-            ("POST", "/v1/chat/completions"): generating.chat,
-            ("POST", "/v1/responses"): responses.create,
-        }
-        self._others: dict[tuple[str, str], Handler] = {
-            **routes.table(),
-            ("GET", "/admin/config"): self._tell_config,
-            ("POST", "/admin/config"): self._set_config,
-        }
-        self._prefixes: dict[tuple[str, str], Handler] = {
-            ("GET", "/v1/responses/"): responses.find,
-            ("DELETE", "/v1/responses/"): responses.delete,
-            ("GET", "/v1/models/"): routes.model,
-        }
-        self._paths = {path for _, path in (*self._generating, *self._others)}
+        responses = Responses(models, shares)
+        post, get, key, admin = "POST", "GET", Access.KEY, Access.ADMIN
+        self.routes: tuple[Route, ...] = (
+            Route(method=post, path="/v1/completions", handler=generating.completion, access=key, max_body_bytes=None,
+                  generates=True),
+            Route(method=post, path="/v1/chat/completions", handler=generating.chat, access=key, max_body_bytes=None,
+                  generates=True),
+            Route(method=post, path="/v1/responses", handler=responses.create, access=key, max_body_bytes=None,
+                  generates=True),
+            Route(method=get, path="/v1/responses/", handler=responses.find, access=key),
+            Route(method="DELETE", path="/v1/responses/", handler=responses.delete, access=key),
+            *routes.table(),
+            Route(method=get, path="/admin/config", handler=self._tell_config, access=admin),
+            Route(method=post, path="/admin/config", handler=self._set_config, access=admin),
+        )  # fmt: skip
+        """What answers which method and path, and who may ask for it."""
+        self._exact = {(route.method, route.path): route for route in self.routes if not route.path.endswith("/")}
+        self._prefixes = [route for route in self.routes if route.path.endswith("/")]
+        self._paths = {path for _, path in self._exact}
+
+    def close(self) -> None:
+        """End what is done off the event loop."""
+        self._workbench.close()
 
     def set_script(self, script: FailureScript) -> None:
         """Let things go wrong as `script` says, from now on. Raise ConfigError for transfers that there are not."""
@@ -108,46 +128,59 @@ class OpenAIApp:
             if response.has_begun:
                 self._cut(scope, response)
             else:
-                told = api_error(error)
-                if told.status == 500 and self._models.first.host.loop.is_alive:
-                    LOG.exception("an unexpected error")
-                    told = ApiError(500, f"{type(error).__name__}: {error}")
-                await response.error(told, without_body=request.method == "HEAD")
+                # No name for it here: its traceback has this frame, and what it refused would wait for the collector.
+                await response.error(self._told(error), without_body=request.method == "HEAD")
+
+    def _told(self, error: Exception) -> ApiError:
+        """Return what a client is told of an error."""
+        if api_error(error).status == 500 and self._models.first.host.loop.is_alive:
+            LOG.exception("an unexpected error")
+            return ApiError(500, f"{type(error).__name__}: {error}")
+        return api_error(error)
 
     async def _handle(self, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float) -> None:
-        method = "GET" if request.method == "HEAD" else request.method
-        handler = self._generating.get((method, request.path))
-        is_generating = handler is not None
-        if handler is None:
-            handler = self._others.get((method, request.path)) or self._prefixed(method, request.path)
-        if handler is None:
-            if request.path in self._paths:
-                raise ApiError(405, f"{method} is not what {request.path} answers to")
-            raise ApiError(404, f"there is no {request.path}")
-        owner = self._owner_of(request)
+        route = self._route(request)
+        owner = self._guard.owner_of(request, route.access)
+        if request.has_body and not request.is_json(unless_told=route.access is not Access.ADMIN):
+            raise ApiError(415, "a body is JSON: content-type: application/json")
         limits = self._models.first.limits
-        payload = await request.body(limits.max_body_bytes, timeout_s=limits.body_timeout_s)
-        exchange = Exchange(
-            request=request,
-            response=response,
-            payload=payload,
-            request_id=request_id,
-            started_s=started_s,
-            failure=NO_FAILURE,
-            owner=owner,
-        )
-        if not is_generating:
-            await handler(exchange)
-            return
+        most = limits.max_body_bytes if route.max_body_bytes is None else route.max_body_bytes
+        body = Body(owner.name)
+        try:
+            payload = await self._intake.read(
+                request, body, min(most, limits.max_body_bytes), timeout_s=limits.body_timeout_s
+            )
+            exchange = Exchange(
+                request=request,
+                response=response,
+                payload=payload,
+                request_id=request_id,
+                started_s=started_s,
+                failure=NO_FAILURE,
+                owner=owner,
+                budget=self._models.budget(),
+                workbench=self._workbench,
+                read=partial(self._intake.drop, body),
+            )
+            del payload
+            if route.generates:
+                await self._generate(route, exchange)
+            else:
+                await route.handler(exchange)
+        finally:
+            self._intake.drop(body)
+
+    async def _generate(self, route: Route, exchange: Exchange) -> None:
+        request, response = exchange.request, exchange.response
         self._num_requests += 1
         number = self._num_requests
-        self._watcher.began(number, request.path, payload, request.headers)
+        self._watcher.began(number, request.path, exchange.payload, request.headers)
         try:
             exchange.failure = self._failure_of(request)
             if exchange.failure.kills_engine:
-                self._models.of(model_in(payload)).kill()
+                self._models.of(model_in(exchange.payload)).kill()
             exchange.failure.before_request()
-            await handler(exchange)
+            await route.handler(exchange)
         except ClientGone:
             self._watcher.ended(number, response.status, is_whole=False)
             raise
@@ -159,30 +192,28 @@ class OpenAIApp:
             raise
         self._watcher.ended(number, response.status, is_whole=response.has_ended)
 
-    def _prefixed(self, method: str, path: str) -> Handler | None:
-        return next(
-            (handler for (of, prefix), handler in self._prefixes.items() if of == method and path.startswith(prefix)),
-            None,
-        )
-
-    def _owner_of(self, request: HttpRequest) -> str:
-        """Return the owner of the key that a request came with.
-
-        Raise ApiError for one below /v1, or of an administrator, without a key that is known.
-        """
-        if self._keys is None or not request.path.startswith(("/v1/", "/admin/")):
-            return ""
-        scheme, _, key = (request.header("authorization") or "").partition(" ")
-        found = self._keys.find(key.strip())
-        if found is None or scheme.lower() != "bearer":
-            raise ApiError(401, "an API key is needed: Authorization: Bearer KEY")
-        return found.name
+    def _route(self, request: HttpRequest) -> Route:
+        """Return what answers a request. Raise ApiError where nothing does."""
+        method = "GET" if request.method == "HEAD" else request.method
+        path = request.path
+        found = self._exact.get((method, path))
+        if found is not None:
+            return found
+        for route in self._prefixes:
+            if route.method == method and path.startswith(route.path):
+                return route
+        shown = brief(path)
+        if path in self._paths:
+            raise ApiError(405, f"{method} is not what {shown} answers to")
+        raise ApiError(404, f"there is no {shown}")
 
     def _failure_of(self, request: HttpRequest) -> Failure:
         """Return what goes wrong: what the request asks for itself, or what the script says."""
         asked = request.header("x-kvarts-fail")
         status = request.header("x-return-error")
         failure = self.script.next()
+        if (asked is not None or status is not None) and not self._allows_failures:
+            raise ApiError(403, FAILURES_OFF)
         try:
             if asked is not None:
                 return parse_failure(asked)
@@ -212,9 +243,11 @@ class OpenAIApp:
             asked: dict[str, Any] = msgspec.json.decode(exchange.payload or b"{}", type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise ApiError(400, f"the body is no JSON object: {error}") from error
-        unknown = sorted(set(asked) - {"fail", "health", "seed", *_LIMITS})
+        if not self._allows_failures and not asked.keys().isdisjoint(_FAILURES):
+            raise ApiError(403, FAILURES_OFF, param=min(asked.keys() & _FAILURES))
+        unknown = sorted(set(asked) - {*_FAILURES, *_LIMITS})
         if unknown:
-            raise ApiError(400, f"{unknown[0]!r} cannot be set", param=unknown[0])
+            raise ApiError(400, f"{brief(unknown[0])} cannot be set", param=unknown[0])
         try:
             limits = msgspec.convert(
                 {**msgspec.to_builtins(self._models.first.limits), **{k: v for k, v in asked.items() if k in _LIMITS}},
@@ -243,6 +276,7 @@ class OpenAIApp:
 
 
 _LIMITS = ("max_queued", "retry_after_s")
+_FAILURES = frozenset(("fail", "health", "seed"))
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvarts.errors import ConfigError, parts_of
+from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
 from kvarts.sampling import SamplingParams
 
 __all__ = [
     "APART",
+    "MAX_NAME_CHARS",
+    "BodyT",
     "ChatBody",
     "CompletionBody",
     "GenerationBody",
@@ -30,6 +33,10 @@ __all__ = [
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_NAME_CHARS = 256
+MAX_SALT_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
 APART = "\x00"
 """Is in no salt and in no name: what is put together with it can be taken apart."""
@@ -121,6 +128,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             raise ApiError(400, f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")
         if APART in (self.cache_salt or ""):
             raise ApiError(400, "has no NUL", param="cache_salt")
+        if len(self.cache_salt or "") > MAX_SALT_CHARS:
+            raise ApiError(400, f"has at most {MAX_SALT_CHARS} characters", param="cache_salt")
 
     @property
     def num_choices(self) -> int:
@@ -140,6 +149,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOPS:
             raise ApiError(400, f"at most {MAX_STOPS} stop texts, got {len(stop)}", param="stop")
+        if any(len(text) > MAX_STOP_CHARS for text in stop):
+            raise ApiError(400, f"a stop text has at most {MAX_STOP_CHARS} characters", param="stop")
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKENS:
+            raise ApiError(400, f"at most {MAX_STOP_TOKENS} stop tokens", param="stop_token_ids")
         if top_logprobs is not None and not 0 <= top_logprobs <= MAX_LOGPROBS:
             raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}, got {top_logprobs}", param="logprobs")
         top_k = self.top_k or 0
@@ -286,8 +299,9 @@ def model_in(payload: bytes) -> str | None:
         return None
 
 
-def decoded(payload: bytes, kind: type[BodyT]) -> BodyT:
-    """Return a body. Raise ApiError for what is no JSON, or has a field of a wrong type."""
+def decoded(payload: bytes, kind: type[BodyT], budget: Budget) -> BodyT:
+    """Return a body. Raise ApiError for what is no JSON, has a field of a wrong type, or too many values."""
+    budget.draw_json(payload)
     try:
         return msgspec.json.decode(payload or b"{}", type=kind)
     except msgspec.ValidationError as error:
@@ -322,7 +336,8 @@ def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> l
         where = f"{param}[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(400, "a message has a role and a content", param=where)
-        read.append({**message, "content": _text_of(message.get("content"), where)})
+        content = message.get("content")
+        read.append(message if isinstance(content, str) else {**message, "content": _text_of(content, where)})
     return read
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.limits import brief
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.http import HttpResponse
 
@@ -33,6 +34,10 @@ GRAMMAR = (
     "retry_after=S, cut after N chunks, drop, stall Ss, bad chunk, no finish_reason, die, ok. Of transfers to and from "
     "tiers: transfers WHICH: fail."
 )
+
+
+MAX_STALL_S = 300.0
+"""A stall holds a place: it has an end."""
 
 
 class Cut(Exception):  # noqa: N818  # the failure is the point
@@ -127,8 +132,11 @@ def parse_failure(text: str) -> Failure:
     if match := _CUT.fullmatch(text):
         return Failure(text=text, cut_after=int(match[1] or 0))
     if match := _STALL.fullmatch(text):
-        return Failure(text=text, stall_s=float(match[1]) / (1000 if match[2] == "ms" else 1))
-    raise ConfigError(f"{text!r} is no failure", field="fail", hint=GRAMMAR)
+        stall_s = float(match[1]) / (1000 if match[2] == "ms" else 1)
+        if stall_s > MAX_STALL_S:
+            raise ConfigError(f"a stall has at most {MAX_STALL_S:g} s", field="fail", hint=GRAMMAR)
+        return Failure(text=text, stall_s=stall_s)
+    raise ConfigError(f"{brief(text)} is no failure", field="fail", hint=GRAMMAR)
 
 
 class _Rule(msgspec.Struct, frozen=True, kw_only=True):

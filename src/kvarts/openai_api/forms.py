@@ -34,6 +34,14 @@ class Whole:
         """All of its text."""
         return "".join(self.texts)
 
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes it is on the wire."""
+        num_values = sum(1 + len(top) for _, _, top in self.logprobs)
+        if self.prompt_logprobs is not None:
+            num_values += sum(1 + len(top) for top in self.prompt_logprobs.top)
+        return 4 * len(self.texts) + 64 * num_values
+
 
 class Form(Protocol):
     """The form of one endpoint's answers."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from kvarts.limits import brief
 from kvarts.openai_api.answer import Answer, Choice, Piece
 from kvarts.openai_api.bodies import (
     APART,
+    BodyT,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -22,20 +25,25 @@ from kvarts.openai_api.bodies import (
     decoded,
     messages_of,
 )
+from kvarts.openai_api.budget import INLINE_BYTES, Budget
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.models import Models
-from kvarts.openai_api.served import Ask, Served
+from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Shape, ToolCall, ToolCallsInText, shape_of_format
+from kvarts.openai_api.workbench import Workbench
+from kvarts.owners.keys import Owner
+from kvarts.owners.shares import PARTED
+from kvarts.sampling import SamplingParams
 
 __all__ = ["Exchange", "Generating", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """As of OpenAI's API, where nothing is said; a chat ends by itself."""
 
-
+T = TypeVar("T")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-dynamo-session-id")
 MAX_SESSION_CHARS = 256
 
@@ -49,8 +57,31 @@ class Exchange(msgspec.Struct, kw_only=True):
     request_id: str
     started_s: float
     failure: Failure
-    owner: str = ""
-    """Of sessions: by the key that the request came with."""
+    owner: Owner
+    """By the key that the request came with."""
+    budget: Budget
+    workbench: Workbench
+    read: Callable[[], object]
+    """Called once the payload is not needed any more."""
+
+    def take_body(self, kind: type[BodyT]) -> BodyT:
+        """Return the body, within the budget. Raise ApiError as `decoded` does."""
+        return decoded(self.payload, kind, self.budget)
+
+    async def apart(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
+        """Return what `work` makes of the payload, which is gone afterwards; off the event loop, where that is more.
+
+        `num_bytes`: what `work` reads beside the payload.
+        """
+        try:
+            return await self.work(work, num_bytes=num_bytes + len(self.payload))
+        finally:
+            self.payload = b""
+            self.read()
+
+    async def work(self, work: Callable[[], T], *, num_bytes: int) -> T:
+        """Return what `work` returns, which does something to `num_bytes`; off the event loop where they are many."""
+        return work() if num_bytes <= INLINE_BYTES else await self.workbench.run(self.owner.name, work)
 
 
 def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> int:
@@ -62,14 +93,25 @@ def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> i
     return max(1, most // 2 + drawn % (most + 1))
 
 
+def salt_of(served: Served, body: GenerationBody, owner: Owner) -> tuple[str | None, str | None]:
+    """Return what sets the KV of a request apart: from that of all others, and among the requests of its owner."""
+    adapter = served.adapter_of(body.model)
+    tenant = body.cache_salt or None
+    if adapter is not None:
+        tenant = f"{adapter}{APART}{tenant or ''}"
+    if not served.sets_owners_apart:
+        return tenant, tenant
+    return f"{tenant or ''}{PARTED}{owner.name}", tenant
+
+
 def asks_of(
     served: Served,
     body: GenerationBody,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[array[int]],
     max_tokens: int | None,
+    exchange: Exchange,
     *,
     top_logprobs: int | None,
-    request_id: str,
     has_end: bool,
 ) -> list[Ask]:
     """Return a request for every choice of every prompt. Raise ApiError for what cannot be done.
@@ -77,18 +119,20 @@ def asks_of(
     `has_end`: without a number of tokens, the answer goes on to its own end.
     """
     body.check()
-    adapter = served.adapter_of(body.model)
-    salt = body.cache_salt or None
-    if adapter is not None:
-        salt = f"{adapter}{APART}{salt or ''}"
+    if body.priority and not exchange.owner.may_prioritize:
+        raise ApiError(403, "the owner of this key may not set priorities: leave it out", param="priority")
+    if body.asked_prompt_logprobs is not None:
+        num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
+        exchange.budget.draw_values(num_values, "prompt_logprobs")
+    salt, tenant = salt_of(served, body, exchange.owner)
     limit = served.limits.max_model_len
-    vocabulary = served.host.vocab_size
+    num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
+    params_of: dict[tuple[int, int | None], SamplingParams] = {}
+    """Shared by requests with the same: a body may ask for many tokens or texts as ends."""
     asks: list[Ask] = []
     for tokens in prompts:
         if not tokens:
             raise ApiError(400, "a prompt must have at least one token", param="prompt")
-        if max(tokens) >= vocabulary or min(tokens) < 0:
-            raise ApiError(400, f"token ids must be from 0 to {vocabulary - 1}", param="prompt")
         room = limit - len(tokens)
         if room < 1 or (max_tokens is not None and max_tokens > room):
             asked = "" if max_tokens is None else f" and {max_tokens} to generate"
@@ -96,7 +140,7 @@ def asks_of(
                 400, f"the model has a context of {limit} tokens, and {len(tokens)} in the prompt{asked} are more",
                 param="max_tokens" if room >= 1 else "prompt",
             )  # fmt: skip
-        for copy in range(body.num_choices):
+        for copy in range(num_choices):
             seed = body.seed if copy == 0 else (body.seed or 0) + copy
             most, ends_itself = max_tokens, False
             if most is None and not has_end:
@@ -108,56 +152,63 @@ def asks_of(
                     most, ends_itself = min(room, natural), natural <= room
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
-            params = body.params(most, top_logprobs=top_logprobs)
-            if seed is not None and copy:
-                params = msgspec.structs.replace(params, seed=seed % 2**63)
+            params = params_of.get((most, seed))
+            if params is None:
+                params = body.params(most, top_logprobs=top_logprobs)
+                if seed is not None and copy:
+                    params = msgspec.structs.replace(params, seed=seed % 2**63)
+                params_of[most, seed] = params
             asks.append(
                 Ask(
                     tokens=tokens,
                     params=params,
                     priority=-(body.priority or 0),  # of vLLM: the lower, the earlier
                     salt=salt,
-                    request_id=request_id if len(prompts) * body.num_choices == 1 else f"{request_id}-{len(asks)}",
+                    tenant=tenant,
+                    request_id=exchange.request_id if num_asks == 1 else f"{exchange.request_id}-{len(asks)}",
                     ends_itself=ends_itself,
                 )
             )
     return asks
 
 
-def completion_asks(served: Served, body: CompletionBody, request_id: str) -> tuple[list[Ask], list[Echo]]:
+def completion_asks(served: Served, body: CompletionBody, exchange: Exchange) -> tuple[list[Ask], list[Echo]]:
     """Return the requests of a completion, and what goes before each choice, if prompts are echoed."""
     if (body.response_format or {}).get("type", "text") != "text":
         raise ApiError(400, "is of chat completions: a completion is text", param="response_format")
     adds = body.add_special_tokens is not False
+    given = body.prompts()
+    exchange.budget.draw_sequences(len(given), body.num_choices)
     prompts = [
-        served.text.encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt
-        for prompt in body.prompts()
+        served.encode(prompt, exchange.budget, add_special_tokens=adds)
+        if isinstance(prompt, str)
+        else served.checked(prompt)
+        for prompt in given
     ]
-    asks = asks_of(
-        served, body, prompts, body.max_tokens, top_logprobs=body.top_logprobs, request_id=request_id, has_end=False
-    )
+    asks = asks_of(served, body, prompts, body.max_tokens, exchange, top_logprobs=body.top_logprobs, has_end=False)
     echoes = []
     if body.echo:
-        texts = [prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in body.prompts()]
+        texts = [prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in given]
+        exchange.budget.draw_made(0, body.num_choices * sum(map(len, texts)), "echo")
         pairs = zip(texts, prompts, strict=True)
         echoes = [Echo(text, tokens) for text, tokens in pairs for _ in range(body.num_choices)]
     return asks, echoes
 
 
-def chat_asks(served: Served, body: ChatBody, request_id: str) -> list[Ask]:
+def chat_asks(served: Served, body: ChatBody, exchange: Exchange) -> list[Ask]:
     """Return the requests of a chat completion."""
-    messages = messages_of(body.messages)
-    prompt = served.conversation(messages, body.template_options())
-    tokens = served.text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+    exchange.budget.draw_sequences(1, body.num_choices)
+    prompt = served.conversation(messages_of(body.messages), body.template_options())
+    tokens = served.encode(prompt, exchange.budget, add_special_tokens=bool(body.add_special_tokens))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return asks_of(
-        served, body, [tokens], max_tokens, top_logprobs=body.asked_logprobs, request_id=request_id, has_end=True
-    )
+    return asks_of(served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True)
 
 
-def shape_of(served: Served, body: ChatBody) -> Shape | None:
+def shape_of(served: Served, body: ChatBody, budget: Budget) -> Shape | None:
     """Return what every choice is made into; None: it is text. Raise ApiError for what cannot be had."""
-    asked = shape_of_format(body.response_format, can_be_made=served.text.has_any_tool)
+    asked = shape_of_format(
+        body.response_format, can_be_made=served.text.has_any_tool, budget=budget, num_choices=body.num_choices
+    )
     choice, tools = body.tool_choice, body.tools or []
     functions = [tool.get("function") for tool in tools]
     known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
@@ -174,12 +225,12 @@ def shape_of(served: Served, body: ChatBody) -> Shape | None:
         name = named.get("name") if isinstance(named, dict) else None
         known = [function for function in known if function["name"] == name]
     elif choice != "required":
-        raise ApiError(400, f"must be none, auto, required or a function, got {choice!r}", param="tool_choice")
+        raise ApiError(400, f"must be none, auto, required or a function, got {brief(choice)}", param="tool_choice")
     if not known:
         raise ApiError(400, "names no tool that is there", param="tool_choice")
     schema = known[0].get("parameters")
     call = ToolCall(known[0]["name"], schema if isinstance(schema, dict) else {})
-    call.message("")  # what cannot be made is refused now
+    call.draw(budget, body.num_choices)  # what cannot be made is refused now
     return call
 
 
@@ -191,18 +242,20 @@ class UnderWay:
         self._request = exchange.request
         self._in_session: asyncio.Task[None] | None = None
         if session is None or served.sessions is None:
-            self.answer, self.choices = served.start(asks, started_s=exchange.started_s)
+            self.answer, self.choices = served.start(asks, exchange.owner, started_s=exchange.started_s)
         else:
             if len(asks) > 1:
                 raise ApiError(400, "in a session there is one prompt, and one choice", param="n")
-            (ask,) = asks
-            self.answer, self.choices = served.admit(asks, started_s=exchange.started_s)
-            try:
-                self._in_session = served.sessions.begin(exchange.owner, session, ask, self.choices[0])
-            except BaseException:
-                served.finish(self.choices)
-                raise
+            self.answer, self.choices = served.start(
+                asks,
+                exchange.owner,
+                started_s=exchange.started_s,
+                begin=partial(self._begin_in_session, served.sessions, exchange.owner, session),
+            )
         exchange.request.when_gone(self._gone)
+
+    def _begin_in_session(self, sessions: InSessions, owner: Owner, name: str, ask: Ask, choice: Choice) -> None:
+        self._in_session = sessions.begin(owner.name, name, ask, choice)
 
     def _gone(self) -> None:
         self.answer.pieces.append(ClientGone())
@@ -234,6 +287,15 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
     return UnderWay(served, exchange, asks, name or None)
 
 
+class _Read(NamedTuple):
+    """A body that was read."""
+
+    served: Served
+    body: GenerationBody
+    asks: list[Ask]
+    form: Form
+
+
 class Generating:
     """Answers completions and chat completions."""
 
@@ -242,39 +304,51 @@ class Generating:
 
     async def completion(self, exchange: Exchange) -> None:
         """Answer POST /v1/completions."""
-        body = decoded(exchange.payload, CompletionBody)
-        served = self._models.of(body.model)
-        asks, echoes = completion_asks(served, body, exchange.request_id)
-        form = CompletionForm(
-            body.model or served.names[0],
-            served.text,
-            echoes,
-            prompts=[ask.tokens for ask in asks] if body.prompt_logprobs is not None else (),
-            has_logprobs=body.top_logprobs is not None,
-            skips_special_tokens=body.skip_special_tokens is not False,
-        )
-        await self._answer(served, exchange, body, asks, form)
+
+        def read() -> _Read:
+            body = exchange.take_body(CompletionBody)
+            served = self._models.of(body.model)
+            asks, echoes = completion_asks(served, body, exchange)
+            form = CompletionForm(
+                body.model or served.names[0],
+                served.text,
+                echoes,
+                prompts=[ask.tokens for ask in asks] if body.prompt_logprobs is not None else (),
+                has_logprobs=body.top_logprobs is not None,
+                skips_special_tokens=body.skip_special_tokens is not False,
+            )
+            body.prompt = None
+            return _Read(served, body, asks, form)
+
+        await self._answer(exchange, await exchange.apart(read))
 
     async def chat(self, exchange: Exchange) -> None:
         """Answer POST /v1/chat/completions."""
-        body = decoded(exchange.payload, ChatBody)
-        served = self._models.of(body.model)
-        asks = chat_asks(served, body, exchange.request_id)
-        prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
-        form = ChatForm(body.model or served.names[0], served.text, shape=shape_of(served, body), prompt=prompt)
-        await self._answer(served, exchange, body, asks, form)
 
-    async def _answer(
-        self, served: Served, exchange: Exchange, body: GenerationBody, asks: list[Ask], form: Form
-    ) -> None:
-        under_way = begin(served, exchange, asks, body.session_id)
+        def read() -> _Read:
+            body = exchange.take_body(ChatBody)
+            served = self._models.of(body.model)
+            asks = chat_asks(served, body, exchange)
+            shape = shape_of(served, body, exchange.budget)
+            prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
+            form = ChatForm(body.model or served.names[0], served.text, shape=shape, prompt=prompt)
+            body.messages = body.tools = None
+            return _Read(served, body, asks, form)
+
+        await self._answer(exchange, await exchange.apart(read))
+
+    async def _answer(self, exchange: Exchange, read: _Read) -> None:
+        served, body, form = read.served, read.body, read.form
+        under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
-        num_prompt_tokens = sum(len(ask.tokens) for ask in asks[:: body.num_choices])
+        prompt_lengths = [len(ask.tokens) for ask in read.asks]
+        read.asks.clear()  # the engine has the tokens
+        num_prompt_tokens = sum(prompt_lengths[:: body.num_choices])
         try:
             if body.stream:
                 options = body.stream_options or StreamOptions()
-                stream = _Stream(exchange, form, choices, options, [len(ask.tokens) for ask in asks], body.num_choices)
+                stream = _Stream(exchange, form, choices, options, prompt_lengths, body.num_choices)
                 await stream.write(answer, num_prompt_tokens)
             else:
                 wholes = [Whole() for _ in choices]
@@ -282,7 +356,9 @@ class Generating:
                 exchange.failure.before_answer()
                 extra = {"kv_transfer_params": body.kv_transfer_params}
                 usage = usage_of(num_prompt_tokens, _num_tokens(choices), _cached_tokens(choices, body.num_choices))
-                payload = form.whole(wholes, usage, extra)
+                payload = await exchange.work(
+                    lambda: form.whole(wholes, usage, extra), num_bytes=sum(whole.num_bytes for whole in wholes)
+                )
                 await exchange.failure.write_whole(exchange.response, payload)
         finally:
             await under_way.end()

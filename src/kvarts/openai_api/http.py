@@ -40,18 +40,34 @@ class HttpRequest:
         value = self.headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
-    async def body(self, max_bytes: int, *, timeout_s: float) -> bytes:
-        """Return the body. Raise ApiError for one that is too long or too late, and ClientGone for one cut off."""
+    @property
+    def has_body(self) -> bool:
+        """Whether its head announces a body that is not empty."""
+        return b"transfer-encoding" in self.headers or (self.header("content-length") or "0").strip("0") != ""
+
+    def is_json(self, *, unless_told: bool) -> bool:
+        """Return whether its head calls the body JSON. `unless_told`: what it is if the head says nothing."""
+        told = self.header("content-type")
+        kind = (told or "").partition(";")[0].strip().lower()
+        if not kind:
+            return unless_told
+        return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+    async def body(self, max_bytes: int, *, timeout_s: float, came: Callable[[int], object]) -> bytes:
+        """Return the body. `came` is told of each part how many bytes it has, and may raise.
+
+        Raise ApiError for one that is too long or too late, and ClientGone for one cut off.
+        """
+        length = self.header("content-length") or ""
+        if length.isdecimal() and int(length) > max_bytes:
+            raise ApiError(413, f"the body has {length[:20]} bytes, and {max_bytes} are read at most")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._whole_body(max_bytes)
+                return await self._whole_body(max_bytes, came)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {timeout_s:g} s") from None
 
-    async def _whole_body(self, max_bytes: int) -> bytes:
-        length = self.header("content-length") or ""
-        if length.isdecimal() and int(length) > max_bytes:
-            raise ApiError(413, f"the body has {length} bytes, and {max_bytes} are read at most")
+    async def _whole_body(self, max_bytes: int, came: Callable[[int], object]) -> bytes:
         parts: list[bytes] = []
         num_bytes = 0
         while True:
@@ -62,6 +78,8 @@ class HttpRequest:
             num_bytes += len(part)
             if num_bytes > max_bytes:
                 raise ApiError(413, f"the body is longer than the {max_bytes} bytes that are read at most")
+            if part:
+                came(len(part))
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 from kvarts.errors import ConfigError
+from kvarts.limits import brief
+from kvarts.openai_api.budget import MOST_VALUES, Budget
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.served import Served
 
@@ -39,14 +41,21 @@ class Models:
             if model in served.names or model in served.adapters:
                 return served
         there_are = ", ".join(repr(served.names[0]) for served in self._served)
-        raise ApiError(404, f"the model {model!r} does not exist; there is {there_are}", param="model")
+        raise ApiError(404, f"the model {brief(model)} does not exist; there is {there_are}", param="model")
 
     def by_own_name(self, name: str) -> Served:
         """Return the model with this name of its own. Raise ApiError for another name."""
         for served in self._served:
             if served.names[0] == name:
                 return served
-        raise ApiError(404, f"there is no model {name!r}", param=name)
+        raise ApiError(404, f"there is no model {brief(name)}", param=name)
+
+    def budget(self) -> Budget:
+        """Return what one request may cost: prompt tokens for a context twice, requests for every place there is."""
+        return Budget(
+            values=max(MOST_VALUES, 2 * max(served.limits.max_model_len for served in self._served)),
+            sequences=max(served.max_live for served in self._served),
+        )
 
     # All of them ------------------------------------------------------------------------------------------
 

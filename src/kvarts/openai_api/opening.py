@@ -11,6 +11,7 @@ from kvarts.clock import Clock
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.kv.group_needs import GroupNeeds
+from kvarts.openai_api.access import Guard
 from kvarts.openai_api.app import OpenAIApp, Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.meter import Meter
@@ -32,13 +33,19 @@ DEFAULT_TOKENS = 128
 class Door(msgspec.Struct, frozen=True, kw_only=True):
     """What a server over HTTP is to be, whatever it serves.
 
-    `keys`: one of them is asked for; None: none is. `fail`: a script of failures, drawn by `seed`.
+    `keys`: one of them is asked for; None: none is. `shares_prefix_cache`: several owners find each other's KV.
+    `origins` and `hosts`: see Guard. `fail`: a script of failures, drawn by `seed`. `allows_failures`: requests may ask
+    for failures as well.
     `is_recording`: note what arrives.
     """
 
     names: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     keys: Keys | None = None
+    shares_prefix_cache: bool = False
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
+    allows_failures: bool = False
     limits: Limits = Limits()
     fail: str = ""
     seed: int = 0
@@ -164,6 +171,8 @@ def make_served(
         adapters=door.adapters if adapters is None else adapters,
         sharing=sharing,
         facts=facts,
+        shares={} if door.keys is None else door.keys.shares,
+        sets_owners_apart=door.keys is not None and door.keys.has_several_owners and not door.shares_prefix_cache,
     )
 
 
@@ -174,5 +183,12 @@ def open_app(
     models = Models(served)
     routes = Routes(models, speedup=speedup)
     script = FailureScript(door.fail, seed=door.seed)
-    app = OpenAIApp(models, routes, script=script, keys=door.keys, watcher=watcher)
+    app = OpenAIApp(
+        models,
+        routes,
+        script=script,
+        guard=Guard(door.keys, origins=door.origins, hosts=door.hosts),
+        allows_failures=door.allows_failures,
+        watcher=watcher,
+    )
     return Opened(app, models, routes)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import Any, Protocol
 
 from kvarts.llm.token_bytes import TextOffsets, TokenBytes
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.words import WordTokenizer
+from kvarts.openai_api.words import MAX_CHARS_PER_WORD, WordTokenizer
 
 __all__ = ["HubText", "Message", "TextModel", "WordText"]
 
@@ -29,11 +32,15 @@ class TextModel(Protocol):
         """Whether it can be made to call a tool."""
 
     @property
+    def max_chars_per_token(self) -> int:
+        """The most characters of a text that one token stands for."""
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens with which the model may end by itself."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of `text`."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> Sequence[int]:
+        """Return the tokens of `text`, or of a beginning of it that has more than `most`."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`."""
@@ -56,6 +63,7 @@ class WordText:
     """The text of a mock: a word is a token, and conversations are written as ChatML."""
 
     has_any_tool = True
+    max_chars_per_token = MAX_CHARS_PER_WORD
     end_ids: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
@@ -68,9 +76,9 @@ class WordText:
         """Return what finds the places of tokens in their text."""
         return TextOffsets(self.bytes_of, start=start)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of `text`; there are no others to add."""
-        return self._words.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> Sequence[int]:
+        """Return the tokens of `text`, `most` and one more at most; there are no others to add."""
+        return array("Q", islice(self._words.tokens(text), most + 1))
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         """Return the prompt of a conversation, as ChatML or by the template that is asked for."""
@@ -103,8 +111,13 @@ class HubText:
         self._bytes = TokenBytes(tokenizer)
         self.bytes_of = self._bytes.of
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of `text`. Raise ApiError without a tokenizer."""
+    @cached_property
+    def max_chars_per_token(self) -> int:
+        """The most characters of a text that one token stands for: those of the longest token, written in bytes."""
+        return 1 if self._tokenizer is None else max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> list[int]:
+        """Return the tokens of `text`, all of them. Raise ApiError without a tokenizer."""
         return list(self._need()(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from sys import getsizeof
 from time import time
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
+from kvarts.limits import brief
 from kvarts.openai_api.answer import Choice
-from kvarts.openai_api.bodies import GenerationBody, ResponsesBody, check_response, decoded, messages_of
+from kvarts.openai_api.bodies import GenerationBody, ResponsesBody, check_response, messages_of
+from kvarts.openai_api.budget import INLINE_BYTES
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import Cut
 from kvarts.openai_api.generation import Exchange, asks_of, begin
 from kvarts.openai_api.http import ClientGone
 from kvarts.openai_api.models import Models
+from kvarts.openai_api.served import Ask, Served
+from kvarts.owners.keys import Owner
+from kvarts.owners.shares import Shares
 
 __all__ = ["Responses"]
 
 MAX_STORED = 10_000
-MAX_STORED_BYTES = 256 * 1024 * 1024
-"""So many responses are kept, of requests with so many bytes; the oldest go first."""
+MAX_STORED_BYTES = 64 * 1024 * 1024
+"""So many responses are kept, of so many bytes of memory. The oldest go first, of the owner that has most beyond its
+share.
+"""
+
+OVERHEAD_BYTES = 8 * 1024
+"""Of a stored response, whatever it holds."""
 
 PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input"}
 """What is called otherwise in completions."""
@@ -31,110 +43,158 @@ encode = msgspec.json.encode
 
 
 class _Stored(msgspec.Struct):
-    owner: str
     messages: list[dict[str, Any]]
     body: dict[str, Any]
     num_bytes: int
-    """Of the request and the answer. Those before it are counted with theirs, and may go before it."""
+    """Of memory, for the request and the answer. Those before it are counted with theirs, and may go before it."""
 
 
 class Responses:
     """Owner of the responses that were given, with the conversation that led to each. Owners see their own alone."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, shares: Mapping[str, float]) -> None:
         self._models = models
-        self._stored: OrderedDict[str, _Stored] = OrderedDict()
-        self._num_bytes = 0
+        self._stored: dict[str, OrderedDict[str, _Stored]] = {}
+        """By owner and id, the oldest first."""
+        self._num_stored = Shares(MAX_STORED, shares)
+        self._num_bytes = Shares(MAX_STORED_BYTES, shares)
 
     async def find(self, exchange: Exchange) -> None:
         """Answer GET /v1/responses/ID."""
-        await exchange.response.whole(encode(self._find(exchange).body))
+        stored = self._find(exchange)
+        await exchange.response.whole(await exchange.work(partial(encode, stored.body), num_bytes=stored.num_bytes))
 
     async def delete(self, exchange: Exchange) -> None:
         """Answer DELETE /v1/responses/ID."""
         response_id = self._find(exchange).body["id"]
-        self._num_bytes -= self._stored.pop(response_id).num_bytes
+        self._forget(exchange.owner.name, response_id)
         await exchange.response.whole(encode({"id": response_id, "object": "response", "deleted": True}))
 
     async def create(self, exchange: Exchange) -> None:
         """Answer POST /v1/responses."""
-        body = decoded(exchange.payload, ResponsesBody)
-        check_response(body)
-        served = self._models.of(body.model)
-        messages = self._messages(body, exchange.owner)
-        instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        prompt = served.conversation(messages_of([*instructions, *messages], param="input"), {})
-        tokens = served.text.encode(prompt, add_special_tokens=False)
-        asked = GenerationBody(
-            model=body.model,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            ignore_eos=body.ignore_eos,
-            min_tokens=body.min_tokens,
-            seed=body.seed,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-        )
-        try:
-            asks = asks_of(
-                served,
-                asked,
-                [tokens],
-                body.max_output_tokens,
-                top_logprobs=None,
-                request_id=exchange.request_id,
-                has_end=True,
+
+        def read() -> tuple[Served, ResponsesBody, list[dict[str, Any]], int, list[Ask]]:
+            body = exchange.take_body(ResponsesBody)
+            check_response(body)
+            served = self._models.of(body.model)
+            before = self._before(body, exchange.owner)
+            added = _messages_of(body)
+            messages = [*before, *added]
+            exchange.budget.draw_values(len(before), "previous_response_id")
+            instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+            prompt = served.conversation(messages_of([*instructions, *messages], param="input"), {})
+            tokens = served.encode(prompt, exchange.budget, add_special_tokens=False)
+            asked = GenerationBody(
+                model=body.model,
+                temperature=body.temperature,
+                top_p=body.top_p,
+                ignore_eos=body.ignore_eos,
+                min_tokens=body.min_tokens,
+                seed=body.seed,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
             )
-        except ApiError as error:
-            error.param = PARAMS.get(error.param or "", error.param)
-            raise
+            try:
+                asks = asks_of(
+                    served, asked, [tokens], body.max_output_tokens, exchange, top_logprobs=None, has_end=True
+                )
+            except ApiError as error:
+                error.param = PARAMS.get(error.param or "", error.param)
+                raise
+            num_bytes = 0
+            if body.store is not False:
+                num_bytes = size_of([added, body.instructions, body.metadata, body.tools]) + 8 * len(before)
+            return served, body, messages, num_bytes, asks
+
+        # A conversation that goes on is as long as a context may be.
+        served, body, messages, num_bytes, asks = await exchange.apart(
+            read, num_bytes=INLINE_BYTES if self._is_long(exchange) else 0
+        )
+        num_prompt_tokens = len(asks[0].tokens)
         told = _Told(body, served.names[0])
         under_way = begin(served, exchange, asks, body.session_id)
+        asks.clear()  # the engine has the tokens
         answer, choices = under_way.answer, under_way.choices
         try:
             if body.stream:
-                await _stream(exchange, told, answer.take, choices, len(tokens))
+                await _stream(exchange, told, answer.take, choices, num_prompt_tokens)
             else:
                 texts: list[str] = []
                 reason = None
                 while reason is None:
                     for _, text, _, reason, _ in await answer.take():  # noqa: B007  # the last one decides
                         texts.append(text)
-                told.complete("".join(texts), str(reason), choices[0], len(tokens))
+                told.complete("".join(texts), str(reason), choices[0], num_prompt_tokens)
                 exchange.failure.before_answer()
                 await exchange.failure.write_whole(exchange.response, encode(told.body))
         finally:
             await under_way.end()
         if body.store is not False:
             said = {"role": "assistant", "content": told.text}
-            num_bytes = len(exchange.payload) + len(told.text)
-            self._store(_Stored(exchange.owner, [*messages, said], told.body, num_bytes))
+            num_bytes += 2 * size_of(told.text) + OVERHEAD_BYTES
+            self._store(exchange.owner.name, _Stored([*messages, said], told.body, num_bytes))
 
-    def _store(self, stored: _Stored) -> None:
-        self._stored[stored.body["id"]] = stored
-        self._num_bytes += stored.num_bytes
-        while len(self._stored) > MAX_STORED or self._num_bytes > MAX_STORED_BYTES:
-            self._num_bytes -= self._stored.popitem(last=False)[1].num_bytes
+    def _store(self, owner: str, stored: _Stored) -> None:
+        of_owner = self._stored.setdefault(owner, OrderedDict())
+        of_owner[stored.body["id"]] = stored
+        self._num_stored.force(owner)
+        self._num_bytes.force(owner, stored.num_bytes)
+        for shares in (self._num_stored, self._num_bytes):
+            while shares.num_used > shares.total:
+                gives_way = shares.most_over(self._stored)
+                assert gives_way is not None
+                self._forget(gives_way, next(iter(self._stored[gives_way])))
+
+    def _forget(self, owner: str, response_id: str) -> None:
+        of_owner = self._stored[owner]
+        self._num_bytes.give(owner, of_owner.pop(response_id).num_bytes)
+        self._num_stored.give(owner)
+        if not of_owner:
+            del self._stored[owner]
 
     def _find(self, exchange: Exchange) -> _Stored:
-        return self._of(exchange.owner, exchange.request.path.removeprefix("/v1/responses/"), "response_id")
+        response_id = exchange.request.path.removeprefix("/v1/responses/")
+        return self._of(exchange.owner, response_id, "response_id")
 
-    def _of(self, owner: str, response_id: str, param: str) -> _Stored:
-        stored = self._stored.get(response_id)
-        if stored is None or stored.owner != owner:
-            raise ApiError(404, f"there is no response {response_id!r}", param=param)
+    def _of(self, owner: Owner, response_id: str, param: str) -> _Stored:
+        of_owner = self._stored.get(owner.name)
+        stored = None if of_owner is None else of_owner.get(response_id)
+        if stored is None:
+            raise ApiError(404, f"there is no response {brief(response_id)}", param=param)
         return stored
 
-    def _messages(self, body: ResponsesBody, owner: str) -> list[dict[str, Any]]:
-        """Return the conversation so far, with what the body adds to it."""
-        before: list[dict[str, Any]] = []
-        if body.previous_response_id is not None:
-            before = self._of(owner, body.previous_response_id, "previous_response_id").messages
-        if isinstance(body.input, str):
-            return [*before, {"role": "user", "content": body.input}]
-        if not body.input:
-            raise ApiError(400, "an input is needed: text, or a list of items", param="input")
-        return [*before, *(_message(item, index) for index, item in enumerate(body.input))]
+    def _before(self, body: ResponsesBody, owner: Owner) -> list[dict[str, Any]]:
+        """Return the conversation so far."""
+        if body.previous_response_id is None:
+            return []
+        return self._of(owner, body.previous_response_id, "previous_response_id").messages
+
+    @staticmethod
+    def _is_long(exchange: Exchange) -> bool:
+        return b"previous_response_id" in exchange.payload
+
+
+def size_of(value: Any) -> int:
+    """Return the bytes of memory of JSON values."""
+    num_bytes, left = 0, [value]
+    while left:
+        each = left.pop()
+        num_bytes += getsizeof(each)
+        if isinstance(each, dict):
+            left.extend(each)
+            left.extend(each.values())
+        elif isinstance(each, list):
+            left.extend(each)
+    return num_bytes
+
+
+def _messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
+    """Return what a body adds to its conversation."""
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    if not body.input:
+        raise ApiError(400, "an input is needed: text, or a list of items", param="input")
+    return [_message(item, index) for index, item in enumerate(body.input)]
 
 
 def _message(item: Any, index: int) -> dict[str, Any]:
@@ -147,7 +207,7 @@ def _message(item: Any, index: int) -> dict[str, Any]:
         return {"role": "tool", "content": item.get("output")}
     if kind == "function_call":
         return {"role": "assistant", "content": f"{item.get('name')}({item.get('arguments')})"}
-    raise ApiError(400, f"items of type {kind!r} are not read", param=f"input[{index}].type")
+    raise ApiError(400, f"items of type {brief(kind)} are not read", param=f"input[{index}].type")
 
 
 class _Told:

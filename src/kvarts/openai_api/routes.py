@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import msgspec
 
 from kvarts import __version__
-from kvarts.openai_api.bodies import APART, ChatBody, CompletionBody, decoded, messages_of
+from kvarts.openai_api.access import Access, Handler, Route
+from kvarts.openai_api.bodies import APART, MAX_NAME_CHARS, ChatBody, CompletionBody, messages_of
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange, chat_asks, completion_asks
 from kvarts.openai_api.models import Models
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Routes"]
 
-Handler = Callable[[Exchange], Awaitable[None]]
+TOKENIZED_BYTES = 4 * 1024 * 1024
+"""Of a text that is only made into tokens."""
+MOST_TOKENIZED = 500_000
+"""Tokens of such a text: more than a context, so that a client hears by how much its text is too long."""
+MAX_ADAPTERS = 1024
 encode = msgspec.json.encode
 
 
@@ -58,31 +62,37 @@ class Routes:
         self.event_sources: list[dict[str, Any]] = []
         """What /kv_event_sources tells: where KV events of each rank are published."""
 
-    def table(self) -> dict[tuple[str, str], Handler]:
+    def table(self) -> list[Route]:
         """Return what answers which method and path."""
-        return {
-            ("GET", "/health"): self.health,
-            ("GET", "/ping"): self.health,
-            ("POST", "/ping"): self.health,
-            ("GET", "/version"): self.version,
-            ("GET", "/load"): self.load,
-            ("GET", "/metrics"): self.metrics,
-            ("GET", "/v1/models"): self.models,
-            ("POST", "/tokenize"): self.tokenize,
-            ("POST", "/detokenize"): self.detokenize,
-            ("POST", "/v1/completions/render"): self.render_completion,
-            ("POST", "/v1/chat/completions/render"): self.render_chat,
-            ("GET", "/kv_event_sources"): self.tell_event_sources,
-            ("GET", "/server_info"): self.server_info,
-            ("GET", "/get_server_info"): self.server_info,
-            ("POST", "/reset_prefix_cache"): self.reset_prefix_cache,
-            ("POST", "/sleep"): self.sleep,
-            ("POST", "/wake_up"): self.wake_up,
-            ("GET", "/is_sleeping"): self.is_sleeping,
-            ("POST", "/abort_requests"): self.abort_requests,
-            ("POST", "/v1/load_lora_adapter"): self.load_adapter,
-            ("POST", "/v1/unload_lora_adapter"): self.unload_adapter,
-        }
+        of_text = {"max_body_bytes": TOKENIZED_BYTES}
+        rows: list[tuple[str, str, Handler, Access, dict[str, Any]]] = [
+            ("GET", "/health", self.health, Access.OPEN, {}),
+            ("GET", "/ping", self.health, Access.OPEN, {}),
+            ("POST", "/ping", self.health, Access.OPEN, {}),
+            ("GET", "/version", self.version, Access.KEY, {}),
+            ("GET", "/load", self.load, Access.KEY, {}),
+            ("GET", "/metrics", self.metrics, Access.KEY, {}),
+            ("GET", "/v1/models", self.models, Access.KEY, {}),
+            ("GET", "/v1/models/", self.model, Access.KEY, {}),
+            ("POST", "/tokenize", self.tokenize, Access.KEY, of_text),
+            ("POST", "/detokenize", self.detokenize, Access.KEY, of_text),
+            ("POST", "/v1/completions/render", self.render_completion, Access.KEY, of_text),
+            ("POST", "/v1/chat/completions/render", self.render_chat, Access.KEY, of_text),
+            ("GET", "/kv_event_sources", self.tell_event_sources, Access.KEY, {}),
+            ("GET", "/server_info", self.server_info, Access.KEY, {}),
+            ("GET", "/get_server_info", self.server_info, Access.KEY, {}),
+            ("GET", "/is_sleeping", self.is_sleeping, Access.KEY, {}),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.ADMIN, {}),
+            ("POST", "/sleep", self.sleep, Access.ADMIN, {}),
+            ("POST", "/wake_up", self.wake_up, Access.ADMIN, {}),
+            ("POST", "/abort_requests", self.abort_requests, Access.ADMIN, {}),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter, Access.ADMIN, {}),
+            ("POST", "/v1/unload_lora_adapter", self.unload_adapter, Access.ADMIN, {}),
+        ]
+        return [
+            Route(method=method, path=path, handler=handler, access=access, **limits)
+            for method, path, handler, access, limits in rows
+        ]
 
     # Is it there ------------------------------------------------------------------------------------------
 
@@ -149,52 +159,66 @@ class Routes:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """Return the tokens of a prompt or of a conversation."""
-        body = decoded(exchange.payload, _TokenizeBody)
-        served = self._models.of(body.model)
-        text = served.text
-        if body.messages is not None:
-            options = {
-                "add_generation_prompt": body.add_generation_prompt is not False,
-                "tools": body.tools,
-                "chat_template": body.chat_template,
-            }
-            prompt = served.conversation(messages_of(body.messages), options)
-            tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
-        elif body.prompt is not None:
-            tokens = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        else:
-            raise ApiError(400, "give a prompt or messages", param="prompt")
-        strings = [text.decode([token]) for token in tokens] if body.return_token_strs else None
-        limit = served.limits.max_model_len
-        await self._tell(
-            exchange, {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
-        )
+
+        def answer() -> bytes:
+            body = exchange.take_body(_TokenizeBody)
+            served = self._models.of(body.model)
+            if body.messages is not None:
+                options = {
+                    "add_generation_prompt": body.add_generation_prompt is not False,
+                    "tools": body.tools,
+                    "chat_template": body.chat_template,
+                }
+                text, adds = served.conversation(messages_of(body.messages), options), bool(body.add_special_tokens)
+            elif body.prompt is not None:
+                text, adds = body.prompt, body.add_special_tokens is not False
+            else:
+                raise ApiError(400, "give a prompt or messages", param="prompt")
+            tokens = served.encode(text, exchange.budget, add_special_tokens=adds, most_tokens=MOST_TOKENIZED).tolist()
+            strings = [served.text.decode([token]) for token in tokens] if body.return_token_strs else None
+            limit = served.limits.max_model_len
+            return encode({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+
+        await exchange.response.whole(await exchange.apart(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
         """Return the text of tokens."""
-        body = decoded(exchange.payload, _DetokenizeBody)
-        served = self._models.of(body.model)
-        if any(not 0 <= token < served.host.vocab_size for token in body.tokens):
-            raise ApiError(400, f"token ids must be from 0 to {served.host.vocab_size - 1}", param="tokens")
-        await self._tell(exchange, {"prompt": served.text.decode(body.tokens)})
+
+        def answer() -> bytes:
+            body = exchange.take_body(_DetokenizeBody)
+            served = self._models.of(body.model)
+            if any(not 0 <= token < served.host.vocab_size for token in body.tokens):
+                raise ApiError(400, f"token ids must be from 0 to {served.host.vocab_size - 1}", param="tokens")
+            return encode({"prompt": served.text.decode(body.tokens)})
+
+        await exchange.response.whole(await exchange.apart(answer))
 
     async def render_completion(self, exchange: Exchange) -> None:
         """Return the token ids of each prompt of a completion, and generate nothing."""
-        body = decoded(exchange.payload, CompletionBody)
-        served = self._models.of(body.model)
-        asks, _ = completion_asks(served, body, exchange.request_id)
-        rendered = [
-            _rendered(f"cmpl-{exchange.request_id}-{number}", served, body, ask)
-            for number, ask in enumerate(asks[:: body.num_choices])
-        ]
-        await self._tell(exchange, rendered)
+
+        def answer() -> bytes:
+            body = exchange.take_body(CompletionBody)
+            served = self._models.of(body.model)
+            asks, _ = completion_asks(served, body, exchange)
+            return encode(
+                [
+                    _rendered(f"cmpl-{exchange.request_id}-{number}", served, body, ask)
+                    for number, ask in enumerate(asks[:: body.num_choices])
+                ]
+            )
+
+        await exchange.response.whole(await exchange.apart(answer))
 
     async def render_chat(self, exchange: Exchange) -> None:
         """Return the token ids of the prompt of a conversation, and generate nothing."""
-        body = decoded(exchange.payload, ChatBody)
-        served = self._models.of(body.model)
-        ask = chat_asks(served, body, exchange.request_id)[0]
-        await self._tell(exchange, _rendered(f"chatcmpl-{exchange.request_id}", served, body, ask))
+
+        def answer() -> bytes:
+            body = exchange.take_body(ChatBody)
+            served = self._models.of(body.model)
+            ask = chat_asks(served, body, exchange)[0]
+            return encode(_rendered(f"chatcmpl-{exchange.request_id}", served, body, ask))
+
+        await exchange.response.whole(await exchange.apart(answer))
 
     # Switches ---------------------------------------------------------------------------------------------
 
@@ -231,19 +255,23 @@ class Routes:
 
     async def load_adapter(self, exchange: Exchange) -> None:
         """Give a model, by default the first, one more name, with KV of its own."""
-        body = decoded(exchange.payload, _AdapterBody)
+        body = exchange.take_body(_AdapterBody)
         name, adapters = body.lora_name, self._models.of(body.model).adapters
         if not name or APART in name:
             raise ApiError(400, "a name is needed, without NUL", param="lora_name")
         if any(name in (*served.names, *served.adapters) for served in self._models):
             raise ApiError(400, f"{name!r} is there already", param="lora_name")
+        if len(name) > MAX_NAME_CHARS or len(adapters) >= MAX_ADAPTERS:
+            raise ApiError(
+                400, f"at most {MAX_ADAPTERS} adapters, with {MAX_NAME_CHARS} characters each", param="lora_name"
+            )
         adapters[name] = max(adapters.values(), default=0) + 1
         told = f"Success: LoRA adapter '{name}' added successfully.".encode()
         await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
 
     async def unload_adapter(self, exchange: Exchange) -> None:
         """Take such a name away."""
-        name = decoded(exchange.payload, _AdapterBody).lora_name
+        name = exchange.take_body(_AdapterBody).lora_name
         for served in self._models:
             if name in served.adapters:
                 del served.adapters[name]

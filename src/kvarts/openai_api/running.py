@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
 from kvarts.openai_api.served import Limits
 from kvarts.openai_api.server import Address, OpenAIServer
-from kvarts.owners.keys import Keys
+from kvarts.owners.keys import Keys, Owner
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
@@ -74,10 +74,11 @@ class RunningServer:
     """A mock with a free port on the loopback address, until `stop`.
 
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: of the engine, by default with steps of
-    a millisecond. `seed`: of texts and failures. `fail`: a script of failures. `speedup`: steps take an Xth of their
-    time. `settings`: more of ReplayConfig. `readers`: of all events of the engine. `several`: a SharingConfig; then
-    its models are served by their names, and it says what `model` and the settings of an engine say otherwise.
-    `sessions`: a SessionsConfig; then requests may name sessions.
+    a millisecond. `seed`: of texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
+    their own. `api_key`: one, several, or their owners. `speedup`: steps take an Xth of their time. `settings`: more of
+    ReplayConfig. `readers`: of all events of the engine. `several`: a SharingConfig; then its models are served by
+    their names, and it says what `model` and the settings of an engine say otherwise. `sessions`: a SessionsConfig;
+    then requests may name sessions.
     """
 
     def __init__(
@@ -92,7 +93,10 @@ class RunningServer:
         seed: int = 0,
         speedup: float = 1.0,
         fail: str = "",
-        api_key: str | Sequence[str] | None = None,
+        api_key: str | Sequence[str] | Mapping[str, Owner] | None = None,
+        admin_key: str | None = None,
+        shares_prefix_cache: bool = False,
+        allows_failures: bool = True,
         max_queued: int = 1024,
         max_model_len: int = 131_072,
         output_tokens: int | None = None,
@@ -105,7 +109,10 @@ class RunningServer:
     ) -> None:
         door = Door(
             names=(model,),
-            keys=None if api_key is None else Keys.of((api_key,) if isinstance(api_key, str) else api_key),
+            keys=_keys(api_key, admin_key),
+            shares_prefix_cache=shares_prefix_cache,
+            hosts=(),
+            allows_failures=allows_failures,
             limits=Limits(
                 max_queued=max_queued,
                 max_model_len=max_model_len,
@@ -257,6 +264,15 @@ class RunningServer:
             return task()
 
         return self.opened.served.host.loop.call(run)
+
+
+def _keys(api_key: str | Sequence[str] | Mapping[str, Owner] | None, admin_key: str | None) -> Keys | None:
+    admin_keys = () if admin_key is None else (admin_key,)
+    if api_key is None:
+        return None if admin_key is None else Keys.of((), admin_keys=admin_keys)
+    if isinstance(api_key, Mapping):
+        return Keys.of((), api_key, admin_keys=admin_keys)
+    return Keys.of((api_key,) if isinstance(api_key, str) else api_key, admin_keys=admin_keys)
 
 
 class _Steps:

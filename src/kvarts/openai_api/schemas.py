@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 from math import ceil, floor
 from typing import Any
 
+import msgspec
+
+from kvarts.limits import brief
+from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
 
 __all__ = ["value_of"]
 
 MAX_DEPTH = 24
+MOST_BYTES_PER_CHAR = 6
+"""Of JSON: a character may have to be written as an escape."""
 NOT_MADE = ("pattern", "multipleOf", "not", "if", "patternProperties", "propertyNames", "contains", "dependentSchemas")
 """Keywords that are beyond what is made here."""
 FORMATS = {
@@ -25,28 +31,56 @@ FORMATS = {
 }
 
 
-def value_of(schema: Any, text: str, *, param: str) -> Any:
-    """Return a value that `schema` allows. Raise ApiError, for the field `param`, for a schema that is beyond this."""
-    maker = _Maker(schema, text, param)
-    try:
-        return maker.value(schema, 0)
-    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        # A keyword with a value of a type that it cannot have, wherever that is noticed.
-        raise ApiError(400, f"this is no JSON schema: {error}", param=param) from error
+def value_of(schema: Any, text: str, *, param: str, budget: Budget) -> Any:
+    """Return a value that `schema` allows, with `text` where a text is asked for, as far as the budget goes.
+
+    Raise ApiError, for the field `param`, for a schema that is beyond this, or of which the value would be too much.
+    """
+    maker = _Maker(schema, "", param, budget)
+    value = maker.made()
+    if text and maker.num_texts:
+        most = budget.num_made_bytes // (MOST_BYTES_PER_CHAR * maker.num_texts)
+        value = _Maker(schema, text[:most], param, Budget(sequences=0)).made()
+    return value
 
 
 class _Maker:
-    """Makes the values of one schema."""
+    """Makes the values of one schema. Draws on a budget before it makes, follows or merges anything."""
 
-    def __init__(self, root: Any, text: str, param: str) -> None:
+    def __init__(self, root: Any, text: str, param: str, budget: Budget) -> None:
         self._root = root
         self._text = text
         self._param = param
+        self._budget = budget
+        self._sizes: dict[int, int] = {}
+        """Of values that stand in the schema, by identity: their bytes as JSON."""
+        self.num_texts = 0
+        """Texts that were made."""
+
+    def made(self) -> Any:
+        """Return a value of the whole schema."""
+        try:
+            return self.value(self._root, 0)
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            # A keyword with a value of a type that it cannot have, wherever that is noticed.
+            raise ApiError(400, f"this is no JSON schema: {brief(str(error))}", param=self._param) from error
+
+    def _draw(self, count: int = 1, num_bytes: int = 0) -> None:
+        self._budget.draw_made(count, num_bytes, self._param)
+
+    def _given(self, value: Any) -> Any:
+        """Return a value that stands in the schema."""
+        size = self._sizes.get(id(value))
+        if size is None:
+            size = self._sizes[id(value)] = len(msgspec.json.encode(value))
+        self._draw(0, size)
+        return value
 
     def value(self, schema: Any, depth: int) -> Any:
         """Return a value that `schema`, a part of the whole, allows."""
+        self._draw()
         if schema is True or schema == {}:
-            return self._text
+            return self._written()
         if not isinstance(schema, dict):
             raise self._refused("a schema is an object")
         if depth > MAX_DEPTH:
@@ -56,11 +90,11 @@ class _Maker:
             if keyword in schema:
                 raise self._refused(f"{keyword!r} cannot be kept")
         if "const" in schema:
-            return schema["const"]
+            return self._given(schema["const"])
         if "enum" in schema:
             if not isinstance(schema["enum"], list) or not schema["enum"]:
                 raise self._refused("'enum' is a list of values")
-            return schema["enum"][0]
+            return self._given(schema["enum"][0])
         return self._of_kind(_kind_of(schema), schema, depth)
 
     def _of_kind(self, kind: Any, schema: Mapping[str, Any], depth: int) -> Any:
@@ -76,7 +110,7 @@ class _Maker:
             return False
         if kind == "null":
             return None
-        raise self._refused(f"there is no type {kind!r}")
+        raise self._refused(f"there is no type {brief(kind)}")
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         properties = schema.get("properties", {})
@@ -85,6 +119,7 @@ class _Maker:
             raise self._refused("'properties' is an object, and 'required' a list")
         if schema.get("minProperties", 0) > len(names):
             raise self._refused("'minProperties' cannot be kept")
+        self._draw(len(names), sum(map(len, names)))
         extra = schema.get("additionalProperties", True)
         return {str(name): self.value(properties.get(name, extra or {}), depth + 1) for name in names}
 
@@ -96,6 +131,7 @@ class _Maker:
         count = min(max(least, len(first)), most)
         if schema.get("uniqueItems") and count > 1:
             raise self._refused("'uniqueItems' cannot be kept")
+        self._draw(count)
         items = [*first, *[schema.get("items", {})] * count][:count]
         return [self.value(item, depth + 1) for item in items]
 
@@ -120,30 +156,39 @@ class _Maker:
     def _string(self, schema: Mapping[str, Any]) -> str:
         if "format" in schema:
             if schema["format"] not in FORMATS:
-                raise self._refused(f"the format {schema['format']!r} cannot be kept")
+                raise self._refused(f"the format {brief(schema['format'])} cannot be kept")
             return FORMATS[schema["format"]]
         least, most = schema.get("minLength", 0), schema.get("maxLength", 1 << 30)
         if not isinstance(least, int) or not isinstance(most, int) or least > 100_000:
             raise self._refused("'minLength' and 'maxLength' are numbers")
-        return self._text.ljust(least, "x")[:most]
+        self._draw(0, least)
+        return self._written().ljust(least, "x")[:most]
+
+    def _written(self) -> str:
+        """Return the text, for one of the places that ask for one."""
+        self.num_texts += 1
+        self._draw(0, MOST_BYTES_PER_CHAR * len(self._text))
+        return self._text
 
     def _resolved(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         """Return a schema with what it refers to, and the first of what it leaves open, put in."""
+        self._draw(len(schema))
         merged = dict(schema)
         for _ in range(MAX_DEPTH):
             if "$ref" in merged:
                 merged = {**self._found(merged.pop("$ref")), **merged}
             elif "allOf" in merged:
                 for part in self._list(merged.pop("allOf")):
-                    merged = _both(merged, self._resolved(part, depth + 1))
+                    merged = self._both(merged, self._resolved(part, depth + 1))
             elif "anyOf" in merged or "oneOf" in merged:
                 keyword = "anyOf" if "anyOf" in merged else "oneOf"
-                merged = _both(merged, self._list(merged.pop(keyword))[0])
+                merged = self._both(merged, self._list(merged.pop(keyword))[0])
             else:
                 return merged
         raise self._refused("it refers to itself without end")
 
     def _list(self, parts: Any) -> Sequence[dict[str, Any]]:
+        self._draw(len(parts) if isinstance(parts, list) else 1)
         if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
             raise self._refused("alternatives are a list of schemas")
         return parts
@@ -151,13 +196,27 @@ class _Maker:
     def _found(self, reference: Any) -> dict[str, Any]:
         place: Any = self._root
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise self._refused(f"it refers to {reference!r}, which is not in it")
+            raise self._refused(f"it refers to {brief(reference)}, which is not in it")
+        self._draw(1 + len(reference) // 16)
         for name in reference.removeprefix("#").strip("/").split("/"):
             key = name.replace("~1", "/").replace("~0", "~")
             place = place.get(key) if isinstance(place, dict) and name else (place if not name else None)
         if not isinstance(place, dict):
-            raise self._refused(f"it refers to {reference!r}, which is not in it")
+            raise self._refused(f"it refers to {brief(reference)}, which is not in it")
         return place
+
+    def _both(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what two schemas say together."""
+        self._draw(len(one) + len(other))
+        merged = {**one, **other}
+        for keyword in ("properties", "required"):
+            if keyword in one and keyword in other:
+                self._draw(len(one[keyword]) + len(other[keyword]))
+        if "properties" in one and "properties" in other:
+            merged["properties"] = {**one["properties"], **other["properties"]}
+        if "required" in one and "required" in other:
+            merged["required"] = list(dict.fromkeys([*one["required"], *other["required"]]))
+        return merged
 
     def _refused(self, what: str) -> ApiError:
         return ApiError(400, f"no value of this JSON schema can be made: {what}", param=self._param)
@@ -172,13 +231,3 @@ def _kind_of(schema: Mapping[str, Any]) -> Any:
     if "properties" in schema or "required" in schema or "additionalProperties" in schema:
         return "object"
     return "array" if "items" in schema or "prefixItems" in schema else "string"
-
-
-def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what two schemas say together."""
-    merged = {**one, **other}
-    if "properties" in one and "properties" in other:
-        merged["properties"] = {**one["properties"], **other["properties"]}
-    if "required" in one and "required" in other:
-        merged["required"] = [*one["required"], *(name for name in other["required"] if name not in one["required"])]
-    return merged

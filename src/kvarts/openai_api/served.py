@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import monotonic, time
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -12,23 +14,32 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
-from kvarts.limits import MOST_COUNT, MOST_SECONDS
+from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.answer import Answer, Choice, Outbox
 from kvarts.openai_api.bodies import APART
+from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.gate import Entry, Gate
 from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.prompts import Message, TextModel
 from kvarts.openai_api.recorded import ArrivalRecorder
+from kvarts.owners.keys import ANYONE, Owner
+from kvarts.owners.shares import Shares
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 
-__all__ = ["Ask", "Health", "Limits", "Served", "Sharing"]
+__all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing"]
 
 T = TypeVar("T")
 Health = Literal["healthy", "degraded", "dead"]
 DEAD = "the model has died"
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MOST_HELD_TOKENS = 16_000_000
+"""Prompt tokens of all requests that run or wait: 128 MB. More, where four times as many fit the pages."""
+GUARANTEED = 1 << 32
+"""Added to the priority of a request that runs on what its owner is guaranteed: it goes before what is borrowed."""
 
 
 class CountsOfSessions(Protocol):
@@ -64,6 +75,9 @@ class InSessions(Protocol):
         """Have `choice` told what the session `name` of `owner` says to `ask`. Cancelling the task ends that."""
 
 
+Begin = Callable[["Ask", Choice], object]
+
+
 class Sharing(Protocol):
     """The device of a model beside others. For the thread of the engine."""
 
@@ -96,7 +110,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int = 1024
     retry_after_s: float = 1.0
     max_model_len: int = 131_072
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 60.0
     default_tokens: int | None = None
     trust_request_chat_template: bool = False
@@ -109,12 +123,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to the engine. `ends_itself`: it comes to its own end at `max_tokens`, as by a token for that."""
+    """One request to the engine. `ends_itself`: it comes to its own end at `max_tokens`, as by a token for that.
+
+    `salt` sets its KV apart from that of all others, `tenant` from that of other requests of its owner.
+    """
 
     tokens: Sequence[int]
     params: SamplingParams
     priority: int = 0
     salt: str | None = None
+    tenant: str | None = None
     request_id: str | None = None
     ends_itself: bool = False
 
@@ -122,7 +140,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 class Served:
     """Owner of the requests under way over HTTP, of the names of the model, and of whether it sleeps or drains.
 
-    `names`: of the model, the first one is its own. `recorder` notes what arrives.
+    `names`: of the model, the first one is its own. `recorder` notes what arrives. `shares`: of owners, of places and
+    of the engine. `sets_owners_apart`: what one owner has computed is found by its own requests only.
     """
 
     def __init__(
@@ -137,8 +156,21 @@ class Served:
         adapters: Sequence[str] = (),
         sharing: Sharing | None = None,
         facts: Mapping[str, Any] | None = None,
+        shares: Mapping[str, float] | None = None,
+        sets_owners_apart: bool = False,
     ) -> None:
         self.host = host
+        self.sets_owners_apart = sets_owners_apart
+        config = host.config
+        shares = shares or {}
+        self._places = Shares(config.max_num_seqs + limits.max_queued, shares)
+        self._held_tokens = Shares(max(MOST_HELD_TOKENS, 4 * config.pool_tokens), shares)
+        self._gate: Gate | None = None
+        """None: there is one owner, whose requests wait in the engine."""
+        self._entries: dict[Choice, Entry] = {}
+        """Of the requests at the gate or inside, until they are over."""
+        if len(shares) > 1:
+            self._gate = Gate(config.max_num_seqs, config.pool_tokens, config.max_num_batched_tokens, shares)
         self.text = text
         self.names = tuple(names)
         self.adapters: OrderedDict[str, int] = OrderedDict((name, index + 1) for index, name in enumerate(adapters))
@@ -189,7 +221,31 @@ class Served:
             return None
         if model in self.adapters:
             return model
-        raise ApiError(404, f"the model {model!r} does not exist; there is {self.names[0]!r}", param="model")
+        raise ApiError(404, f"the model {brief(model)} does not exist; there is {self.names[0]!r}", param="model")
+
+    def encode(
+        self, text: str, budget: Budget, *, add_special_tokens: bool, most_tokens: int | None = None
+    ) -> array[int]:
+        """Return the tokens of a text. Raise ApiError for more than `most_tokens`, by default those of the context.
+
+        A text that can only be longer is not made into tokens.
+        """
+        most = self.limits.max_model_len if most_tokens is None else most_tokens
+        tokens: Sequence[int] = ()
+        is_too_long = len(text) > most * self.text.max_chars_per_token
+        if not is_too_long:
+            tokens = self.text.encode(text, add_special_tokens=add_special_tokens, most=most)
+        if is_too_long or len(tokens) > most:
+            has = "the model has a context of" if most_tokens is None else "here a prompt has at most"
+            raise ApiError(400, f"{has} {most} tokens, and the prompt has more", param="prompt")
+        budget.draw_values(len(tokens), "prompt")
+        return array("Q", tokens)
+
+    def checked(self, tokens: Sequence[int]) -> array[int]:
+        """Return token ids that a request brought. Raise ApiError for those that the model does not have."""
+        if tokens and (max(tokens) >= self.host.vocab_size or min(tokens) < 0):
+            raise ApiError(400, f"token ids must be from 0 to {self.host.vocab_size - 1}", param="prompt")
+        return array("Q", tokens)
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         """Return the prompt of a conversation, as TextModel does. Raise ApiError for a template that is not trusted."""
@@ -213,30 +269,74 @@ class Served:
         if self.sleep_level:
             raise ApiError(503, "the engine sleeps: POST /wake_up first", retry_after_s=1.0)
 
-    def start(self, asks: Sequence[Ask], *, started_s: float | None = None) -> tuple[Answer, list[Choice]]:
+    def start(
+        self, asks: Sequence[Ask], owner: Owner = ANYONE, *, started_s: float | None = None, begin: Begin | None = None
+    ) -> tuple[Answer, list[Choice]]:
         """Begin requests; return what their answers come through. Raise ApiError where they are not taken in.
 
-        What the engine refuses comes as an error through the answer.
+        What the engine refuses comes as an error through the answer. `begin`: has one of them answered, by default by
+        the engine.
         """
-        answer, choices = self.admit(asks, started_s=started_s)
-        for ask, choice in zip(asks, choices, strict=True):
-            self.host.loop.start(_Begin(ask, choice, self), choice)
+        answer, choices = self._admit(asks, owner, started_s=started_s)
+        begin = self._begin if begin is None else begin
+        try:
+            for ask, choice in zip(asks, choices, strict=True):
+                self._enter(ask, choice, owner, begin)
+        except BaseException:
+            self.finish(choices)
+            raise
         return answer, choices
 
-    def admit(self, asks: Sequence[Ask], *, started_s: float | None = None) -> tuple[Answer, list[Choice]]:
+    def _begin(self, ask: Ask, choice: Choice) -> None:
+        self.host.loop.start(_Begin(ask, choice, self), choice)
+
+    def _enter(self, ask: Ask, choice: Choice, owner: Owner, begin: Begin) -> None:
+        """Begin a request, once it is its owner's turn."""
+        gate = self._gate
+        if gate is None:
+            begin(ask, choice)
+            return
+        num_prompt_tokens = len(ask.tokens)
+
+        def enter(is_guaranteed: bool) -> None:
+            priority = ask.priority + (GUARANTEED if is_guaranteed else 0)
+            begin(msgspec.structs.replace(ask, priority=priority), choice)
+
+        entry = Entry(owner.name, num_prompt_tokens + ask.params.max_tokens, num_prompt_tokens, enter)
+        self._entries[choice] = entry
+        choice.came = partial(self.outbox.call_soon, partial(gate.prefilled, entry))
+        choice.went = partial(self.outbox.call_soon, partial(self._leave, choice))
+        gate.add(entry)
+
+    def _leave(self, choice: Choice) -> None:
+        """Give back what a request has of the engine, or its turn."""
+        entry = self._entries.pop(choice, None)
+        if entry is not None and self._gate is not None:
+            self._gate.leave(entry, choice.num_held_tokens + choice.num_tokens)
+
+    def _admit(
+        self, asks: Sequence[Ask], owner: Owner, *, started_s: float | None = None
+    ) -> tuple[Answer, list[Choice]]:
         """Return what the answers to requests are to come through. Raise ApiError where they are not taken in."""
         self.ready()
-        if self.num_live + len(asks) > self.max_live:
+        num_tokens = sum(len(ask.tokens) for ask in asks)
+        places, held = self._places, self._held_tokens
+        places.resize(self.max_live)
+        if len(asks) > places.room(owner.name) or num_tokens > held.room(owner.name):
             self.meter.num_refused += 1
             raise ApiError(
                 429,
-                f"{self.num_live} requests run or wait, and there is room for {self.max_live}",
+                f"{self.num_live} requests run or wait, and there is room for {self.max_live}"
+                f"{', of all owners together' if self._gate is not None else ''}, and for {held.total:,} prompt tokens",
                 retry_after_s=self.limits.retry_after_s,
             )
+        places.force(owner.name, len(asks))
+        held.force(owner.name, num_tokens)
         answer = Answer(self.outbox)
         choices = []
         for number, ask in enumerate(asks):
             choice = Choice(answer, number, self.meter, has_logprobs=ask.params.logprobs, ends_itself=ask.ends_itself)
+            choice.owner, choice.num_held_tokens = owner.name, len(ask.tokens)
             if started_s is not None:
                 choice.started_s = started_s
             choices.append(choice)
@@ -245,10 +345,16 @@ class Served:
 
     def finish(self, choices: Sequence[Choice]) -> None:
         """Note that an answer is over: written, or given up. What is under way ends, and frees its pages."""
-        self._live.difference_update(choices)
+        for choice in choices:
+            if choice in self._live:
+                self._live.remove(choice)
+                self._places.give(choice.owner)
+                self._held_tokens.give(choice.owner, choice.num_held_tokens)
         under_way = [choice for choice in choices if not choice.is_over]
         if under_way:
             self.host.loop.post(lambda _: self._cancel(under_way))
+        for choice in choices:
+            self._leave(choice)
         if self._idle is not None and not self._live:
             self._idle.set()
 
@@ -281,12 +387,17 @@ class Served:
         for choice in under_way:
             if choice.in_session is not None:
                 choice.in_session()
+            entry = self._entries.get(choice)
+            if entry is not None and not entry.is_inside:
+                self._leave(choice)
+                choice.fail(ApiError(503, "the request was ended before it began", retry_after_s=1.0))
         self.host.loop.post(lambda _: self._cancel(under_way))
 
     def live_adapters(self) -> list[str]:
         """Return the adapters that requests under way are for."""
         salts = {choice.request.content.salt for choice in list(self._live) if choice.request is not None}
-        return [name for name in self.adapters if any(salt and salt.startswith(f"{name}{APART}") for salt in salts)]
+        names = {salt.partition(APART)[0] for salt in salts if salt and APART in salt}
+        return [name for name in self.adapters if name in names]
 
     async def forget_cached(self) -> None:
         """Forget every cached page that is not in use."""

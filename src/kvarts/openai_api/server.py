@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = ["Address", "OpenAIServer", "serve_until_signal"]
 
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
+MAX_PIPELINED = 64
 HEAD_TIMEOUT_S = 75.0
 """So long a connection may have sent nothing, or half of a head."""
 
@@ -112,13 +114,16 @@ class _Protocol(HttpToolsProtocol):
 
     The head of a request has an end and comes in time. Requests to change the protocol are left alone, as HTTP says of
     a server that does not: the body is read. Where several requests came at once, all of them hear that their client
-    has gone.
+    has gone. Of requests that come before those before them are answered, so many wait; one more ends the connection.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
         super().connection_made(transport)
-        self._under_way: list[RequestResponseCycle] = []
+        self._under_way: deque[RequestResponseCycle] = deque()
+        """Requests that are not answered yet, in their order, and perhaps some before these that are."""
+        self._is_full = False
+        """Whether too many came: the rest is not read, and the connection ends after the last answer."""
         self._num_head_bytes = 0
         """Of the head that is being read, with what came beside it."""
         self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
@@ -134,6 +139,8 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read what has come, of which a head may be a part."""
+        if self._is_full:
+            return
         is_head = self._is_in_head
         if is_head:
             self._num_head_bytes += len(data)
@@ -144,7 +151,8 @@ class _Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
-        self._refuse(ApiError(400, msg))
+        if not self._is_full:
+            self._refuse(ApiError(400, msg))
 
     def on_message_begin(self) -> None:
         """Begin to read a head."""
@@ -156,8 +164,15 @@ class _Protocol(HttpToolsProtocol):
         """Let the application know how, before it is called."""
         self._is_in_head = False
         self._in_time.cancel()
+        if self._is_full:
+            return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._is_full = True
+            self.flow.pause_reading()
+            return
         super().on_headers_complete()
-        self._under_way = [cycle for cycle in self._under_way if not cycle.response_complete]
+        while self._under_way and self._under_way[0].response_complete:
+            self._under_way.popleft()
         self._under_way.append(self.cycle)
         extensions = self.scope.setdefault("extensions", {})
         extensions[ABORT] = {"call": self.transport.abort}
@@ -165,9 +180,24 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Wait for the next head."""
+        if self._is_full:
+            return
         super().on_message_complete()
         self._is_in_head = True
         self._num_head_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Read a part of a body."""
+        if not self._is_full:
+            super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """Begin with the next request, or refuse those that were too many."""
+        super().on_response_complete()
+        if self._is_full:
+            self.flow.pause_reading()
+            if not self.pipeline and self._under_way[-1].response_complete:
+                self._refuse(ApiError(429, f"at most {MAX_PIPELINED} requests of a connection wait for their turn"))
 
     _is_in_head = True
     """Whether what comes next is of a head."""
@@ -223,6 +253,7 @@ class OpenAIServer:
     """One application on one socket, in the event loop that runs `start`."""
 
     def __init__(self, app: OpenAIApp, models: Models, address: Address) -> None:
+        self._app = app
         self._models = models
         self._socket = address.listen()
         host, port = self._socket.getsockname()[:2]
@@ -265,6 +296,7 @@ class OpenAIServer:
         if self._running is not None:
             await self._running
         await self._models.close()
+        self._app.close()
         return is_whole
 
 

@@ -7,6 +7,8 @@ from uuid import uuid4
 
 import msgspec
 
+from kvarts.limits import brief
+from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.schemas import value_of
 
@@ -37,8 +39,12 @@ class JsonText(msgspec.Struct, frozen=True):
 
     def message(self, text: str) -> tuple[dict[str, Any], str | None]:
         """Return the JSON as content."""
-        value = value_of(self.schema, text.strip(), param="response_format")
+        value = value_of(self.schema, text.strip(), param="response_format", budget=Budget(sequences=0))
         return {"content": encode(value).decode(), "tool_calls": []}, None
+
+    def draw(self, budget: Budget, num_choices: int) -> None:
+        """Draw what `num_choices` messages cost. Raise ApiError for what cannot be made."""
+        _draw(self.schema, budget, num_choices, param="response_format")
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -53,8 +59,25 @@ class ToolCall(msgspec.Struct, frozen=True):
 
     def message(self, text: str) -> tuple[dict[str, Any], str | None]:
         """Return a call with `text` where a text is asked for."""
-        arguments = encode(value_of({"type": "object", **self.schema}, text.strip(), param="tools")).decode()
+        value = value_of(self._arguments, text.strip(), param="tools", budget=Budget(sequences=0))
+        arguments = encode(value).decode()
         return {"content": None, "tool_calls": [_call(self.name, arguments)]}, "tool_calls"
+
+    def draw(self, budget: Budget, num_choices: int) -> None:
+        """Draw what `num_choices` messages cost. Raise ApiError for what cannot be made."""
+        _draw(self._arguments, budget, num_choices, param="tools")
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return {"type": "object", **self.schema}
+
+
+def _draw(schema: dict[str, Any], budget: Budget, num_choices: int, *, param: str) -> None:
+    of_one = Budget(sequences=0)
+    before = of_one.num_made, of_one.num_made_bytes
+    value_of(schema, "", param=param, budget=of_one)
+    used = (before[0] - of_one.num_made) * num_choices, (before[1] - of_one.num_made_bytes) * num_choices
+    budget.draw_made(*used, param)
 
 
 class _Written(msgspec.Struct):
@@ -98,7 +121,9 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
     }
 
 
-def shape_of_format(response_format: dict[str, Any] | None, *, can_be_made: bool) -> JsonText | None:
+def shape_of_format(
+    response_format: dict[str, Any] | None, *, can_be_made: bool, budget: Budget, num_choices: int
+) -> JsonText | None:
     """Return what a `response_format` asks for; None for text. Raise ApiError for what cannot be had.
 
     `can_be_made`: the model writes what it is told to.
@@ -107,7 +132,9 @@ def shape_of_format(response_format: dict[str, Any] | None, *, can_be_made: bool
     if kind == "text":
         return None
     if kind not in ("json_object", "json_schema"):
-        raise ApiError(400, f"there is no format {kind!r}: text, json_object or json_schema", param="response_format")
+        raise ApiError(
+            400, f"there is no format {brief(kind)}: text, json_object or json_schema", param="response_format"
+        )
     if not can_be_made:
         raise ApiError(
             400, f"{kind!r} cannot be enforced: ask for it in the prompt, and for 'text' here", param="response_format"
@@ -120,5 +147,5 @@ def shape_of_format(response_format: dict[str, Any] | None, *, can_be_made: bool
     if not isinstance(schema, dict):
         raise ApiError(400, "needs json_schema with a name and a schema", param="response_format")
     shape = JsonText(schema)
-    shape.message("")  # what cannot be made is refused now
+    shape.draw(budget, num_choices)  # what cannot be made is refused now
     return shape

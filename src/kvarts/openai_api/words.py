@@ -8,12 +8,12 @@ SentencePiece vocabularies read such text back unchanged, and have nearly all of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NUM_WORDS", "VOCABULARY_SIZE", "WORDS", "WordTokenizer", "vary_words"]
+__all__ = ["MAX_CHARS_PER_WORD", "NUM_WORDS", "VOCABULARY_SIZE", "WORDS", "WordTokenizer", "vary_words"]
 
 TEXT = """
     the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
@@ -66,6 +66,8 @@ _KNOWN = {
     **{text: SPECIALS + index for index, text in enumerate(SPECIAL_TEXTS)},
 }
 _PIECES = tuple(f" {word}" for word in WORDS) + WORDS
+MAX_CHARS_PER_WORD = max(map(len, _KNOWN))
+"""The most characters of a token: pieces that are no words are shorter."""
 _BASES = (BYTES, PAIRS, TRIPLES)
 _END = TRIPLES + 256**3
 
@@ -75,18 +77,21 @@ class WordTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`."""
-        tokens: list[int] = []
+        return list(self.tokens(text))
+
+    def tokens(self, text: str) -> Iterator[int]:
+        """Iterate over the tokens of `text`."""
         known = _KNOWN
-        for part in _SPLIT.findall(text):
+        for found in _SPLIT.finditer(text):
+            part = found[0]
             token = known.get(part)
             if token is not None:
-                tokens.append(token)
+                yield token
                 continue
             payload = part.encode("utf-8", "surrogatepass")
             for start in range(0, len(payload), 3):
                 piece = payload[start : start + 3]
-                tokens.append(_BASES[len(piece) - 1] + int.from_bytes(piece, "big"))
-        return tokens
+                yield _BASES[len(piece) - 1] + int.from_bytes(piece, "big")
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`."""

@@ -38,6 +38,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 ANYONE = Owner(may_prioritize=True)
 """The owner of everything where no key is asked for."""
 
+ADMIN = Owner(name="admin", may_prioritize=True, is_admin=True)
+
 
 class Keys:
     """Owners by their keys, of which only digests are kept. Raises ConfigError for a key that is empty or unprintable,
@@ -68,22 +70,33 @@ class Keys:
         return found
 
     @classmethod
-    def of(cls, keys: Iterable[str], named: Mapping[str, Owner] | None = None) -> Keys:
+    def of(
+        cls, keys: Iterable[str], named: Mapping[str, Owner] | None = None, *, admin_keys: Iterable[str] = ()
+    ) -> Keys:
         """Return `keys`, and those in `named` with their owners. An owner without a name is named by its place.
 
-        One key alone is of the owner ``, which may give its requests a priority.
+        One key alone is of the owner ``, which may give its requests a priority. `admin_keys`: of an administrator.
+        Raise ConfigError for a key of an administrator that is an owner's as well.
         """
+        replace = msgspec.structs.replace
         owners = {**dict.fromkeys(keys, Owner()), **(named or {})}
         if len(owners) == 1:
-            ((key, owner),) = owners.items()
-            return cls({key: msgspec.structs.replace(owner, may_prioritize=True)})
-        replace = msgspec.structs.replace
-        return cls(
-            {
+            owners = {key: replace(owner, may_prioritize=True) for key, owner in owners.items()}
+        else:
+            owners = {
                 key: owner if owner.name else replace(owner, name=f"owner-{number}")
                 for number, (key, owner) in enumerate(owners.items(), 1)
             }
-        )
+        for key in admin_keys:
+            if key in owners:
+                raise ConfigError("is the key of an owner as well", field="admin_key", hint="Make one of its own.")
+            owners[key] = ADMIN
+        return cls(owners)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether one of the keys is an administrator's."""
+        return any(owner.is_admin for _, owner in self._owners)
 
     @property
     def has_several_owners(self) -> bool:

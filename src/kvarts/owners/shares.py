@@ -33,18 +33,29 @@ class Shares:
     """
 
     def __init__(self, total: int, shares: Mapping[str, float] | None = None, *, kept: float = KEPT) -> None:
-        if total < 0:
-            raise ConfigError(f"must be at least 0, got {total}", field="total")
-        self.total = total
-        several = dict(shares or {}) if len(shares or {}) > 1 else {}
-        sum_of_shares = sum(several.values())
-        self._guaranteed = {owner: floor(total * share / sum_of_shares) for owner, share in several.items()}
-        self._kept = {owner: floor(amount * kept) for owner, amount in self._guaranteed.items()}
+        self._shares = dict(shares or {}) if len(shares or {}) > 1 else {}
+        self._part_kept = kept
+        self._guaranteed: dict[str, int] = {}
+        self._kept: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self.num_used = 0
         """Units that all owners hold together."""
-        self._num_kept_free = sum(self._kept.values())
+        self._num_kept_free = 0
         """Units that are kept for owners that do not use them."""
+        self.total = 0
+        self.resize(total)
+
+    def resize(self, total: int) -> None:
+        """Let there be `total` units from now on, whatever is held. Raise ConfigError for less than 0."""
+        if total == self.total and self._guaranteed:
+            return
+        if total < 0:
+            raise ConfigError(f"must be at least 0, got {total}", field="total")
+        self.total = total
+        sum_of_shares = sum(self._shares.values())
+        self._guaranteed = {owner: floor(total * share / sum_of_shares) for owner, share in self._shares.items()}
+        self._kept = {owner: floor(amount * self._part_kept) for owner, amount in self._guaranteed.items()}
+        self._num_kept_free = sum(map(self._kept_free, self._kept))
 
     def used(self, name: str) -> int:
         """Return how many units an owner holds."""

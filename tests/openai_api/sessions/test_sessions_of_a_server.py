@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from kvarts.executor.cost import LinearCost
 from kvarts.openai_api.running import RunningServer
 from kvarts.openai_api.served import Ask
+from kvarts.owners.keys import ANYONE
 from kvarts.sampling import SamplingParams
 from kvarts.session.config import SessionsConfig
 from kvarts.session.values import SessionSettings
@@ -169,9 +172,11 @@ def test_a_turn_that_is_ended_before_it_has_begun_is_told_its_end(start: Start) 
 
     async def begin_and_abort() -> tuple[Any, Any]:
         assert served.sessions is not None
-        ask = Ask(tokens=[1, 2, 3], params=SamplingParams(max_tokens=4))
-        answer, choices = served.admit([ask])
-        task = served.sessions.begin("", "a", ask, choices[0])
+        ask = Ask(tokens=array("Q", [1, 2, 3]), params=SamplingParams(max_tokens=4))
+        tasks = []
+        begin = partial(served.sessions.begin, "", "a")
+        answer, choices = served.start([ask], ANYONE, begin=lambda ask, choice: tasks.append(begin(ask, choice)))
+        (task,) = tasks
         served.abort_all()
         pieces = await asyncio.wait_for(answer.take(), 10)
         served.finish(choices)

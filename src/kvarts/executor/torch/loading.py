@@ -19,13 +19,22 @@ __all__ = ["load_model"]
 
 _log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+REMOTE_CODE_HINT = "Read that code; --trust-remote-code runs it, and it can do whatever you can."
 
 
-def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto", quantization: str | None = None) -> Any:
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
     """Return the model in `path`: a directory with config.json and safetensors, or a name in the hub's cache.
 
     `dtype`: `auto` for that of the weights, or float32, bfloat16, float16. `device`: `auto`, or what torch calls it.
     `quantization`: int8 or int4, for weights of as many bits, see kvarts.executor.torch.quantized.
+    `trust_remote_code`: run the Python code that comes with the weights, which may do whatever the caller may.
 
     Raise MissingFileError for what is not there, InputError for weights that cannot be read or do not fit the config,
     ConfigError for an architecture with layers that are not all attention over what came before.
@@ -38,8 +47,12 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto", q
     if directory.is_dir() and not (directory / "config.json").exists():
         raise MissingFileError("no such file", path=directory / "config.json", hint="Is this a model's directory?")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                "the model comes with code of its own, which was not run", path=path, hint=REMOTE_CODE_HINT
+            ) from None
         raise InputError(f"is no model that transformers knows: {_first_line(error)}", path=path) from error
     check_architecture(config, path)
     if dtype not in DTYPES:
@@ -53,6 +66,7 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: str = "auto", q
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
             local_files_only=True,
+            trust_remote_code=trust_remote_code,
         )
     except FileNotFoundError as error:
         raise MissingFileError(_first_line(error), path=path) from error

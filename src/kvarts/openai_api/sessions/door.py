@@ -23,6 +23,7 @@ from kvarts.llm.text import Generation
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.served import Ask, Served
+from kvarts.owners.shares import PARTED
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.session.errors import (
@@ -103,8 +104,8 @@ class SessionsDoor:
 
     def begin(self, owner: str, name: str, ask: Ask, choice: Choice) -> asyncio.Task[None]:
         """Have `choice` told what the session says to `ask`; cancelling the task ends it, and keeps the session."""
-        if ask.salt is not None:
-            owner = f"{owner}\x1f{ask.salt}"
+        if ask.tenant is not None:
+            owner = f"{owner}{PARTED}{ask.tenant}"
         page_size = self._served.host.config.page_size
         request = Request(
             0,
@@ -202,7 +203,7 @@ class SessionsDoor:
             session_id,
             ask.params,
             queue=True,
-            tokens=ask.tokens[num_common:],
+            tokens=list(ask.tokens[num_common:]),
             expected_length=num_common,
             priority=ask.priority,
             begun=under_way.append,

@@ -1,0 +1,99 @@
+"""Who may ask for what: routes, and what each asks of a request before its body is read."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.http import HttpRequest
+from kvarts.owners.keys import ANYONE, Keys, Owner
+
+__all__ = ["Access", "Guard", "Handler", "Route"]
+
+Handler = Callable[[Any], Awaitable[None]]
+SMALL_BYTES = 64 * 1024
+"""What the body of a request that controls the server may have."""
+
+
+class Access(Enum):
+    """What a route asks for where keys are configured."""
+
+    OPEN = "open"
+    """Nothing: what watches over a server holds no key."""
+    KEY = "key"
+    """A key, of any owner."""
+    ADMIN = "admin"
+    """The key of an administrator."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One method of one path; a path that ends in `/` has one name after it.
+
+    `max_body_bytes`: of its requests; None: as many as the server takes in. `generates`: counted, recorded, and subject
+    to failures on purpose.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access
+    max_body_bytes: int | None = SMALL_BYTES
+    generates: bool = False
+
+
+class Guard:
+    """Decides whose a request is, or refuses it, from its head alone.
+
+    `keys`: what is asked for; None: nothing. Without a key, a web page of another origin is refused, unless its origin
+    is in `origins`; and so is a name of this server that such a page may have made up: `hosts` are its names beside
+    addresses and names without a dot, None for any name.
+    """
+
+    def __init__(self, keys: Keys | None, *, origins: Sequence[str] = (), hosts: Sequence[str] | None = ()) -> None:
+        self.keys = keys
+        self._origins = frozenset(origins)
+        self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+
+    def owner_of(self, request: HttpRequest, access: Access) -> Owner:
+        """Return the owner of a request. Raise ApiError for one that may not ask for a route with this `access`."""
+        if access is Access.OPEN:
+            return ANYONE
+        keys = self.keys
+        if keys is not None and (access is Access.ADMIN or keys.shares):
+            scheme, _, key = (request.header("authorization") or "").partition(" ")
+            found = keys.find(key.strip())
+            if found is None or scheme.lower() != "bearer":
+                raise ApiError(401, "an API key is needed: Authorization: Bearer KEY")
+            if access is Access.ADMIN and not found.is_admin:
+                hint = "" if keys.has_admin else ": start the server with --admin-key-file"
+                raise ApiError(403, f"{request.path} needs the key of an administrator{hint}")
+            return found
+        self._check_page(request)
+        return ANYONE
+
+    def _check_page(self, request: HttpRequest) -> None:
+        """Raise ApiError for what a web page of another origin sends: nothing but its origin gives it away."""
+        host = (request.header("host") or "").lower()
+        if self._hosts is not None and host and not self._is_own(host):
+            raise ApiError(403, f"{host!r} is not a name of this server: --allow-host makes it one")
+        origin = request.header("origin")
+        if origin is not None and origin not in self._origins and urlsplit(origin).netloc.lower() != host:
+            raise ApiError(403, f"pages of {origin!r} may ask for nothing here: --allow-origin lets them")
+
+    def _is_own(self, host: str) -> bool:
+        """Return whether no page elsewhere can have had the name `host` resolved to this server."""
+        assert self._hosts is not None
+        name = host.removeprefix("[").partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if "." not in name or name.endswith(".localhost") or name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True

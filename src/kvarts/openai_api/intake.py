@@ -1,0 +1,99 @@
+"""Bodies on their way in: how many bytes of them there may be, of all requests and of each owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from time import monotonic
+
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.http import HttpRequest
+from kvarts.owners.shares import Shares
+
+__all__ = ["Body", "Intake"]
+
+FREE_BYTES = 64 * 1024
+"""A body of so many bytes finds room where longer ones do not: a quarter of all is for the first bytes of bodies."""
+STALLED_S = 1.0
+"""A body of which nothing has come for so long gives way to others when there is no room."""
+
+
+class Body:
+    """The bytes of one body, from its first until nothing needs them any more."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.num_bytes = 0
+        self.moved_s = monotonic()
+        self.reader: asyncio.Task[object] | None = None
+        """The task that reads it, as long as it is being read."""
+        self.gave_way = False
+
+
+class Intake:
+    """Owner of the account of bytes of bodies that are read, or wait to be parsed. For one event loop.
+
+    `num_bytes`: of all of them together. `shares`: of owners, see Shares.
+    """
+
+    def __init__(self, num_bytes: int, shares: Mapping[str, float] | None = None) -> None:
+        self._shares = Shares(num_bytes, shares)
+        self._reading: OrderedDict[Body, None] = OrderedDict()
+        """Those that are being read; what has moved least recently is the first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held now."""
+        return self._shares.num_used
+
+    async def read(self, request: HttpRequest, body: Body, max_bytes: int, *, timeout_s: float) -> bytes:
+        """Return the body of a request, of which `body` holds the bytes until `drop`.
+
+        Raise ApiError for one that is too long, too late, or for which there is no room; ClientGone for one cut off.
+        """
+        body.reader = asyncio.current_task()
+        self._reading[body] = None
+        try:
+            return await request.body(max_bytes, timeout_s=timeout_s, came=lambda count: self._take(body, count))
+        except asyncio.CancelledError:
+            if body.gave_way and body.reader is not None and body.reader.uncancel() == 0:
+                raise ApiError(408, "other requests needed the room of this body, which did not come") from None
+            raise
+        finally:
+            body.reader = None
+            self._reading.pop(body, None)
+
+    def drop(self, body: Body) -> None:
+        """Note that the bytes of a body are not needed any more."""
+        self._shares.give(body.owner, body.num_bytes)
+        body.num_bytes = 0
+
+    def _take(self, body: Body, count: int) -> None:
+        """Take room for `count` more bytes. Raise ApiError where there is none."""
+        body.moved_s = monotonic()
+        self._reading.move_to_end(body)
+        while not self._has_room(body, count):
+            if not self._make_room(body):
+                raise ApiError(503, "the server reads as many bytes of requests as it may", retry_after_s=1.0)
+        self._shares.force(body.owner, count)
+        body.num_bytes += count
+
+    def _has_room(self, body: Body, count: int) -> bool:
+        room = self._shares.room(body.owner)
+        if body.num_bytes + count > FREE_BYTES:
+            room -= self._shares.total // 4
+        return count <= room
+
+    def _make_room(self, body: Body) -> bool:
+        """Give up what has stalled for longest. Return whether there was such a body."""
+        for other in self._reading:
+            if monotonic() - other.moved_s < STALLED_S:
+                return False
+            if other is not body and other.num_bytes and other.reader is not None:
+                other.gave_way = True
+                other.reader.cancel()
+                del self._reading[other]
+                self.drop(other)
+                return True
+        return False
