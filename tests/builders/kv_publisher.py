@@ -1,4 +1,4 @@
-"""`python -m builders.kv_publisher NUM_BATCHES`: a publisher of KV events with a past, until it is killed."""
+"""`python -m builders.kv_publisher NUM_BATCHES`: a publisher of KV events with a past, for two minutes at most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def main(num_batches: int) -> None:
     """Store sequences of PAGES blocks, a batch each, and one more every 10 ms."""
     events = open_kv_events(KvEventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"))
     publisher, owner = events.publisher, 0
-    while True:
+    end_s = time.monotonic() + 120  # whatever becomes of the test
+    while time.monotonic() < end_s:
         content = Content.from_tokens([owner] * (PAGES * PAGE), page_size=PAGE, owner=owner)
         events.reader.observe([PagesStored(content, 0, PAGES, None)])
         owner += 1
