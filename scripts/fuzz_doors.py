@@ -444,6 +444,9 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not problems:
             time.sleep(0.2)
+            problems += fuzz.errors
+            if other.poll() is not None:
+                problems.append("the other client ended")
             for process in processes:
                 if process.process.poll() is not None:
                     problems.append(f"{process.name} ended with {process.process.returncode}")
@@ -453,7 +456,7 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
         other.terminate()
         told, complaints = other.communicate()
         waits = [(float(at), float(wait)) for at, wait in (line.split() for line in told.splitlines())]
-        problems += [*fuzz.errors, *filter(None, [complaints])]
+        problems += filter(None, [complaints])
         for process in processes:
             text = "".join(process.lines)
             if "Traceback" in text or "unexpected error" in text:
@@ -469,6 +472,7 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
             "p99_s_median_of_windows": round(p99_s, 4),
             "longest_wait_s": round(max(wait for _, wait in waits), 3),
             "problems": problems,
+            "ran_s": round(seconds - max(0.0, deadline - time.monotonic()), 1),
         }
 
 

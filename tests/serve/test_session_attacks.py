@@ -159,6 +159,44 @@ def test_appends_that_wait_and_histories_have_a_bound_of_their_owner(server: tup
     assert waits.p99_s <= MAX_P99_S, waits.seconds
 
 
+def test_answers_of_others_are_the_same_token_for_token_while_one_attacks(
+    server: tuple[Process, str], tmp_path: Path
+) -> None:
+    """Ann's generations while Bob floods, evicts what he can and generates without end."""
+    _, address = server
+    body = tmp_path / "body"
+    body.write_bytes(ids_to_append("0" * 32, 900_000))
+    with grpc.insecure_channel(address) as channel:
+        stub = SessionsStub(channel)
+
+        def answer() -> list[int]:
+            made = stub.CreateSession(added.CreateSessionRequest(window=16), metadata=bearer("secret"))
+            append = added.AppendTokensRequest(session_id=made.session_id, token_ids=list(range(40)))
+            stub.AppendTokens(append, metadata=bearer("secret"))
+            asks = added.GenerateRequest(session_id=made.session_id, max_tokens=64, ignore_eos=True)
+            updates = list(stub.Generate(asks, metadata=bearer("secret"), timeout=60))
+            stub.CloseSession(_close(made.session_id), metadata=bearer("secret"))
+            return [update.token_id for update in updates if update.WhichOneof("payload") == "token_id"]
+
+        undisturbed = answer()
+        assert len(undisturbed) == 64
+        endless = []
+        for _ in range(16):
+            asks = added.CreateSessionRequest(window=16, positions="cache")
+            session_id = stub.CreateSession(asks, metadata=bearer("other")).session_id
+            append = added.AppendTokensRequest(session_id=session_id, token_ids=[1] * 100)
+            stub.AppendTokens(append, metadata=bearer("other"))
+            forever = added.GenerateRequest(session_id=session_id, max_tokens=2**32 - 1, ignore_eos=True)
+            endless.append(stub.Generate(forever, metadata=bearer("other")))
+        answers: list[list[int]] = []
+        with waits_of(lambda: answers.append(answer())):
+            flooding(address, f"{SESSIONS}/AppendTokens", body, "other", 2.0)
+        for each in endless:
+            each.cancel()
+    assert len(answers) > 2
+    assert all(each == undisturbed for each in answers)
+
+
 def test_a_message_that_never_ends_gives_way_to_others_of_its_owner(server: tuple[Process, str]) -> None:
     _, address = server
     stuck = [_Stuck(address, "secret") for _ in range(4)]
