@@ -14,6 +14,12 @@ import pytest
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 pytest.importorskip("zmq", reason="needs kvarts[serve]")
 
+from kvarts.calibrate.design import MOST_STEPS
+from kvarts.connect.sockets import Stream
+from kvarts.errors import ConfigError
+from kvarts.plan.sweep import MOST_POINTS
+from kvarts.session.soak.record import load_record
+
 from builders.server_process import kvarts_process
 
 SESSIONS = ("serve", "sessions", "--mock", "--bind", "127.0.0.1:0")
@@ -66,7 +72,7 @@ def test_points_of_a_sweep_are_counted_before_they_are_made(
     begin = time.perf_counter()
     assert run_command("sweep", str(tmp_path / "sweep.toml"), "-o", str(tmp_path / "out")) == 4
     assert time.perf_counter() - begin < 5.0
-    assert "has 1,600,000,000 points, and 100,000 are run at most" in capsys.readouterr().err
+    assert f"has 1,600,000,000 points, and {MOST_POINTS:,} are run at most" in capsys.readouterr().err
 
 
 def test_steps_of_a_design_are_counted_before_they_are_replayed(
@@ -76,13 +82,23 @@ def test_steps_of_a_design_are_counted_before_they_are_replayed(
     begin = time.perf_counter()
     assert run_command("calibrate", "--design", *on, "--max-batched-tokens", "1", "--max-seqs", "1") == 2
     assert time.perf_counter() - begin < 5.0
-    assert "steps, and 500,000 are replayed at most" in capsys.readouterr().err
+    assert f"steps, and {MOST_STEPS:,} are replayed at most" in capsys.readouterr().err
 
 
 def test_a_soak_of_negative_length_is_not_judged(run_command: Any, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     assert run_command("soak", "--virtual", "--duration", "1m", "--json", str(path)) in (0, 6)
     text = path.read_text()
-    assert '"duration_s":60.0,"ended_by"' in text
+    assert '"duration_s":60.0,"ended_by"' in text and load_record(path).duration_s == 60.0
     path.write_text(text.replace('"duration_s":60.0,"ended_by"', '"duration_s":-1,"ended_by"'))
     assert run_command("soak", "--judge", str(path)) == 4
+
+
+def test_a_stream_refuses_what_the_command_does() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"endpoint": "tcp://127.0.0.1:99999"},
+        {"endpoint": "tcp://127.0.0.1:1", "topic": "\udcff"},
+    ]
+    for settings in wrong:
+        with pytest.raises(ConfigError):
+            Stream(**settings)

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.proto.kvarts.v1.sessions_pb2_grpc import SessionsStub
+from kvarts.serve.server import MAX_MESSAGE_BYTES
 
 from builders.grpc_flood import flooding
 from builders.server_process import MIB, Process, kvarts_process, waits_of
@@ -27,7 +28,7 @@ from builders.session_server import aio
 Code = grpc.StatusCode
 MAX_GROWTH_BYTES = 200 * MIB
 MAX_P99_S = 0.5
-LARGE = 15_500_000
+LARGE = MAX_MESSAGE_BYTES - 1_200_000
 NUM_SESSIONS = 100
 ATTACK_S = 1.0
 ATTEMPTS = 4
