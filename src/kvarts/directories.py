@@ -1,18 +1,19 @@
-"""Directories that one process writes: whole or not at all, and never two processes at once."""
+"""Directories that one process writes: whole or not at all, and never two processes at once; private files."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvarts.errors import OutputError
 from kvarts.files import shown, writing
 
-__all__ = ["UNFINISHED", "new_directory", "own_directory"]
+__all__ = ["UNFINISHED", "make_private", "new_directory", "open_private", "own_directory"]
 
 UNFINISHED = ".kvarts-unfinished"
 """In a directory that is being written: what will be in it. A process that is killed leaves it behind."""
@@ -78,6 +79,40 @@ def new_directory(path: Path, *, last: str) -> Iterator[Path]:
         raise
     finally:
         os.close(number)
+
+
+def make_private(directory: Path, is_ours: Callable[[str], bool]) -> None:
+    """Make a directory that only this user reads, with the directories above it. Raise OSError.
+
+    One that is there loses the permissions of others if this user owns it and every name in it `is_ours`: nothing else
+    is kept there. Files of any other directory are protected by their own modes.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        found = directory.stat()
+        is_shared = found.st_mode & 0o1077
+        if found.st_uid == os.geteuid() and is_shared and all(is_ours(path.name) for path in directory.iterdir()):
+            directory.chmod(0o700)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open a regular file that only this user reads, made if `flags` say so; return its descriptor. Raise OSError.
+
+    A symbolic link, a file with other names, or one of another user, is not opened: another user could have laid it.
+    """
+    number = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    try:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid not in (os.geteuid(), 0):
+            raise OSError(errno.EPERM, "not a file of this user alone")
+        if found.st_mode & 0o077:
+            os.fchmod(number, 0o600)
+    except BaseException:
+        os.close(number)
+        raise
+    return number
 
 
 def _lock(number: int, path: Path) -> None:

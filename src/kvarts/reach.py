@@ -7,13 +7,18 @@ copied from an example.
 from __future__ import annotations
 
 import ipaddress
+import re
 import ssl
 from pathlib import Path
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import reading
+from kvarts.limits import brief
 
-__all__ = ["INSECURE", "check_certificate", "check_reach", "is_loopback"]
+__all__ = ["INSECURE", "check_certificate", "check_endpoint", "check_reach", "is_loopback"]
+
+_ENDPOINT = re.compile(r"tcp://[^\s/]+:(?P<port>\d{1,5})|ipc://\S+|inproc://\S+")
+MAX_PORT = 65_535
 
 INSECURE = 2
 """The number of times that --insecure is given to waive the rule."""
@@ -41,6 +46,22 @@ def check_reach(host: str, *, field: str, insecure: int, encrypts: bool, asks_fo
         field=field,
         hint=f"{missing}, use a loopback address such as 127.0.0.1, or give --insecure twice.",
     )
+
+
+def check_endpoint(endpoint: str, *, field: str, binds: bool, offset: int = 0) -> None:
+    """Raise ConfigError for an endpoint of ZMQ that cannot be, or that has no port `offset` beyond its own.
+
+    `binds`: then port 0 stands for any free one.
+    """
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None:
+        raise ConfigError(
+            f"is no endpoint: {brief(endpoint)}", field=field, hint="An endpoint is tcp://HOST:PORT or ipc://PATH."
+        )
+    port = match["port"]
+    if port is not None and not (0 if binds else 1) <= int(port) + offset <= MAX_PORT:
+        what = f"has no port for rank {offset}" if offset else "is no port that can be used"
+        raise ConfigError(f"{what}: {endpoint}", field=field, hint=f"A port is a number from 1 to {MAX_PORT}.")
 
 
 def check_certificate(cert: Path | None, key: Path | None) -> None:

@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-__all__ = ["MIB", "Process", "Waits", "kvarts_process", "waits_of"]
+__all__ = ["MIB", "Process", "Waits", "kvarts_process", "python_process", "waits_of"]
 
 MIB = 1 << 20
 START_S = 60.0
@@ -76,17 +76,21 @@ class Process:
         return int(found[1]) * 1024
 
 
-@contextmanager
-def kvarts_process(*arguments: str, cwd: Path | None = None, umask: int | None = None) -> Iterator[Process]:
+def kvarts_process(*arguments: str, cwd: Path | None = None) -> AbstractContextManager[Process]:
     """`kvarts ARGUMENTS`, killed at the end if it still runs."""
+    return python_process("kvarts", *arguments, cwd=cwd)
+
+
+@contextmanager
+def python_process(*arguments: str, cwd: Path | None = None) -> Iterator[Process]:
+    """`python -m ARGUMENTS`, killed at the end if it still runs."""
     popen = subprocess.Popen(
-        [sys.executable, "-m", "kvarts", *arguments],
+        [sys.executable, "-m", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        umask=-1 if umask is None else umask,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"},
     )
     process = Process(popen)
     try:

@@ -116,7 +116,7 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         "at_capacity": "refuse",
     }
     assert kvarts("serve", "sessions", "--mock")[0] == 130
-    assert opened.pop() == {"mock": True, "defaults": SessionSettings(), **engine}
+    assert opened.pop() == {"mock": True, "defaults": SessionSettings(), "max_sessions": 16_384, **engine}
     options = "--sink 0 --window all --retention pin --past-max-positions --max-sessions 9 --session-memory 2GiB"
     options += f" --at-capacity evict --state-dir {tmp_path} --page-size 4 --dtype float32 --kv-groups tails"
     assert kvarts("serve", "sessions", "--model", "here", *options.split())[0] == 130

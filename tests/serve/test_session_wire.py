@@ -124,7 +124,7 @@ def test_bytes_that_are_no_message_are_refused(caplog: pytest.LogCaptureFixture)
                     continue
                 code, details = await status_of(call)
                 assert code == Code.INVALID_ARGUMENT
-                assert details.startswith("the request is no kvarts.v1.")
+                assert details.startswith("the request is not a kvarts.v1.")
         code, _ = await status_of(channel.unary_stream("/kakeya.v1.RuntimeService/Generate")(b"\xff"))
         assert code == Code.INVALID_ARGUMENT
         assert (await status_of(channel.unary_unary("/kvarts.v1.Sessions/Nothing")(b"")))[0] == Code.UNIMPLEMENTED

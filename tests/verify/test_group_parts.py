@@ -71,6 +71,11 @@ def test_blocks_that_are_reserved_may_be_no_parts() -> None:
         (changed(0, group_used_parts=[1]), "used: 1 groups, not 2"),
         ({**BODY, "kv_groups": [{"kind": "full"}, {}]}, "kv_groups: group 0 must have part_blocks"),
         ({**BODY, "kv_groups": 3}, "kv_groups must be an array, is 3"),
+        ({**BODY, "kv_groups": None}, "kv_groups must be an array, is "),
+        (
+            changed(2, used_blocks=12, free_blocks=8, used_pct=0.6, allocated=0, freed=0, group_used_parts=[6, 0]),
+            "used: parts of 6 blocks were added and of 6 taken away, with 0 allocated and 0 freed",
+        ),
         (changed(1, group_used_parts=[3, 1 << 53]), f"parts of all groups are {6 + 3 * (1 << 53)} blocks"),
     ],
 )

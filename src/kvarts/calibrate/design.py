@@ -28,6 +28,9 @@ __all__ = ["CANDIDATES", "Bench", "Proposal", "design"]
 
 Values = npt.NDArray[np.float64]
 
+MOST_STEPS = 500_000
+"""Of all candidates together, each replayed once."""
+
 LEAST_GAIN = 0.3
 """A benchmark that gains less, in nats, is not worth running."""
 
@@ -94,6 +97,13 @@ class Proposal(msgspec.Struct, frozen=True):
     identifies: list[str]
 
 
+def _num_steps(bench: Bench, config: ReplayConfig) -> int:
+    """Return about how many steps a benchmark takes: as many requests run at once as may."""
+    prompts = bench.num_prompts * bench.prompt_tokens // config.max_num_batched_tokens
+    num_rounds = -(-bench.num_prompts // min(config.max_num_seqs, config.max_num_batched_tokens))
+    return prompts + num_rounds * bench.output_tokens
+
+
 def design(config: ReplayConfig, candidates: Sequence[Bench] = CANDIDATES) -> tuple[list[Proposal], list[str]]:
     """Return what to run on the engine that `config` describes, and the coefficients that stay as guessed.
 
@@ -103,6 +113,13 @@ def design(config: ReplayConfig, candidates: Sequence[Bench] = CANDIDATES) -> tu
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
     names = config.cost.active_coefficients
+    num_steps = sum(_num_steps(bench, config) for bench in candidates)
+    if num_steps > MOST_STEPS:  # counted before anything is replayed, and that some times for each coefficient
+        raise ConfigError(
+            f"a design would replay {num_steps:,} steps, and {MOST_STEPS:,} are replayed at most",
+            field="max_num_batched_tokens",
+            hint="Allow more tokens in a step, and more requests at once.",
+        )
     guess, widths = logs_of([config.cost], names), widths_of(names)
     left: dict[str, tuple[Bench, float, Values]] = {}
     for bench in candidates:

@@ -17,7 +17,7 @@ from kvarts.cli.engine_options import SAMPLING
 from kvarts.cli.options import Command
 from kvarts.cli.paths import INPUT
 from kvarts.cli.sessions import WINDOW, need_grpc
-from kvarts.errors import InputError
+from kvarts.errors import ConfigError, InputError
 from kvarts.files import read_text
 from kvarts.session.values import Done, StopReason, Token, Truncated
 
@@ -131,9 +131,17 @@ class _Chat:
 
 def _lines() -> Iterator[str]:
     """Yield the lines of standard input, empty ones left out; ask for them in a terminal."""
-    if not sys.stdin.isatty():
-        yield from (stripped for line in sys.stdin if (stripped := line.rstrip("\n")))
-        return
+    try:
+        for line in _typed_lines() if sys.stdin.isatty() else sys.stdin:
+            if stripped := line.rstrip("\n"):
+                stripped.encode()
+                yield stripped
+    except UnicodeError:
+        raise ConfigError("is not text in UTF-8", field="standard input") from None
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yield the lines that are typed in a terminal."""
     with suppress(ImportError):
         import readline  # noqa: F401  # lines can be edited, and called back
     while True:

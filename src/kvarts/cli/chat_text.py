@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
-from kvarts.errors import ConfigError, InputError
+from kvarts.errors import ConfigError, InputError, MissingFileError
 
 __all__ = ["ByteText", "ModelText", "Text"]
 
@@ -65,6 +66,8 @@ class ModelText:
                 field="model",
                 hint="pip install 'kvarts[torch]', or leave --model out.",
             ) from None
+        if Path(directory).is_absolute() and not Path(directory).is_dir():
+            raise MissingFileError("no such directory", path=directory, hint="Give the directory of a model.")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False

@@ -19,6 +19,7 @@ from kvarts.units import parse_bytes
 if TYPE_CHECKING:
     from kvarts.cli.serve_sessions import Beside
     from kvarts.openai_api.opening import Opened
+    from kvarts.owners.keys import Keys
 
 __all__ = ["beside", "open_sessions_of", "server_options"]
 
@@ -63,8 +64,11 @@ def server_options() -> list[click.Option]:
     ]  # fmt: skip
 
 
-def open_sessions_of(opened: Opened, values: dict[str, Any]) -> None:
-    """Let requests name sessions, as the options of `server_options` say. Raise ConfigError."""
+def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) -> None:
+    """Let requests name sessions, as the options of `server_options` say. Raise ConfigError.
+
+    `keys`: of the owners, with shares of what sessions have together.
+    """
     given = [flag for name, flag in GIVEN.items() if values[name] is not None]
     why = _why_not(opened, values)
     if why:
@@ -100,7 +104,8 @@ def open_sessions_of(opened: Opened, values: dict[str, Any]) -> None:
             memory_bytes=None if memory is None else parse_bytes(memory),
             at_capacity="evict",
         )
-        return open_own(served, config, state_dir=values["state_dir"], say=say)
+        shares = None if keys is None else keys.shares
+        return open_own(served, config, shares=shares, state_dir=values["state_dir"], say=say)
 
     # What was asked for is checked, and what is on disk read, before the server is ready.
     served.sessions = open_now() if given else SessionsLater(open_now)

@@ -131,7 +131,7 @@ def mock_command(**params: Any) -> None:
             readers = readers_of(served_name)
             opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
         opened.routes.event_sources += sources
-        http_sessions.open_sessions_of(opened, params)
+        http_sessions.open_sessions_of(opened, params, keys)
         serve_http(opened, address, params, what=_told(opened))
 
 

@@ -28,7 +28,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     eviction: Annotated[
         str | None,
         setting(
-            "Which cached pages go next: a policy of `kvarts plan --league`, such as arc, or module:Class.",
+            "Which cached pages go next: a policy of `kvarts plan --league`, such as arc; on the command line "
+            "also module:Class.",
             metavar="NAME",
             default="lru",
         ),
@@ -78,6 +79,11 @@ def find_on_path(name: str, trace: Trace) -> Any:
 
 
 def _find(given: Given, trace: Trace) -> Any:
+    if ":" in given[KEY] and given.source_of(KEY).path is not None:
+        # Files are passed around; opening one must not run what lies beside it.
+        raise given.error(
+            KEY, "names code, which no file may", hint=f"Give it on the command line: --eviction {given[KEY]}."
+        )
     try:
         return find_on_path(given[KEY], trace)
     except ConfigError as error:

@@ -62,7 +62,7 @@ def model_command(**params: Any) -> None:
         max_num_seqs=params["max_seqs"],
         **{name: params[name] for name in SETTINGS},
     )
-    http_sessions.open_sessions_of(opened, params)
+    http_sessions.open_sessions_of(opened, params, keys)
     config = opened.served.host.config
     what = f"{opened.served.names[0]}, with {config.num_pages:,} pages of {config.page_size} tokens,"
     serve_http(opened, address, params, what=what)

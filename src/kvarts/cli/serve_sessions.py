@@ -29,6 +29,8 @@ __all__ = ["sessions_command"]
 Beside = Callable[[Any], AbstractAsyncContextManager[object]]
 """Serves a runtime at one more door, while it is entered."""
 
+MAX_SESSIONS = 16_384
+
 of_model = grouped("Model")
 of_session = grouped("Sessions, where a client asks for nothing else")
 of_all = grouped("All sessions together")
@@ -49,7 +51,10 @@ of_address = grouped("Address")
 @of_session("--retention", type=click.Choice(["pin", "cache", "host"]), default="cache", show_default=True,
             help="With --window all: where KV is between turns.")  # fmt: skip
 @of_session("--ttl", metavar="SECONDS", type=float, help="Idle sessions expire after so long. [never]")
-@of_all("--max-sessions", metavar="N", type=click.IntRange(min=1), help="As many sessions at most.")
+@of_all("--max-sessions", metavar="N", type=click.IntRange(min=1), default=MAX_SESSIONS, show_default=True,
+        help="As many sessions at most.")  # fmt: skip
+@of_all("--max-history-tokens", metavar="N", type=click.IntRange(min=1),
+        help="Their histories have as many tokens together, 8 bytes each. [16777216]")  # fmt: skip
 @of_all("--session-memory", metavar="SIZE", help="Their KV takes as much at most: 4GiB.")
 @of_all("--at-capacity", type=click.Choice(["refuse", "evict"]), default="refuse", show_default=True,
         help="Refuse a session for which there is no room, or evict the one that is idle longest.")  # fmt: skip
@@ -93,6 +98,8 @@ def sessions_command(**values: Any) -> None:
         insecure=values["insecure"],
     )
     with ExitStack() as stack:
+        if owners is not None:
+            settings["shares"] = owners.keys.shares
         settings["record"] = record.live_reader(stack, values, settings["say"])
         beside: list[Beside] = []
         beside += http_sessions.beside(values, settings, owners)
@@ -107,6 +114,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "model",
             "mock",
             "max_sessions",
+            "max_history_tokens",
             "at_capacity",
             "state_dir",
             "host_memory",

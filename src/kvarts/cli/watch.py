@@ -53,6 +53,8 @@ MOST_WAITING = 1 << 16
            help="Blocks of the device. [what metrics say]")  # fmt: skip
 @of_engine("--allow-copies", is_flag=True,
            help="A block may be stored twice, for engines that tell of each copy.")  # fmt: skip
+@of_engine("--max-blocks", metavar="N", type=click.IntRange(min=1), default=524_288, show_default=True,
+           help="Blocks that are kept in mind at once, about 150 bytes each; of more, nothing is judged.")  # fmt: skip
 @of_end("--duration", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
         help="End after so long. [with SIGINT or SIGTERM]")  # fmt: skip
 @of_results(
@@ -98,8 +100,15 @@ def watch_command(endpoint: str, **values: Any) -> int:
             stack.callback(file.close)
             journal = StreamJournal(file, total_blocks=values["total_blocks"] or 0)
             stack.callback(journal.close)
-        watched = Watched(total_blocks=values["total_blocks"], allows_copies=values["allow_copies"], journal=journal)
+        watched = Watched(
+            total_blocks=values["total_blocks"],
+            allows_copies=values["allow_copies"],
+            max_blocks=values["max_blocks"],
+            journal=journal,
+        )
         watch = _watch(stack, endpoint, values, watched, notes)
+        if journal is not None and journal.ended_at is not None:
+            notes.append(f"the journal ends before batch {journal.ended_at}: more tokens were stored than are kept")
         verdict = watched.verdict(watch.follower.counts, notes)
     answer = msgspec.to_builtins(verdict)
     if values["verdict_file"] is not None:
@@ -114,6 +123,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
 
 def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any, notes: list[str]) -> Watch:
     """Watch until the end, and note what else is worth knowing."""
+    from kvarts.connect.decoding import MAX_BATCH_BYTES
     from kvarts.connect.metrics import Scraper
     from kvarts.connect.sockets import Stream
     from kvarts.connect.timeline import WatchedTimeline
@@ -151,6 +161,13 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
         notes.append(f"{stream.num_strange:,} messages are no batches")
     if stream.num_unanswered:
         notes.append(f"{stream.num_unanswered:,} requests for past batches were not answered")
+    if stream.num_too_long:
+        notes.append(f"{stream.num_too_long:,} answers to requests for past batches were longer than is read")
+    if stream.num_cut:
+        notes.append(
+            f"{stream.num_cut:,} connections ended with a message of more than {MAX_BATCH_BYTES >> 20} MiB, and were "
+            "made again"
+        )
     if scraper is not None and not scraper.num_seen:
         notes.append(f"metrics could not be read at {values['metrics']}")
     if values["timeline_file"] is not None and watch.timeline is None:

@@ -22,21 +22,23 @@ RULES = MappingProxyType(
         "tokens": "blocks have the tokens that they should, and always the same number",
         "content": "a hash has one parent and one set of tokens",
         "pool": "no more blocks than the pool has",
+        "limits": "no message is longer, and no more blocks are stored, than a watch takes",
     }
 )
 
 MAX_LISTED = 1000
 """Violations of one rule that are listed; all are counted."""
 
+MAX_BLOCKS = 1 << 19
+"""Blocks that are known at once, in all media: a publisher may claim as many as it likes."""
+MAX_PARTS = 64
+"""Media with their groups of layers."""
+
 Key = tuple[str, int]
 """A medium, and a group of layers."""
 
-
-class Block(msgspec.Struct, frozen=True, gc=False):
-    """What is claimed of a block. `token_ids` may be too few, where that is what was said."""
-
-    parent: BlockHash | None
-    token_ids: tuple[int, ...]
+Block = int
+"""Stands for what is claimed of a block: its parent, and its tokens, too few where that is what was said."""
 
 
 class Violation(msgspec.Struct, frozen=True, gc=False):
@@ -62,10 +64,17 @@ class Claims:
     `total_blocks`: of the device, if that is known. `allows_copies`: a block may be stored again while it is there, as
     engines do that tell of every copy; it is gone when it has been removed as often. Where what was there at the
     beginning is not known, what may be explained by that is counted as unjudged, and is no violation.
+
+    Of blocks beyond `max_blocks` nothing is known; they count as unjudged under `limits`.
     """
 
-    def __init__(self, *, total_blocks: int | None = None, allows_copies: bool = False) -> None:
+    def __init__(
+        self, *, total_blocks: int | None = None, allows_copies: bool = False, max_blocks: int = MAX_BLOCKS
+    ) -> None:
         self.total_blocks = total_blocks
+        self._max_blocks = max_blocks
+        self._num_known = 0
+        """Blocks in all media and groups."""
         self._allows_copies = allows_copies
         self.media: dict[Key, dict[BlockHash, Block]] = {}
         self._copies: dict[tuple[Key, BlockHash], int] = {}
@@ -75,25 +84,30 @@ class Claims:
         self.num_unjudged = dict.fromkeys(RULES, 0)
         self.is_complete = True
         """Whether everything that is stored is known."""
+        self.num_refused = 0
+        """Messages that were too long."""
+        self.num_left_out = 0
+        """Blocks that were more than are known."""
         self.most_blocks = 0
         """The most blocks on the device so far."""
 
     def begin(self, *, is_complete: bool) -> None:
         """Forget what is stored: it is nothing, or, if that is not `is_complete`, not known."""
-        self.media.clear()
-        self._copies.clear()
+        self._forget()
         self.block_size = None
         self.is_complete = is_complete
 
     def clear(self) -> None:
         """Take the claim that nothing is stored any more."""
-        self.media.clear()
-        self._copies.clear()
+        self._forget()
         self.is_complete = True
 
     def store(self, seq: int, event: Stored) -> list[BlockHash]:
         """Take the claim that blocks are stored; return those that were not."""
         key = event.medium, event.group
+        if key not in self.media and len(self.media) >= MAX_PARTS:
+            self._leave_out(len(event.hashes))
+            return []
         there = self.media.setdefault(key, {})
         self._check_tokens(seq, event)
         parent = event.parent
@@ -102,12 +116,16 @@ class Claims:
         size = event.block_size
         new = []
         for place, name in enumerate(event.hashes):
-            block = Block(parent, tuple(event.token_ids[place * size : (place + 1) * size]))
+            block = hash((parent, tuple(event.token_ids[place * size : (place + 1) * size])))
             parent = name
             known = there.get(name)
             if known is None:
+                if self._num_known >= self._max_blocks:
+                    self._leave_out(len(event.hashes) - place)
+                    break
                 self._compare(seq, name, block, event.group)
                 there[name] = block
+                self._num_known += 1
                 new.append(name)
                 continue
             if known != block:
@@ -131,10 +149,17 @@ class Claims:
             elif copies == 2:
                 del self._copies[key, name]
             elif there.pop(name, None) is not None:
+                self._num_known -= 1
                 gone.append(name)
             else:
                 self._judge("never_stored", seq, f"{brief([name])} is not stored in {event.medium}")
         return gone
+
+    def refuse(self) -> None:
+        """Take note of a message that was too long to be read: what is stored is not known any more."""
+        self.begin(is_complete=False)
+        self.num_refused += 1
+        self.num_unjudged["limits"] += 1
 
     def add(self, rule: str, seq: int, what: str) -> None:
         """Add a violation."""
@@ -155,6 +180,12 @@ class Claims:
     def _result(self, rule: str) -> RuleResult:
         if self.num_violations[rule]:
             return RuleResult(rule, "violated", self.num_violations[rule])
+        if rule == "limits" and self.num_unjudged[rule]:
+            why = (
+                f"{self.num_refused:,} messages were too long, and {self.num_left_out:,} blocks more than the "
+                f"{self._max_blocks:,} that are kept"
+            )
+            return RuleResult(rule, "inconclusive", why=why)
         if self.num_unjudged[rule]:
             why = f"{self.num_unjudged[rule]:,} claims are about what was there before, which is not known"
             return RuleResult(rule, "inconclusive", why=why)
@@ -167,6 +198,16 @@ class Claims:
             self.add(rule, seq, what)
         else:
             self.num_unjudged[rule] += 1
+
+    def _leave_out(self, num_blocks: int) -> None:
+        self.num_left_out += num_blocks
+        self.num_unjudged["limits"] += num_blocks
+        self.is_complete = False
+
+    def _forget(self) -> None:
+        self.media.clear()
+        self._copies.clear()
+        self._num_known = 0
 
     def _check_tokens(self, seq: int, event: Stored) -> None:
         size = event.block_size

@@ -11,7 +11,7 @@ from kvarts.connect.decoding import BlockHash
 
 __all__ = ["CurvePoint", "ReStores"]
 
-MAX_REMEMBERED = 1 << 21
+MAX_REMEMBERED = 1 << 17
 
 
 class CurvePoint(msgspec.Struct, frozen=True, gc=False):

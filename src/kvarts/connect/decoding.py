@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 
-__all__ = ["Batch", "BlockHash", "Cleared", "MalformedError", "Removed", "Stored", "Told", "Unknown", "decode_batch"]
+__all__ = [
+    "MAX_BATCH_BYTES",
+    "Batch",
+    "BlockHash",
+    "Cleared",
+    "MalformedError",
+    "Removed",
+    "Stored",
+    "Told",
+    "TooLongError",
+    "Unknown",
+    "decode_batch",
+]
 
 BlockHash = int | bytes
 DEFAULT_MEDIUM = "GPU"
@@ -15,6 +27,10 @@ DEFAULT_MEDIUM = "GPU"
 
 class MalformedError(Exception):
     """What came is no batch of KV events."""
+
+
+class TooLongError(Exception):
+    """What came is longer than any batch that is read."""
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -57,60 +73,116 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     rank: int | None
 
 
-_FIELDS = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
-"""The order in which an array has them. What stands after these is not needed; what is missing is None."""
+MAX_BATCH_BYTES = 8 << 20
+"""Of a batch: a prompt of more than a million tokens."""
+MAX_EVENTS = 1 << 16
+MAX_BATCH_BLOCKS = 1 << 18
+MAX_HASH_BYTES = 64
+MAX_MEDIUM_CHARS = 64
 
-_decode = msgspec.msgpack.Decoder().decode
+_Hash = int | Annotated[bytes, msgspec.Meta(max_length=MAX_HASH_BYTES)]
+_Hashes = list[_Hash]
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
+_Medium = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)] | None
+_SKIPPED = msgspec.Raw()
+
+# Values that are not needed are not made: a byte of msgpack may become a hundred bytes of objects.
 
 
-class _Form(msgspec.Struct, gc=False):
-    """What both forms come to. Raises ValidationError for values that cannot be."""
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    time_s: float
+    events: list[msgspec.Raw]
+    rank: int | None = None
 
-    block_hashes: list[int | bytes] = []
-    parent_block_hash: int | bytes | None = None
-    token_ids: list[int] = []
-    block_size: int = 0
-    medium: str | None = None
+
+class _KindOfMap(msgspec.Struct, gc=False):
+    type: str
+
+
+class _KindOfArray(msgspec.Struct, array_like=True, gc=False):
+    type: str
+
+
+class _StoredMap(msgspec.Struct, gc=False):
+    block_hashes: _Hashes
+    token_ids: _TokenIds
+    block_size: int
+    parent_block_hash: _Hash | None = None
+    medium: _Medium = None
     group_idx: int | None = None
 
 
+class _StoredArray(msgspec.Struct, array_like=True, gc=False):
+    """In the order of vLLM. What stands after these is not needed."""
+
+    type: str
+    block_hashes: _Hashes
+    parent_block_hash: _Hash | None
+    token_ids: _TokenIds
+    block_size: int
+    lora_id: msgspec.Raw = _SKIPPED
+    medium: _Medium = None
+    lora_name: msgspec.Raw = _SKIPPED
+    extra_keys: msgspec.Raw = _SKIPPED
+    group_idx: int | None = None
+
+
+class _RemovedMap(msgspec.Struct, gc=False):
+    block_hashes: _Hashes
+    medium: _Medium = None
+    group_idx: int | None = None
+
+
+class _RemovedArray(msgspec.Struct, array_like=True, gc=False):
+    type: str
+    block_hashes: _Hashes
+    medium: _Medium = None
+    group_idx: int | None = None
+
+
+_decode_batch = msgspec.msgpack.Decoder(_Batch).decode
+_kind_of_map = msgspec.msgpack.Decoder(_KindOfMap).decode
+_kind_of_array = msgspec.msgpack.Decoder(_KindOfArray).decode
+_FORMS = {
+    "BlockStored": (msgspec.msgpack.Decoder(_StoredMap).decode, msgspec.msgpack.Decoder(_StoredArray).decode),
+    "BlockRemoved": (msgspec.msgpack.Decoder(_RemovedMap).decode, msgspec.msgpack.Decoder(_RemovedArray).decode),
+}
+
+
 def decode_batch(payload: bytes) -> Batch:
-    """Return what a payload says. Raise MalformedError for anything else than a batch of events."""
-    try:
-        body = _decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(f"is no msgpack: {error}") from None
-    if not isinstance(body, list) or not 2 <= len(body) <= 3 or not isinstance(body[1], list):
+    """Return what a payload holds. Raise MalformedError for anything but a batch of events, TooLongError for one that
+    is longer than is read.
+    """
+    if len(payload) > MAX_BATCH_BYTES:
+        raise TooLongError(f"has {len(payload):,} bytes, and {MAX_BATCH_BYTES:,} are read at most")
+    num_fields, num_events = _lengths(payload)
+    if num_events > MAX_EVENTS:
+        raise TooLongError(f"has {num_events:,} events, and {MAX_EVENTS:,} are read at most")
+    if not 2 <= num_fields <= 3:
         raise MalformedError("is no array of a time, events and a rank")
-    time_s, events = body[0], body[1]
-    rank = body[2] if len(body) == 3 else None
-    if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not isinstance(rank, int | None):
-        raise MalformedError("has no time, or a rank that is no number")
-    return Batch(float(time_s), [_told(event) for event in events], rank)
+    try:
+        batch = _decode_batch(payload)
+        told = [_told(event) for event in batch.events]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedError(f"is no batch of events: {error}") from None
+    num_blocks = sum(len(one.hashes) for one in told if isinstance(one, Stored | Removed))
+    if num_blocks > MAX_BATCH_BLOCKS:
+        raise TooLongError(f"has {num_blocks:,} blocks, and {MAX_BATCH_BLOCKS:,} are read at most")
+    return Batch(batch.time_s, told, batch.rank)
 
 
-def _told(event: Any) -> Told:
-    kind, fields = _kind_and_fields(event)
-    if kind not in _FIELDS:
-        return Unknown(kind)
+def _told(event: msgspec.Raw) -> Told:
+    is_array = _is_array(event)
+    try:
+        kind = (_kind_of_array if is_array else _kind_of_map)(event).type
+    except msgspec.ValidationError:
+        raise MalformedError("an event has no type") from None
     if kind == "AllBlocksCleared":
         return Cleared()
+    if kind not in _FORMS:
+        return Unknown(kind[:MAX_MEDIUM_CHARS])
     try:
-        form = msgspec.convert(fields, _Form)
+        form: Any = _FORMS[kind][is_array](event)
     except msgspec.ValidationError as error:
         raise MalformedError(f"{kind}: {error}") from None
     medium, group = form.medium or DEFAULT_MEDIUM, form.group_idx or 0
@@ -119,19 +191,35 @@ def _told(event: Any) -> Told:
     return Stored(form.block_hashes, form.parent_block_hash, form.token_ids, form.block_size, medium, group)
 
 
-def _kind_and_fields(event: Any) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(event, dict):
-        kind, fields = event.get("type"), event
-    elif isinstance(event, list) and event:
-        kind = event[0]
-        names = _FIELDS.get(kind, ()) if isinstance(kind, str) else ()
-        fields = dict(zip(names, event[1:], strict=False))
-    else:
-        kind = None
-    if not isinstance(kind, str):
-        raise MalformedError("an event has no type")
-    needed = {"BlockStored": ("block_hashes", "token_ids", "block_size"), "BlockRemoved": ("block_hashes",)}
-    missing = [name for name in needed.get(kind, ()) if fields.get(name) is None]
-    if missing:
-        raise MalformedError(f"{kind} has no {missing[0]}")
-    return kind, {name: value for name, value in fields.items() if name in _Form.__struct_fields__}
+def _is_array(event: msgspec.Raw) -> bool:
+    first = memoryview(event)[0]
+    return first & 0xF0 == 0x90 or first in (0xDC, 0xDD)
+
+
+def _lengths(payload: bytes) -> tuple[int, int]:
+    """Return the numbers of fields and events of a batch, before any of them is made. Raise MalformedError."""
+    num_fields, at = _array_length(payload, 0)
+    if num_fields is not None and at < len(payload):
+        first = payload[at]
+        at += 1 + _NUMBER_BYTES.get(first, 0)  # the time; what is no number fails when it is decoded
+        num_events, _ = _array_length(payload, at)
+        if num_events is not None:
+            return num_fields, num_events
+    raise MalformedError("is no array of a time, events and a rank")
+
+
+_NUMBER_BYTES = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+"""Of numbers in msgpack, behind their first byte; a small one has no other."""
+
+
+def _array_length(payload: bytes, at: int) -> tuple[int | None, int]:
+    """Return the length of the array that begins at `at`, None for anything else, and where its items begin."""
+    if at >= len(payload):
+        return None, at
+    first = payload[at]
+    if first & 0xF0 == 0x90:
+        return first & 0x0F, at + 1
+    size = {0xDC: 2, 0xDD: 4}.get(first, 0)
+    if not size:
+        return None, at
+    return int.from_bytes(payload[at + 1 : at + 1 + size], "big"), at + 1 + size

@@ -6,6 +6,7 @@ request's; any other run is a request of its own, which arrives with all tokens 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ JOURNAL_MEDIA = {"GPU": "device", "CPU": "host", "CPU_PINNED": "host", "STORAGE"
 """The tiers' names in a journal; other media keep their own, in small letters."""
 
 MS = 1000.0
+MAX_TOKENS = 1 << 23
+"""Of the runs that are known at once, 8 bytes each."""
 
 
 class Written(Protocol):
@@ -46,7 +49,7 @@ class _Run(msgspec.Struct, eq=False):
     """
 
     number: int
-    token_ids: list[int]
+    token_ids: array[int]
     num_arrived: int
     last: BlockHash | None = None
     num_copies: int = 0
@@ -76,7 +79,11 @@ class StreamJournal:
         self._start_s: float | None = None
         self._time_ms = 0.0
         self._where: dict[BlockHash, _Place] = {}
+        self._num_tokens = 0
+        """Tokens of all runs, each as often as runs have it."""
         self._is_begun = False
+        self.ended_at: int | None = None
+        """The first batch that is not in the journal: runs would have more tokens than are kept."""
 
     def begin_batch(self, seq: int, time_s: float) -> None:
         """Take note of the batch that the next lines belong to."""
@@ -86,7 +93,7 @@ class StreamJournal:
 
     def store(self, event: Stored, new: Sequence[BlockHash]) -> None:
         """Write that those of its blocks that are `new` in its medium are stored."""
-        if not new or event.block_size < 1:
+        if not new or event.block_size < 1 or self.ended_at is not None:
             return
         if not self._is_begun:
             self._begin(event.block_size)
@@ -98,8 +105,8 @@ class StreamJournal:
                 is_known = hashes[at] in where
                 while end < len(hashes) and hashes[end] in are_new and (hashes[end] in where) == is_known:
                     end += 1
-                if not is_known:
-                    self._place(event, at, end)
+                if not is_known and not self._place(event, at, end):
+                    return
                 for run, start, stop in self._stretches(hashes[at:end], 1):
                     self._write_stored(run, _tier(event.medium), start, stop)
             at = end
@@ -135,12 +142,17 @@ class StreamJournal:
         head = Head(kvarts_journal=JOURNAL_VERSION, block_size_tokens=block_size, total_blocks=self._total_blocks)
         self._file.write(self._encode(head) + b"\n")
 
-    def _place(self, event: Stored, at: int, end: int) -> None:
-        """Give the blocks [at, end) of an event, none of which is known, pages of a run."""
+    def _place(self, event: Stored, at: int, end: int) -> bool:
+        """Give the blocks [at, end) of an event, none of which is known, pages of a run. Return False at the end."""
         size = event.block_size
         parent = event.parent if at == 0 else event.hashes[at - 1]
-        token_ids = list(event.token_ids[at * size : end * size])
+        token_ids = array("Q", event.token_ids[at * size : end * size])
         before = None if parent is None else self._where.get(parent)
+        num_before = 0 if before is None or before.run.last == parent else (before.page + 1) * size
+        if self._num_tokens + num_before + len(token_ids) > MAX_TOKENS:
+            self.ended_at = self._seq
+            return False
+        self._num_tokens += num_before + len(token_ids)
         if before is not None and before.run.last == parent:
             run, first = before.run, before.page + 1
             run.token_ids += token_ids
@@ -152,8 +164,9 @@ class StreamJournal:
         for page, name in enumerate(event.hashes[at:end], first):
             self._where[name] = _Place(run, page)
         run.last = event.hashes[end - 1]
+        return True
 
-    def _arrive(self, token_ids: list[int]) -> _Run:
+    def _arrive(self, token_ids: array[int]) -> _Run:
         run = _Run(self._num_runs, token_ids, len(token_ids))
         self._num_runs += 1
         place: dict[str, Any] = self._place_of(run)
@@ -166,7 +179,7 @@ class StreamJournal:
                 num_ahead=0,
                 unit_tokens=1,
                 num_known_tokens=run.num_arrived,
-                units=token_ids[:],
+                units=token_ids.tolist(),
             )
         )
         return run
@@ -197,8 +210,9 @@ class StreamJournal:
         self._write(StoredLine(**place) if tier == "device" else StoredBelowLine(**place, tier=tier))
 
     def _finish(self, run: _Run) -> None:
+        self._num_tokens -= len(run.token_ids)
         place: dict[str, Any] = self._place_of(run)
-        self._write(FinishedLine(**place, units=run.token_ids[run.num_arrived :]))
+        self._write(FinishedLine(**place, units=run.token_ids[run.num_arrived :].tolist()))
 
     def _place_of(self, run: _Run) -> dict[str, Any]:
         return {"n": self._num_lines, "step": self._seq, "t_ms": self._time_ms, "request": run.number}

@@ -9,12 +9,31 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvarts.errors import ConfigError
+
 __all__ = ["EngineSample", "Scraper", "parse_metrics"]
 
 TIMEOUT_S = 5.0
 
-_LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?\s*")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+MAX_BYTES = 16 << 20
+"""Of an answer; the rest is not read."""
+MAX_LINE_CHARS = 16 << 10
+
+_NAME = re.compile(r"[A-Za-z_:][\w:]*")
+_URL = re.compile(r"https?://[^\s/]+")
+_READ = frozenset(
+    {
+        "vllm:cache_config_info",
+        "vllm:gpu_cache_usage_perc",
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_preemptions_total",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:prefix_cache_hits_total",
+        "vllm:prefix_cache_queries_total",
+    }
+)
+_BLOCKS = re.compile(r'(?:^|,)\s*num_gpu_blocks="(\d{1,18})"')
 
 
 class EngineSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +62,13 @@ def parse_metrics(text: str) -> EngineSample:
     sums: dict[str, list[float]] = {}
     num_blocks: list[float] = []
     for name, labels, value in _lines(text):
+        if name not in _READ:
+            continue
         sums.setdefault(name, []).append(value)
         if name == "vllm:cache_config_info":
-            blocks = dict(_LABEL.findall(labels)).get("num_gpu_blocks", "")
-            if blocks.isdecimal():
-                num_blocks.append(int(blocks))
+            blocks = _BLOCKS.search(labels)
+            if blocks is not None:
+                num_blocks.append(int(blocks[1]))
 
     def total(name: str) -> int | None:
         found = sums.get(name)
@@ -66,21 +87,33 @@ def parse_metrics(text: str) -> EngineSample:
 
 
 def _lines(text: str) -> Iterator[tuple[str, str, float]]:
+    """Yield the name, the labels and the value of each line, in time linear in the text."""
     for line in text.splitlines():
-        match = _LINE.fullmatch(line)
-        if match is not None:
-            try:
-                value = float(match[3])
-            except ValueError:
+        match = _NAME.match(line)
+        if match is None or len(line) > MAX_LINE_CHARS:
+            continue
+        labels, rest = "", line[match.end() :]
+        if rest.startswith("{"):
+            labels, brace, rest = rest[1:].rpartition("}")
+            if not brace:
                 continue
-            if abs(value) < 1e18:  # neither infinite nor no number
-                yield match[1], match[2] or "", value
+        values = rest.split()
+        if not 1 <= len(values) <= 2 or not rest[0].isspace():
+            continue
+        try:
+            value = float(values[0])
+        except ValueError:
+            continue
+        if abs(value) < 1e18:  # neither infinite nor no number
+            yield match[0], labels, value
 
 
 class Scraper:
-    """Looks at `url` again and again, in a thread of its own, and keeps what it saw last."""
+    """Looks at `url` again and again, in a thread of its own, and keeps what it saw last. Raises ConfigError."""
 
     def __init__(self, url: str, every_s: float = 1.0) -> None:
+        if not _URL.match(url):
+            raise ConfigError(f"is not a URL of HTTP: {url!r}", field="metrics", hint="Give http://HOST:PORT/metrics.")
         self._url = url
         self._every_s = every_s
         self.last: EngineSample | None = None
@@ -99,7 +132,7 @@ class Scraper:
         while True:
             try:
                 with urllib.request.urlopen(self._url, timeout=TIMEOUT_S) as answer:
-                    self.last = parse_metrics(answer.read().decode(errors="replace"))
+                    self.last = parse_metrics(answer.read(MAX_BYTES).decode(errors="replace"))
                 self.num_seen += 1
             except (OSError, ValueError):
                 self.num_failed += 1

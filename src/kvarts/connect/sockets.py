@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvarts.connect.decoding import MAX_BATCH_BYTES
 from kvarts.connect.follower import Numbered
 from kvarts.errors import ConfigError
+from kvarts.reach import check_endpoint
 
 __all__ = ["Stream"]
 
 END = b"\xff" * 8
 MAX_AT_ONCE = 1000
+MAX_WAITING = 4
+"""Messages of a socket that wait here; others wait at the publisher. They may be MAX_BATCH_BYTES long each."""
+CUT_S = 0.5
+MAX_ANSWER_BYTES = 64 << 20
+"""Of all batches that answer one request."""
+MAX_ANSWER_S = 60.0
+FRAME_BYTES = 100
+"""Of a message, beside its frames."""
 
 
 class Stream:
@@ -34,19 +45,38 @@ class Stream:
         binds: bool = False,
         answer_s: float = 5.0,
     ) -> None:
+        check_endpoint(endpoint, field="endpoint", binds=binds)
+        if replay_endpoint is not None:
+            check_endpoint(replay_endpoint, field="replay", binds=False)
+        try:
+            prefix = topic.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("is not text in UTF-8", field="topic") from None
         self._replay_endpoint = replay_endpoint
         self._answer_s = answer_s
         self.num_strange = 0
         self.num_unanswered = 0
         """Requests for past batches without an answer, or without its end."""
+        self.num_too_long = 0
+        """Answers to these that were longer than is read."""
+        self.num_cut = 0
+        """Connections that ended with a message too long."""
+        self._endpoint, self._binds = endpoint, binds
+        self._down_s: float | None = None
+        """When the connection ended that ZMQ has not tried to make again, as it does unless a message was too long."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._has_connected = False
         self._monitor: zmq.Socket[bytes] | None = None
         try:
             self._live: zmq.Socket[bytes] = self._open(zmq.SUB)
-            self._live.setsockopt(zmq.SUBSCRIBE, topic.encode())
-            events = zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._live.setsockopt(zmq.SUBSCRIBE, prefix)
+            events = (
+                zmq.EVENT_HANDSHAKE_SUCCEEDED
+                | zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_CONNECT_DELAYED
+                | zmq.EVENT_CONNECT_RETRIED
+            )
             self._monitor = monitor = self._live.get_monitor_socket(events)
             _to(self._live, endpoint, "endpoint", binds=binds)
             if replay_endpoint is not None:
@@ -75,10 +105,17 @@ class Stream:
         assert self._monitor is not None
         num = 0
         while self._monitor.poll(0):
-            message = parse_monitor_message(self._monitor.recv_multipart())
-            if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._down_s = time.monotonic() if event == zmq.EVENT_DISCONNECTED else None
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 num += self._has_connected
                 self._has_connected = True
+        if self._down_s is not None and not self._binds and time.monotonic() - self._down_s > CUT_S:
+            self.num_cut += 1
+            self._down_s = None
+            with suppress(zmq.ZMQError):
+                self._live.disconnect(self._endpoint)
+            _to(self._live, self._endpoint, "endpoint")
         return num
 
     def take(self) -> Iterator[Numbered]:
@@ -111,7 +148,9 @@ class Stream:
 
     def _answer(self, asking: zmq.Socket[bytes]) -> list[Numbered] | None:
         found: list[Numbered] = []
-        deadline = time.monotonic() + self._answer_s
+        num_bytes = 0
+        begin = time.monotonic()
+        deadline = begin + self._answer_s
         while asking.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             frames = asking.recv_multipart()[1:]  # without the empty one
             deadline = time.monotonic() + self._answer_s
@@ -121,6 +160,10 @@ class Stream:
                 return found
             else:
                 found.append((int.from_bytes(frames[-2], "big"), frames[-1]))
+            num_bytes += sum(map(len, frames)) + FRAME_BYTES
+            if num_bytes > MAX_ANSWER_BYTES or time.monotonic() - begin > MAX_ANSWER_S:
+                self.num_too_long += 1
+                return None
         self.num_unanswered += 1
         return None
 
@@ -136,7 +179,9 @@ class Stream:
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.RCVHWM, 0)  # what is dropped here would look like a fault of the engine
+        # What does not fit here waits at the publisher. A connection with a longer message ends.
+        socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
         self._sockets.append(socket)
         return socket
 

@@ -49,6 +49,7 @@ class Watch:
         self._on_status = on_status
         self._every_s = every_s
         self._num_seen = 0
+        self._num_cut = 0
         self._start_s = 0.0
 
     @property
@@ -77,7 +78,11 @@ class Watch:
         self._take()
 
     def _take(self) -> None:
-        if self._stream.take_connections():
+        num_connections = self._stream.take_connections()
+        while self._num_cut < self._stream.num_cut:
+            self._num_cut += 1
+            self.watched.refuse()
+        if num_connections:
             self.follower.reconnected()
         for seq, payload in self._stream.take():
             self.follower.receive(seq, payload)

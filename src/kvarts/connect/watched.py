@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from kvarts.connect.claims import Claims, RuleResult, Violation
+from kvarts.connect.claims import MAX_BLOCKS, Claims, RuleResult, Violation
 from kvarts.connect.curve import CurvePoint, ReStores
-from kvarts.connect.decoding import Cleared, MalformedError, Removed, Stored, Unknown, decode_batch
+from kvarts.connect.decoding import Cleared, MalformedError, Removed, Stored, TooLongError, Unknown, decode_batch
 from kvarts.connect.follower import Followed
 from kvarts.connect.journal import StreamJournal
 
@@ -81,7 +81,7 @@ class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class Watched:
     """Is told of batches in order, as `Follows` says, and judges them. `journal`: what writes them down, if anything.
 
-    `total_blocks` and `allows_copies`: see Claims.
+    `total_blocks`, `allows_copies` and `max_blocks`: see Claims.
     """
 
     def __init__(
@@ -89,9 +89,10 @@ class Watched:
         *,
         total_blocks: int | None = None,
         allows_copies: bool = False,
+        max_blocks: int = MAX_BLOCKS,
         journal: StreamJournal | None = None,
     ) -> None:
-        self.claims = Claims(total_blocks=total_blocks, allows_copies=allows_copies)
+        self.claims = Claims(total_blocks=total_blocks, allows_copies=allows_copies, max_blocks=max_blocks)
         self.counts = Counts()
         self.again = ReStores()
         self._journal = journal
@@ -111,11 +112,21 @@ class Watched:
         what = f"batch {first} is missing" if first == last else f"batches {first} to {last} are missing"
         self.claims.add("sequence", first, what)
 
+    def refuse(self) -> None:
+        """Take note of a message that was too long to be read."""
+        self.claims.refuse()
+        self.again.forget()
+        if self._journal is not None:
+            self._journal.forget()
+
     def apply(self, seq: int, payload: bytes) -> None:
         """Take the next batch."""
         self.seq = seq
         try:
             batch = decode_batch(payload)
+        except TooLongError:
+            self.refuse()
+            return
         except MalformedError as error:
             self.claims.add("schema", seq, str(error))
             return

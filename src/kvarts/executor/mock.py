@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
 from kvarts.executor.cost import CostModel
 from kvarts.executor.flat_batch import FlatBatch
 from kvarts.executor.page_slots import PageSlots
@@ -60,7 +61,7 @@ class MockExecutor:
     Steps end at absolute times, so that waiting does not add up. Lag behind its own clock is counted in `late_ns`.
     Owner of the tokens that end each request. `vary`: makes tokens of the vocabulary out of those before them and those
     drawn. A request with a seed has tokens of its own. `groups`: of a model with KV groups, and the blocks of its
-    memory; states are counted and not written.
+    memory; states are counted and not written. Raises ConfigError for a speedup that is not a finite number above 0.
     """
 
     needs_page_ids = True
@@ -78,6 +79,8 @@ class MockExecutor:
         groups: GroupMemory | None = None,
         num_blocks: int = 0,
     ) -> None:
+        if not 0.0 < speedup < float("inf"):
+            raise ConfigError(f"must be a finite number above 0, got {speedup}", field="speedup")
         self.slots = PageSlots(config.num_pages if groups is None else num_blocks, config.page_size)
         self.rotation = NoRotation()
         self.late_ns = 0

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISREG
 
+from kvarts.directories import make_private
 from kvarts.errors import ConfigError, OutputError
 from kvarts.files import write_whole
 
@@ -40,7 +41,7 @@ class PageFiles:
         self.num_unfinished = 0
         """Unfinished files that were found, and removed where that was possible."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_private(self.directory, lambda name: len(name) == 2 and not set(name) - HEX_DIGITS)
             unfinished, pages = self._found()
         except OSError as error:
             raise OutputError(f"cannot hold pages: {error.strerror}", path=self.directory) from error

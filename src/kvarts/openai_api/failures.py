@@ -148,10 +148,10 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _WHICH: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], dict[str, Any]]], ...] = (
-    (re.compile(r"first (\d+)"), lambda m: {"last": int(m[1])}),
-    (re.compile(r"every (\d+)(?:st|nd|rd|th)?"), lambda m: {"every": int(m[1])}),
-    (re.compile(r"(\d+)"), lambda m: {"first": int(m[1]), "last": int(m[1])}),
-    (re.compile(r"(\d+)-(\d+)"), lambda m: {"first": int(m[1]), "last": int(m[2])}),
+    (re.compile(r"first (\d{1,12})"), lambda m: {"last": int(m[1])}),
+    (re.compile(r"every (\d{1,12})(?:st|nd|rd|th)?"), lambda m: {"every": int(m[1])}),
+    (re.compile(r"(\d{1,12})"), lambda m: {"first": int(m[1]), "last": int(m[1])}),
+    (re.compile(r"(\d{1,12})-(\d{1,12})"), lambda m: {"first": int(m[1]), "last": int(m[2])}),
     (re.compile(r"rate (\d+(?:\.\d+)?)%"), lambda m: {"rate": float(m[1]) / 100}),
     (re.compile(r"all|rest|then"), lambda _: {}),
 )
@@ -219,4 +219,4 @@ def _rule(text: str) -> _Rule:
             if rule.every < 1 or not 0.0 <= rule.rate <= 1.0:
                 break
             return rule
-    raise ConfigError(f"{which.strip()!r} names no requests", field="fail", hint=GRAMMAR)
+    raise ConfigError(f"{brief(which.strip())} names no requests", field="fail", hint=GRAMMAR)

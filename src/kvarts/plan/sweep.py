@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from math import prod
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,6 +26,8 @@ import msgspec
 from kvarts.errors import InputError, OutputError
 
 __all__ = ["Row", "Values", "pareto", "points_of", "run_sweep", "with_changes"]
+
+MOST_POINTS = 100_000
 
 Values = dict[str, Any]
 """Settings by their keys, tables as in a file."""
@@ -43,6 +46,14 @@ def points_of(values: Values, path: Path) -> list[Values]:
     for key, choices in lists.items():
         if not isinstance(choices, list) or not choices:
             raise InputError("must be a list with at least one value", path=path, field=f"grid.{key}")
+    num_points = (prod(map(len, lists.values())) if lists else 0) + len(points)
+    if num_points > MOST_POINTS:  # counted before any of them is made
+        raise InputError(
+            f"has {num_points:,} points, and {MOST_POINTS:,} are run at most",
+            path=path,
+            field="grid",
+            hint="Take fewer values, or several files.",
+        )
     product = [dict(zip(lists, chosen, strict=True)) for chosen in itertools.product(*lists.values())] if lists else []
     found = product + [_dotted(point) for point in points]
     if not found:

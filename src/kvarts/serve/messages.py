@@ -3,33 +3,120 @@
 from __future__ import annotations
 
 import struct
+from array import array
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.sampling import SamplingParams
 from kvarts.session.errors import SessionValueError
-from kvarts.session.values import Done, SessionInfo, SessionSettings, Token, Truncated, Update
+from kvarts.session.values import MAX_ENDS, Done, SessionInfo, SessionSettings, Token, Truncated, Update, check_label
 
-__all__ = ["bytes_of_update", "given", "info_message", "params_of", "parsed", "settings_of"]
+__all__ = [
+    "Append",
+    "Fork",
+    "Generation",
+    "Rollback",
+    "append_of",
+    "bytes_of_update",
+    "fork_of",
+    "generation_of",
+    "info_message",
+    "params_of",
+    "parsed",
+    "rollback_of",
+    "session_id_of",
+    "settings_of",
+]
+
+MAX_ID_CHARS = 64
+
+MAX_TOKENS = 1 << 20
+"""Tokens of one append."""
+MAX_OTHER_BYTES = 4096
+"""Of the fields beside them."""
 
 SomeMessage = TypeVar("SomeMessage", bound=Message)
 
 
 def parsed(kind: type[SomeMessage], data: bytes) -> SomeMessage:
-    """Return the message that `data` is. Raise SessionValueError for bytes that are none."""
-    try:
+    """Return the message that `data` is. Raise SessionValueError for other bytes, and for too many values."""
+    # Each value ends with a byte below 128. Counted first: parsed, a number of one byte takes four.
+    if len(data) > MAX_TOKENS and np.count_nonzero(np.frombuffer(data, np.uint8) < 128) > MAX_TOKENS + MAX_OTHER_BYTES:
+        raise SessionValueError(
+            f"the request has more than {MAX_TOKENS} token ids", field="token_ids", hint="Append them in parts."
+        )
+    with suppress(DecodeError):
         return kind.FromString(data)
-    except DecodeError:
-        raise SessionValueError(f"the request is no {kind.DESCRIPTOR.full_name}") from None
+    # Not raised in an `except`: the other error would keep this frame, and the bytes in it.
+    raise SessionValueError(f"the request is not a {kind.DESCRIPTOR.full_name}")
 
 
-def given(request: Message, field: str) -> Any:
-    """Return an optional field, None if it was not given."""
-    return getattr(request, field) if request.HasField(field) else None
+class Append(msgspec.Struct, frozen=True):
+    """Tokens for a session."""
+
+    session_id: str
+    tokens: array[int]
+    expected_length: int | None
+    queue: bool
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """A session to be copied."""
+
+    session_id: str
+    label: str
+    queue: bool
+
+
+class Rollback(msgspec.Struct, frozen=True):
+    """A length to cut a history to."""
+
+    session_id: str
+    length: int
+    queue: bool
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """A generation of a session."""
+
+    session_id: str
+    params: SamplingParams
+    queue: bool
+
+
+def session_id_of(request: Any) -> str:
+    """Return the session that a request is about; of what is too long to be one, the beginning."""
+    session_id: str = request.session_id
+    return session_id[:MAX_ID_CHARS]
+
+
+def append_of(request: added.AppendTokensRequest) -> list[Append]:
+    """Return tokens to append, in a list to be emptied: a call that waits need not keep them."""
+    expected_length = request.expected_length if request.HasField("expected_length") else None
+    return [Append(session_id_of(request), _token_ids(request.token_ids), expected_length, request.queue)]
+
+
+def fork_of(request: added.ForkRequest) -> Fork:
+    """Return a fork. Raise SessionValueError for a label that is too long."""
+    check_label(request.client_label)
+    return Fork(session_id_of(request), request.client_label, request.queue)
+
+
+def rollback_of(request: added.RollbackRequest) -> Rollback:
+    """Return a rollback."""
+    return Rollback(session_id_of(request), request.length, request.queue)
+
+
+def generation_of(request: added.GenerateRequest, *, ignore_eos: bool) -> Generation:
+    """Return a generation; with `ignore_eos` it ignores the model's own end, whatever the request says."""
+    request.ignore_eos |= ignore_eos
+    return Generation(session_id_of(request), params_of(request), request.queue)
 
 
 def settings_of(request: added.CreateSessionRequest, defaults: SessionSettings) -> SessionSettings:
@@ -46,7 +133,7 @@ def settings_of(request: added.CreateSessionRequest, defaults: SessionSettings) 
     if request.client_label:
         changes["label"] = request.client_label
     if request.eos_token_ids:
-        changes["eos_token_ids"] = tuple(request.eos_token_ids)
+        changes["eos_token_ids"] = _ends(request.eos_token_ids, "eos_token_ids")
     return msgspec.structs.replace(defaults, **changes)
 
 
@@ -60,10 +147,25 @@ def params_of(request: added.GenerateRequest) -> SamplingParams:
     params |= {name: _decimal(getattr(request, name)) for name in ("temperature", "top_p") if request.HasField(name)}
     return SamplingParams(
         max_tokens=request.max_tokens,
-        stop_token_ids=tuple(request.stop_token_ids),
+        stop_token_ids=_ends(request.stop_token_ids, "stop_token_ids"),
         ignore_eos=request.ignore_eos,
         **params,
     )
+
+
+def _token_ids(ids: Any) -> array[int]:
+    """Return token ids of a request, in one block of memory. Raise SessionValueError for too many."""
+    if len(ids) > MAX_TOKENS:
+        raise SessionValueError(
+            f"has {len(ids)} ids, and {MAX_TOKENS} at most", field="token_ids", hint="Append them in parts."
+        )
+    return array("Q", np.asarray(ids, np.uint64).tobytes())
+
+
+def _ends(ids: Any, field: str) -> tuple[int, ...]:
+    if len(ids) > MAX_ENDS:
+        raise SessionValueError(f"has {len(ids)} ids, and {MAX_ENDS} at most", field=field)
+    return tuple(ids)
 
 
 def _decimal(value: float) -> float:

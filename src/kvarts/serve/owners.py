@@ -1,25 +1,33 @@
-"""Bearer tokens, and the owners that they stand for."""
+"""Bearer tokens, and the owners that they stand for: checked before a message is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvarts.errors import InputError
+from kvarts.errors import InputError, KvartsError
 from kvarts.files import read_text
 from kvarts.owners.keys import Keys, Owner
+from kvarts.serve.intake import NO_MESSAGE, Intake
+from kvarts.serve.statuses import refuse
 
-__all__ = ["OPEN_METHODS", "OWNER", "Owners", "TokenCheck", "read_owners"]
+__all__ = ["OPEN_METHODS", "OWNER", "Gate", "Owners", "read_owners"]
 
 OWNER: ContextVar[str] = ContextVar("OWNER", default="")
 """The owner of the call under way."""
 
 OPEN_METHODS = "/grpc.health.v1.Health/"
 """Calls that need no token: what watches over a server should not need to hold one of its owners'."""
+
+OPEN_READS = 2
+OPEN_PATIENCE_S = 0.01
+OPEN_READ_S = 2.0
 
 SCHEME = "bearer "
 
@@ -39,21 +47,80 @@ class Owners:
         return None if found is None else found.name
 
 
-class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Refuses calls without a token that is known; of others, sets OWNER."""
+class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Refuses calls without a token that is known, by their metadata alone; of others, sets OWNER.
 
-    def __init__(self, owners: Owners) -> None:
+    Messages are read when their owner has a turn, see Intake. Without `owners` every call is of the owner ``.
+    """
+
+    def __init__(self, owners: Owners | None) -> None:
         self._owners = owners
-        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
+        self._intake = Intake()
+        # One intake for all that watch: what they send is short, and there at once.
+        self._open_intake = Intake(reads=OPEN_READS, patience_s=OPEN_PATIENCE_S, read_s=OPEN_READ_S)
+        # A handler that takes a stream is called before any of it is read.
+        self._refusal = grpc.stream_unary_rpc_method_handler(_refuse)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Return the handler of a call, or one that refuses it."""
-        if not handler_call_details.method.startswith(OPEN_METHODS):
+        is_open = handler_call_details.method.startswith(OPEN_METHODS)
+        if not is_open and self._owners is not None:
             owner = self._owners.owner_of(handler_call_details.invocation_metadata)
             if owner is None:
                 return self._refusal
             OWNER.set(owner)
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        return self._reading(handler, self._open_intake if is_open else self._intake)
+
+    def _reading(self, handler: Any, intake: Intake) -> Any:
+        """Return `handler`, with messages that are read through `intake`."""
+        parse = handler.request_deserializer
+
+        async def message(context: Any) -> Any:
+            try:
+                return await intake.read(OWNER.get(), context, parse)
+            except (KvartsError, DecodeError) as error:
+                return await refuse(context, error)
+
+        async def messages(context: Any) -> AsyncIterator[Any]:
+            while (request := await message(context)) is not NO_MESSAGE:
+                yield request
+
+        async def one_message(context: Any) -> Any:
+            request = await message(context)
+            if request is NO_MESSAGE:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+            return request
+
+        async def answer_one(_: Any, context: Any) -> Any:
+            async with intake.call(OWNER.get(), context):
+                return await handler.unary_unary(await one_message(context), context)
+
+        async def answer_many(_: Any, context: Any) -> None:
+            async with intake.call(OWNER.get(), context):
+                await _pass_on(handler.unary_stream(await one_message(context), context), context)
+
+        async def answer_stream(_: Any, context: Any) -> None:
+            async with intake.call(OWNER.get(), context):
+                await _pass_on(handler.stream_stream(messages(context), context), context)
+
+        assert handler.stream_unary is None, "no service has such calls"
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(answer_one, None, handler.response_serializer)
+        answer = answer_many if handler.unary_stream is not None else answer_stream
+        return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+
+async def _pass_on(answers: Any, context: Any) -> None:
+    """Send what a handler yields; one that writes by itself yields nothing."""
+    if not hasattr(answers, "__aiter__"):
+        await answers
+        return
+    async with aclosing(answers):
+        async for answer in answers:
+            await context.write(answer)
 
 
 async def _refuse(_: Any, context: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvarts.serve.binding import Binding
-from kvarts.serve.owners import Owners, TokenCheck
+from kvarts.serve.owners import Gate, Owners
 from kvarts.serve.sessions import CONTRACT, SERVICE, SessionsDoor
 from kvarts.session.runtime import SessionRuntime
 from kvarts.signals import asked_to_stop
@@ -17,7 +19,10 @@ from kvarts.signals import asked_to_stop
 __all__ = ["MAX_MESSAGE_BYTES", "SessionServer", "serve_until_signal"]
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Of a request: about five million token ids."""
+"""Of a request."""
+
+MAX_STREAMS = 4096
+"""Calls of one connection at once; more wait at the client."""
 
 OPTIONS = [
     ("grpc.so_reuseport", 0),  # two servers on one port would each get some of the calls
@@ -26,10 +31,16 @@ OPTIONS = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # Without, windows grow with the speed of the network: calls that wait to be read hold megabytes each.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
 ]
 
 WATCHERS_S = 0.5
 """What is still open at the end, calls that watch the server's health, is given as long to read that it ends."""
+
+M_MMAP_THRESHOLD = -3
+"""Of mallopt."""
 
 SERVICES = ("", CONTRACT, SERVICE)
 
@@ -53,7 +64,7 @@ class SessionServer:
         self._door = SessionsDoor(runtime)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._server = grpc.aio.server(
-            interceptors=[] if owners is None else [TokenCheck(owners)],
+            interceptors=[Gate(owners)],
             options=[*OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)],
         )
         self._server.add_generic_rpc_handlers(self._door.handlers())
@@ -77,12 +88,22 @@ class SessionServer:
             await self._server.stop(WATCHERS_S)
 
 
+def give_back_large_blocks() -> None:
+    """Let glibc return each freed block of a megabyte or more to the system, at once.
+
+    By default it keeps blocks of up to 32 MiB once one was freed: as much as the largest messages ever took together.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
 async def serve_until_signal(server: SessionServer, listening: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; call `listening` with the address once clients may come.
 
     A second signal ends the process at once.
     """
     stopping = asked_to_stop()
+    give_back_large_blocks()
     try:
         listening(await server.start())
         await stopping.wait()

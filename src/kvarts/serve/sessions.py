@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -12,10 +13,25 @@ from google.protobuf.message import Message
 
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
-from kvarts.serve.messages import bytes_of_update, given, info_message, params_of, parsed, settings_of
+from kvarts.serve.messages import (
+    Append,
+    Fork,
+    Generation,
+    Rollback,
+    append_of,
+    bytes_of_update,
+    fork_of,
+    generation_of,
+    info_message,
+    parsed,
+    rollback_of,
+    session_id_of,
+    settings_of,
+)
 from kvarts.serve.owners import OWNER
 from kvarts.serve.statuses import refuse
 from kvarts.session.runtime import SessionRuntime
+from kvarts.session.values import SessionSettings
 
 __all__ = ["CONTRACT", "SERVICE", "SessionsDoor"]
 
@@ -25,14 +41,17 @@ SERVICE = added.DESCRIPTOR.services_by_name["Sessions"].full_name
 INFOS_AT_ONCE = 100
 """Of a list, what is rendered before others have a turn on the loop: about a millisecond."""
 
+Read = Callable[[Any], Any]
+"""Returns what a call needs of its message, as values: a message holds all that was sent."""
+
 Call = Callable[[str, Any], Awaitable[Message]]
 
 
 class SessionsDoor:
     """Both services on one runtime, a method for each call. For one event loop.
 
-    Requests and answers are bytes to grpc: so bytes that are no message are refused like any other bad value, and a
-    token costs one message and no second copy. A stream is written, not yielded, so that a client that vanishes
+    Handlers take values, which Gate makes of messages, and answers are bytes to grpc: a token costs one message and no
+    second copy. A stream is written, not yielded, so that a client that vanishes
     cancels the very coroutine that holds the runtime's generator, which is then closed at once.
     """
 
@@ -43,25 +62,32 @@ class SessionsDoor:
 
     def handlers(self) -> list[Any]:
         """Return what a server needs to answer both services."""
-        calls: dict[str, tuple[type[Message], Call]] = {
-            "CreateSession": (added.CreateSessionRequest, self._create),
-            "AppendTokens": (added.AppendTokensRequest, self._append),
-            "CloseSession": (contract.CloseSessionRequest, self._close),
-            "GetSessionInfo": (contract.GetSessionInfoRequest, self._counters),
+        defaults = self._runtime.defaults
+        calls: dict[str, tuple[type[Message], Read, Call]] = {
+            "CreateSession": (
+                added.CreateSessionRequest, lambda request: settings_of(request, defaults), self._create
+            ),
+            "AppendTokens": (added.AppendTokensRequest, append_of, self._append),
+            "CloseSession": (contract.CloseSessionRequest, session_id_of, self._close),
+            "GetSessionInfo": (contract.GetSessionInfoRequest, session_id_of, self._counters),
+        }  # fmt: skip
+        new_calls: dict[str, tuple[type[Message], Read, Call]] = {
+            "Cancel": (added.CancelRequest, session_id_of, self._cancel),
+            "Fork": (added.ForkRequest, fork_of, self._fork),
+            "Rollback": (added.RollbackRequest, rollback_of, self._rollback),
+            "List": (added.ListRequest, lambda _: None, self._list),
+            "Info": (added.InfoRequest, session_id_of, self._info),
         }
-        new_calls: dict[str, tuple[type[Message], Call]] = {
-            "Cancel": (added.CancelRequest, self._cancel),
-            "Fork": (added.ForkRequest, self._fork),
-            "Rollback": (added.RollbackRequest, self._rollback),
-            "List": (added.ListRequest, self._list),
-            "Info": (added.InfoRequest, self._info),
-        }
-        old = {name: self._unary(kind, call) for name, (kind, call) in calls.items()}
-        new = {name: self._unary(kind, call) for name, (kind, call) in new_calls.items()}
-        generate = grpc.unary_stream_rpc_method_handler
+        old = {name: self._unary(*row) for name, row in calls.items()}
+        new = {name: self._unary(*row) for name, row in new_calls.items()}
+        # By the contract, tokens end a generation only if they were given when the session was made.
+        old_generate, generate = (
+            grpc.unary_stream_rpc_method_handler(self._generate, partial(_generation_in, ignore_eos=ignore_eos))
+            for ignore_eos in (True, False)
+        )
         return [
-            grpc.method_handlers_generic_handler(CONTRACT, {**old, "Generate": generate(self._generate_by_contract)}),
-            grpc.method_handlers_generic_handler(SERVICE, {**old, **new, "Generate": generate(self._generate)}),
+            grpc.method_handlers_generic_handler(CONTRACT, {**old, "Generate": old_generate}),
+            grpc.method_handlers_generic_handler(SERVICE, {**old, **new, "Generate": generate}),
         ]
 
     async def close(self, grace_s: float) -> None:
@@ -71,15 +97,17 @@ class SessionsDoor:
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
 
-    def _unary(self, kind: type[Message], call: Call) -> Any:
-        async def answer(data: bytes, context: Any) -> bytes:
+    def _unary(self, kind: type[Message], read: Read, call: Call) -> Any:
+        async def answer(asked: Any, context: Any) -> bytes:
             await self._begin(context)
             try:
-                return (await call(OWNER.get(), parsed(kind, data))).SerializeToString()
+                calling = call(OWNER.get(), asked)
+                del asked
+                return (await calling).SerializeToString()
             except (Exception, asyncio.CancelledError) as error:
                 await _give_up(context, error)
 
-        return grpc.unary_unary_rpc_method_handler(answer)
+        return grpc.unary_unary_rpc_method_handler(answer, lambda data: read(parsed(kind, data)))
 
     async def _begin(self, context: Any) -> None:
         if self._is_closing:
@@ -89,26 +117,23 @@ class SessionsDoor:
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _create(self, owner: str, request: added.CreateSessionRequest) -> Message:
-        settings = settings_of(request, self._runtime.defaults)
+    async def _create(self, owner: str, settings: SessionSettings) -> Message:
         return contract.CreateSessionResponse(session_id=await self._runtime.create(owner, settings))
 
-    async def _append(self, owner: str, request: added.AppendTokensRequest) -> Message:
-        length = await self._runtime.append(
-            owner,
-            request.session_id,
-            list(request.token_ids),
-            expected_length=given(request, "expected_length"),
-            queue=request.queue,
+    async def _append(self, owner: str, asked: list[Append]) -> Message:
+        append = asked.pop()
+        appending = self._runtime.append(
+            owner, append.session_id, append.tokens, expected_length=append.expected_length, queue=append.queue
         )
-        return contract.AppendTokensResponse(history_length=length)
+        del append
+        return contract.AppendTokensResponse(history_length=await appending)
 
-    async def _close(self, owner: str, request: contract.CloseSessionRequest) -> Message:
-        length = await self._runtime.close(owner, request.session_id)
+    async def _close(self, owner: str, session_id: str) -> Message:
+        length = await self._runtime.close(owner, session_id)
         return contract.CloseSessionResponse(final_history_length=length)
 
-    async def _counters(self, owner: str, request: contract.GetSessionInfoRequest) -> Message:
-        info = await self._runtime.info(owner, request.session_id)
+    async def _counters(self, owner: str, session_id: str) -> Message:
+        info = await self._runtime.info(owner, session_id)
         return contract.GetSessionInfoResponse(
             history_length=info.history_length,
             kv_live_bytes=info.kv_live_bytes,
@@ -117,20 +142,18 @@ class SessionsDoor:
             idle_seconds=info.idle_s,
         )
 
-    async def _cancel(self, owner: str, request: added.CancelRequest) -> Message:
-        return added.CancelResponse(cancelled=await self._runtime.cancel(owner, request.session_id))
+    async def _cancel(self, owner: str, session_id: str) -> Message:
+        return added.CancelResponse(cancelled=await self._runtime.cancel(owner, session_id))
 
-    async def _fork(self, owner: str, request: added.ForkRequest) -> Message:
-        session_id = await self._runtime.fork(
-            owner, request.session_id, label=request.client_label, queue=request.queue
-        )
+    async def _fork(self, owner: str, fork: Fork) -> Message:
+        session_id = await self._runtime.fork(owner, fork.session_id, label=fork.label, queue=fork.queue)
         return added.ForkResponse(session_id=session_id)
 
-    async def _rollback(self, owner: str, request: added.RollbackRequest) -> Message:
-        length = await self._runtime.rollback(owner, request.session_id, request.length, queue=request.queue)
+    async def _rollback(self, owner: str, rollback: Rollback) -> Message:
+        length = await self._runtime.rollback(owner, rollback.session_id, rollback.length, queue=rollback.queue)
         return added.RollbackResponse(history_length=length)
 
-    async def _list(self, owner: str, _: added.ListRequest) -> Message:
+    async def _list(self, owner: str, _: None) -> Message:
         infos = await self._runtime.list(owner)
         response = added.ListResponse()
         for begin in range(0, len(infos), INFOS_AT_ONCE):
@@ -138,23 +161,13 @@ class SessionsDoor:
             await asyncio.sleep(0)
         return response
 
-    async def _info(self, owner: str, request: added.InfoRequest) -> Message:
-        return info_message(await self._runtime.info(owner, request.session_id))
+    async def _info(self, owner: str, session_id: str) -> Message:
+        return info_message(await self._runtime.info(owner, session_id))
 
-    async def _generate_by_contract(self, data: bytes, context: Any) -> None:
-        # There, tokens end a generation only if they were given when the session was made.
-        await self._stream(data, context, ignore_eos=True)
-
-    async def _generate(self, data: bytes, context: Any) -> None:
-        await self._stream(data, context, ignore_eos=False)
-
-    async def _stream(self, data: bytes, context: Any, *, ignore_eos: bool) -> None:
+    async def _generate(self, asked: Generation, context: Any) -> None:
         await self._begin(context)
         try:
-            request = parsed(added.GenerateRequest, data)
-            request.ignore_eos |= ignore_eos
-            params = params_of(request)
-            updates = self._runtime.generate(OWNER.get(), request.session_id, params, queue=request.queue)
+            updates = self._runtime.generate(OWNER.get(), asked.session_id, asked.params, queue=asked.queue)
             async with aclosing(updates):
                 async for update in updates:
                     await context.write(bytes_of_update(update))
@@ -162,6 +175,10 @@ class SessionsDoor:
             raise asyncio.CancelledError from None  # it could not be sent: the client has gone
         except (Exception, asyncio.CancelledError) as error:
             await _give_up(context, error)
+
+
+def _generation_in(data: bytes, *, ignore_eos: bool) -> Generation:
+    return generation_of(parsed(added.GenerateRequest, data), ignore_eos=ignore_eos)
 
 
 async def _give_up(context: Any, error: BaseException) -> NoReturn:

@@ -7,6 +7,7 @@ import logging
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvarts.errors import ConfigError
 from kvarts.proto import ERROR_KEY
@@ -27,6 +28,7 @@ STATUSES: dict[type[BaseException], grpc.StatusCode] = {
     SessionNotReadyError: grpc.StatusCode.FAILED_PRECONDITION,
     SessionsExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SessionBusyError: grpc.StatusCode.ABORTED,
+    DecodeError: grpc.StatusCode.INVALID_ARGUMENT,
     asyncio.CancelledError: grpc.StatusCode.CANCELLED,
 }
 """The status of each error, classes below it included. Of every other it is INTERNAL."""
@@ -46,5 +48,6 @@ async def refuse(context: Any, error: BaseException) -> NoReturn:
     elif status is None:
         LOG.error("an unexpected error", exc_info=error)
         status, text = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {text}"
+    error.__traceback__ = None  # its frames hold the message, which may be large
     await context.abort(status, " ".join(text.split())[:MAX_CHARS], ((ERROR_KEY, type(error).__name__),))
     raise AssertionError("abort returns never")

@@ -31,8 +31,8 @@ class Appending:
     def check(self, session: Session, num_tokens: int, expected_length: int | None) -> int:
         """Return the length of the history, to which so many tokens can be appended.
 
-        Raise UnknownSessionError for a session that has gone while this waited for its turn, and SessionNotReadyError
-        for a history of another length, or one that would be too long.
+        Raise UnknownSessionError for a session that has gone while this waited for its turn, SessionNotReadyError for a
+        history of another length, or one that would be too long, and SessionsExhaustedError for more than may be kept.
         """
         self._table.get(session.owner, session.session_id)
         length = session.history_length
@@ -49,6 +49,7 @@ class Appending:
                 field="token_ids",
                 hint="Create the session with positions='cache', or with past_max_positions.",
             )
+        self._table.capacity.check_tokens(session.owner, num_tokens)
         return length
 
     @contextmanager
@@ -57,6 +58,7 @@ class Appending:
         before = self.check(session, len(packed) // UNIT_BYTES, expected_length)
         if packed:
             session.content.append(packed)
+            self._table.capacity.recount(session)
         try:
             yield
         except BaseException:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.directories import make_private, open_private
 from kvarts.errors import ConfigError, OutputError
 from kvarts.session.checkpoint_file import (
     Checkpoint,
@@ -60,7 +61,7 @@ class Checkpoints:
         self._lock = Lock()
         """Guards `_sizes`."""
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private(directory, lambda name: name.removeprefix(".")[:32].isalnum())
             self._sizes = {path.stem: path.stat().st_size for path in sorted(directory.iterdir()) if _is_ours(path)}
         except OSError as error:
             raise OutputError(f"cannot hold checkpoints: {error.strerror}", path=directory) from error
@@ -84,7 +85,8 @@ class Checkpoints:
         path = self._path(header.session_id)
         temporary = path.with_name(f".{path.stem}.tmp")
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)  # a process that was killed has left it
+            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                 file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
@@ -105,7 +107,8 @@ class Checkpoints:
         """
         path = self._path(session_id)
         try:
-            data = np.fromfile(path, dtype=np.uint8)
+            with os.fdopen(open_private(path, os.O_RDONLY), "rb") as file:
+                data = np.fromfile(file, dtype=np.uint8)
         except FileNotFoundError:
             return None
         except OSError as error:

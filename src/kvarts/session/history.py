@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvarts.directories import make_private
 from kvarts.errors import ConfigError, KvartsError, OutputError
 from kvarts.session.errors import SessionValueError
 from kvarts.session.history_file import HistoryFile
@@ -55,7 +56,7 @@ class Histories:
 
     def __init__(self, directory: Path) -> None:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private(directory, lambda name: name.startswith(FILE_NAME) or name == "kv")
         except OSError as error:
             raise OutputError(f"cannot hold sessions: {error.strerror}", path=directory) from error
         self._file = HistoryFile(directory / FILE_NAME)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvarts.directories import open_private
 from kvarts.errors import ConfigError, InputError, KvartsError, OutputError
 
 __all__ = ["HistoryFile"]
@@ -62,6 +64,12 @@ class HistoryFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        try:
+            # SQLite gives the files beside it, the log and its index, the mode of this one.
+            for file in (path, *(each for each in _beside(path) if each.exists())):
+                os.close(open_private(file, os.O_RDWR | os.O_CREAT))
+        except OSError as error:
+            raise OutputError(f"cannot be opened: {error.strerror}", path=path) from error
         try:
             self.connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -148,3 +156,7 @@ class HistoryFile:
     def damaged(self, what: str) -> InputError:
         """Return the error of a file that is damaged."""
         return InputError(f"is damaged: {what}", path=self.path, hint=MOVE_AWAY)
+
+
+def _beside(path: Path) -> list[Path]:
+    return [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm", "-journal")]

@@ -23,7 +23,7 @@ from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.rooms import from_room
-from kvarts.session.config import AtCapacity, SessionsConfig
+from kvarts.session.config import MOST_HISTORY_TOKENS, AtCapacity, SessionsConfig
 from kvarts.session.keeper import Keeper
 from kvarts.session.sessions import Sessions
 from kvarts.session.soak.target import SessionsTarget
@@ -93,7 +93,9 @@ def open_sessions(
     defaults: SessionSettings | None = None,
     max_sessions: int | None = None,
     session_memory: str | int | None = None,
+    max_history_tokens: int | None = None,
     at_capacity: AtCapacity = "refuse",
+    shares: Mapping[str, float] | None = None,
     state_dir: str | Path | None = None,
     speedup: float = 1.0,
     kv_memory: str | int = "auto",
@@ -119,7 +121,7 @@ def open_sessions(
     SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. `state_dir`: where sessions are
     kept beyond the end of the process; `say` is told what could not be kept or read. `host_memory`: memory below the
     pages, for unbounded sessions that are kept there. `record` is asked for a reader of the engine's events.
-    `make_mock`: makes another mock than mock_host, from the same arguments.
+    `make_mock`: makes another mock than mock_host, from the same arguments. `shares`: of owners, see Capacity.
 
     Raise ConfigError for settings that exclude each other, or that leave no room for a session.
     """
@@ -130,6 +132,7 @@ def open_sessions(
         defaults=SessionSettings() if defaults is None else defaults,
         max_sessions=max_sessions,
         memory_bytes=memory_bytes,
+        max_history_tokens=MOST_HISTORY_TOKENS if max_history_tokens is None else max_history_tokens,
         at_capacity=at_capacity,
     )
     if mock and kv_groups != "off":
@@ -173,13 +176,14 @@ def open_sessions(
     reader = None if record is None else record(host.config, tiers, **blocks)
     if reader is not None:
         host.core.log.add_reader(reader)
-    return sessions_on(host, config, state_dir=state_dir, say=say)
+    return sessions_on(host, config, shares=shares, state_dir=state_dir, say=say)
 
 
 def sessions_on(
     host: ModelHost,
     config: SessionsConfig,
     *,
+    shares: Mapping[str, float] | None = None,
     state_dir: str | Path | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> Sessions:
@@ -202,7 +206,7 @@ def sessions_on(
     most_tokens = max(host.config.page_size, memory.most_tokens(total // 4))
     config = msgspec.structs.replace(config, chunk_tokens=min(config.chunk_tokens, most_tokens))
     check_settings(config, host)
-    table = SessionTable(host, config)
+    table = SessionTable(host, config, shares=shares)
     if state_dir is None:
         return Sessions(table)
     keeper = Keeper(table, Path(state_dir), say)

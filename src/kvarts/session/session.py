@@ -28,6 +28,7 @@ class Session:
         "is_written",
         "num_computed",
         "num_computed_tokens",
+        "num_counted",
         "num_turns",
         "owner",
         "pages",
@@ -64,6 +65,8 @@ class Session:
         """The most tokens that were computed of the history as it is now."""
         self.num_turns = 0
         self.num_computed_tokens = 0
+        self.num_counted = 0
+        """Tokens of the history that the account of its owner has. Written by Capacity."""
         self.inv1_violations = 0
         self.inv2_violations = 0
         self.restored: str | None = None

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvarts.content import UNIT_BYTES, pack_units
+from kvarts.content import UNIT_BYTES
 from kvarts.llm.host import ModelHost
 from kvarts.llm.listener import EngineDeadError, Gone
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.outbox import Outbox
+from kvarts.owners.shares import owner_of
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.session.appending import Appending
@@ -40,6 +41,24 @@ INFOS_AT_ONCE = 64
 """Sessions of a list that are looked at between two steps: a millisecond, or less."""
 
 
+class _Held:
+    """Tokens of an append, 8 bytes each, until they are in the history."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that wait."""
+        return len(self.packed) // UNIT_BYTES
+
+    def drop(self) -> None:
+        """Forget them: the history has them."""
+        self.packed = b""
+
+
 class Sessions:
     """A SessionRuntime over `table`. Everything but waiting happens in the thread of the engine, between steps.
 
@@ -59,6 +78,8 @@ class Sessions:
         self._appending = Appending(table, None if keeper is None else keeper.histories)
         self._exclusive = Exclusive()
         self._under_way: dict[str, UnderWay] = {}
+        self._waiting: dict[str, set[_Held]] = {}
+        """By owner: tokens of appends that are not in histories yet."""
         self._outbox: Outbox | None = None
         self._reaper: asyncio.Task[None] | None = None
 
@@ -92,13 +113,16 @@ class Sessions:
     ) -> int:
         """Append tokens; return the length of the history when their KV is in pages."""
         self._check_open()
-        packed = self._packed(tokens)
-        session = await self._get(owner, session_id)
-        await self._take(session, queue=queue)
-        # What was appended is there, whether its client waits for the KV or not.
-        appending = asyncio.get_running_loop().create_task(self._append(owner, session, packed, expected_length))
-        appending.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(appending)
+        # Each wait below may be long, and many calls may wait: none keeps more of the tokens than it needs.
+        held = _Held(self._packed(tokens))
+        del tokens
+        with self._pending(owner, held):
+            session = await self._get(owner, session_id)
+            await self._take(session, queue=queue)
+            # What was appended is there, whether its client waits for the KV or not.
+            appending = asyncio.get_running_loop().create_task(self._append(owner, session, held, expected_length))
+            appending.add_done_callback(lambda task: task.cancelled() or task.exception())
+            return await asyncio.shield(appending)
 
     async def generate(
         self,
@@ -288,8 +312,8 @@ class Sessions:
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    async def _append(self, owner: str, session: Session, packed: bytes, expected_length: int | None) -> int:
-        await self._write_ahead(session, packed, expected_length)
+    async def _append(self, owner: str, session: Session, held: _Held, expected_length: int | None) -> int:
+        await self._write_ahead(session, held.packed, expected_length)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -313,7 +337,8 @@ class Sessions:
 
         def begin(engine: LLMEngine) -> int | None:
             nonlocal length
-            with self._appending.done(session, packed, expected_length):
+            with self._appending.done(session, held.packed, expected_length):
+                held.drop()
                 length = session.history_length
                 return turn.begin(engine)
 
@@ -321,6 +346,20 @@ class Sessions:
         self._host.loop.start(begin, turn)
         await done
         return length
+
+    @contextmanager
+    def _pending(self, owner: str, held: _Held) -> Iterator[None]:
+        """Count tokens that wait to be appended. Raise SessionsExhaustedError if histories have no room for them."""
+        name = owner_of(owner)
+        waiting = self._waiting.setdefault(name, set())
+        self._table.capacity.check_tokens(owner, held.num_tokens + sum(other.num_tokens for other in waiting))
+        waiting.add(held)
+        try:
+            yield
+        finally:
+            waiting.discard(held)
+            if not waiting:
+                self._waiting.pop(name, None)
 
     async def _write_ahead(self, session: Session, packed: bytes, expected_length: int | None) -> None:
         """Have tokens on disk before they are appended, of a session that this has; if it fails, pass that on."""
@@ -408,12 +447,17 @@ class Sessions:
 
     def _packed(self, tokens: Sequence[int]) -> bytes:
         vocab_size = self._host.vocab_size
-        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            place = next(place for place, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        given = np.asarray(tokens) if len(tokens) else np.zeros(0, np.uint64)
+        if given.dtype.kind in "iu":
+            wrong = np.flatnonzero((given < 0) | (given >= vocab_size)).tolist()
+        else:  # above what 8 bytes hold, or no numbers at all
+            wrong = [place for place, token in enumerate(tokens) if not 0 <= token < vocab_size]
+        if wrong:
             raise SessionValueError(
-                f"token {tokens[place]} at place {place} is not in the vocabulary of {vocab_size}", field="token_ids"
+                f"token {tokens[wrong[0]]} at place {wrong[0]} is not in the vocabulary of {vocab_size}",
+                field="token_ids",
             )
-        return pack_units(tokens)
+        return given.astype(np.uint64, copy=False).tobytes()
 
     async def _get(self, owner: str, session_id: str) -> Session:
         session = self._table.find(owner, session_id)  # nothing changes, so it need not wait for the end of a step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from secrets import token_hex
 
 import msgspec
@@ -13,6 +13,7 @@ from kvarts.errors import ConfigError
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.llm.host import ModelHost
 from kvarts.llm.text import Generation
+from kvarts.session.capacity import Capacity
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import SessionsExhaustedError
 from kvarts.session.invariants import count_retained, holds_what_it_should
@@ -35,10 +36,17 @@ class SessionTable:
     """Owner of all sessions, and of the pages that bounded ones have of the engine's. For the thread of the engine.
 
     A bounded session is admitted if the most that it holds between steps fits beside that of all others; the room for
-    chunks is there once for all. So none ever waits for memory.
+    chunks is there once for all. So none ever waits for memory. `shares`: of owners, see Capacity.
     """
 
-    def __init__(self, host: ModelHost, config: SessionsConfig, *, new_id: Callable[[], str] = random_id) -> None:
+    def __init__(
+        self,
+        host: ModelHost,
+        config: SessionsConfig,
+        *,
+        shares: Mapping[str, float] | None = None,
+        new_id: Callable[[], str] = random_id,
+    ) -> None:
         self.host = host
         self.config = config
         self.on_removed: Callable[[Session, EndReason], object] | None = None
@@ -49,6 +57,9 @@ class SessionTable:
         self._reserve = host.core.scheduler.own_pages.reserve
         self._memory = memory_of(host)
         self._room = self._memory.room(config.chunk_tokens)
+        self.capacity = Capacity(config, self._most_pages() - self._room.num_pages, shares or {})
+        self._salts: dict[str, str] = {}
+        """A random name of each owner with a session: events name the owner of pages so, to all that read them."""
         self._sessions: dict[str, Session] = {}
         self._num_bounded = 0
         self._num_made = 0
@@ -114,7 +125,7 @@ class SessionTable:
         settings that the model cannot have.
         """
         keeps = self._keeps(settings)
-        self._make_room(keeps, may_evict=may_evict)
+        self._make_room(owner, keeps, may_evict=may_evict)
         pages = None
         if keeps is not None:
             self._reserve_pages(keeps)
@@ -124,14 +135,15 @@ class SessionTable:
     def fork(self, session: Session, label: str) -> Session:
         """Return a new session with the history and settings of `session`, and its pages, which they share."""
         keeps = None if session.pages is None else session.pages.keeps
-        self._make_room(keeps, spare=session)
+        settings = session.settings
+        if label:
+            settings = msgspec.structs.replace(settings, label=label)
+        self.capacity.check_tokens(session.owner, session.history_length)
+        self._make_room(session.owner, keeps, spare=session)
         pages = None
         if session.pages is not None and keeps is not None:
             self._reserve_pages(keeps)
             pages = session.pages.fork()
-        settings = session.settings
-        if label:
-            settings = msgspec.structs.replace(settings, label=label)
         other = self._add(session.owner, settings, pages, None, bytes(session.content.units))
         other.num_computed = session.num_computed
         other.furthest = session.furthest
@@ -144,8 +156,9 @@ class SessionTable:
         del self._sessions[session.session_id]
         self._ended_by_reason[reason] = self._ended_by_reason.get(reason, 0) + 1
         self.unpin(session)
+        self.capacity.remove(session, self._num_reserved(session.pages))
         if session.pages is not None:
-            most_pages = self._memory.most_pages(session.pages.keeps)
+            most_pages = self._num_reserved(session.pages)
             session.pages.release()
             self._num_bounded -= 1
             self._reserve.shrink(most_pages if self._num_bounded else most_pages + self._room.num_pages)
@@ -198,6 +211,7 @@ class SessionTable:
         session.content = Content(
             bytearray(units), num_tokens=length, page_size=self._page_size, owner=content.owner, salt=content.salt
         )
+        self.capacity.recount(session)
         session.num_computed = min(session.num_computed, length)
         session.furthest = session.num_computed
         session.touched_ns = self.now_ns()
@@ -291,46 +305,60 @@ class SessionTable:
             return 0
         return self._memory.most_pages(keeps) + (0 if self._num_bounded else self._room.num_pages)
 
-    def _make_room(self, keeps: SinkWindow | None, spare: Session | None = None, *, may_evict: bool = True) -> None:
+    def _make_room(
+        self, owner: str, keeps: SinkWindow | None, spare: Session | None = None, *, may_evict: bool = True
+    ) -> None:
         """See to it that one more session fits, and evict idle ones for that where that is wanted, and helps."""
-        config, scheduler = self.config, self.host.core.scheduler
+        scheduler, capacity = self.host.core.scheduler, self.capacity
         num_wanted = self._num_wanted(keeps)
         if scheduler.pins is not None:
             scheduler.pins.give_up(num_wanted)
         # A request that is here already must fit beside what is reserved, or it would wait for ever.
         most_pages = min(self._most_pages(), self._memory.total - scheduler.most_pages_needed())
         num_free = min(most_pages - self._reserve.num_pages, scheduler.cache.num_free)
-        num_missing = num_wanted - num_free if num_wanted else 0
-        is_full = config.max_sessions is not None and len(self._sessions) >= config.max_sessions
+        num_missing = num_missing_of_owner = 0
+        if keeps is not None:
+            num_missing_of_owner = self._memory.most_pages(keeps) - capacity.pages.room(owner)
+            num_missing = max(num_wanted - num_free, num_missing_of_owner)
+        num_too_many = 1 - capacity.sessions.room(owner)
         leaving: list[Session] = []
-        if may_evict and config.at_capacity == "evict" and (is_full or num_missing > 0):
+        if may_evict and self.config.at_capacity == "evict" and (num_too_many > 0 or num_missing > 0):
             idle = [session for session in self._sessions.values() if session.state == "idle" and session is not spare]
-            for session in sorted(idle, key=lambda session: session.touched_ns):
-                if not is_full and num_missing <= 0:
-                    break
-                if session.pages is not None:
-                    num_missing -= self._memory.most_pages(session.pages.keeps)
-                elif not is_full:
-                    continue  # all its pages are empty already
-                is_full = False
-                leaving.append(session)
-        if is_full:
+            pages_of = {session.session_id: self._num_reserved(session.pages) for session in idle}
+            leaving = capacity.leaving(
+                owner,
+                sorted(idle, key=lambda session: session.touched_ns),
+                num_sessions=num_too_many,
+                num_pages=num_missing,
+                pages_of=pages_of,
+            )
+            num_too_many -= len(leaving)
+            num_missing -= sum(pages_of[session.session_id] for session in leaving)
+        if num_too_many > 0:
+            num_used, num_of_owner = capacity.sessions.num_used, capacity.sessions.used(owner)
+            is_full = num_used >= capacity.sessions.total
             raise SessionsExhaustedError(
-                f"there are {len(self._sessions)} sessions, which is the most",
+                f"there are {num_used} sessions, which is the most"
+                if is_full
+                else f"the owner has {num_of_owner} of {num_used} sessions, and what is left is kept for others",
                 field="max_sessions",
                 hint="Close one, or allow more.",
             )
         if num_missing > 0:
             page_bytes = self.host.token_bytes * self._page_size
+            num_left = max(0, num_free, 0) if num_missing_of_owner <= 0 else max(0, capacity.pages.room(owner))
             raise SessionsExhaustedError(
                 f"the session needs {num_wanted} {self._memory.unit} ({num_wanted * page_bytes:,} bytes), and "
-                f"{max(0, num_free)} of {self._most_pages()} are free beside {len(self._sessions)} sessions and what "
-                "else runs",
+                f"{num_left} of {self._most_pages()} are free beside {len(self._sessions)} sessions and what else runs",
                 field="session_memory",
                 hint="Close a session, keep a smaller window, or give sessions more memory.",
             )
         for session in leaving:
             self.remove(session, "evicted")
+
+    def _num_reserved(self, pages: OwnTables | None) -> int:
+        """Return the pages that are reserved for a session with these."""
+        return 0 if pages is None else self._memory.most_pages(pages.keeps)
 
     def _most_pages(self) -> int:
         bounds = [self._memory.total]
@@ -353,14 +381,23 @@ class SessionTable:
             num_tokens=len(tokens) // 8,
             page_size=self._page_size,
             owner=-1 - self._num_made,  # no request has it
-            salt=owner or None,
+            salt=self._salt_of(owner),
         )
         session = Session(
             self._new_id() if session_id is None else session_id, owner, settings, content, pages, self.now_ns()
         )
         assert session.session_id not in self._sessions
         self._sessions[session.session_id] = session
+        self.capacity.add(session, self._num_reserved(pages))
         return session
+
+    def _salt_of(self, owner: str) -> str | None:
+        """Return the salt of an owner's pages: the same for all of its sessions, as long as it has one."""
+        if not owner:
+            return None
+        if owner not in self._salts:
+            self._salts[owner] = random_id()
+        return self._salts[owner]
 
 
 def memory_of(host: ModelHost) -> SessionMemory:

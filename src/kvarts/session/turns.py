@@ -82,6 +82,7 @@ class Turns:
         session.state = "idle"
         session.touched_ns = self._table.now_ns()
         session.content.trim()  # it may be idle for long
+        self._table.capacity.recount(session)
         if session.pages is not None:
             start, end = request.start, max(request.num_computed, request.start)
             session.num_computed = max(session.num_computed, end)

@@ -12,6 +12,8 @@ from kvarts.limits import MOST_SECONDS, MOST_UINT32, check_number, check_whole
 from kvarts.sampling import TopLogprobs
 
 __all__ = [
+    "MAX_ENDS",
+    "MAX_LABEL_CHARS",
     "Done",
     "Positions",
     "Retention",
@@ -22,10 +24,23 @@ __all__ = [
     "Token",
     "Truncated",
     "Update",
+    "check_label",
 ]
 
 Positions = Literal["global", "cache"]
 Retention = Literal["pin", "cache", "host"]
+
+
+MAX_LABEL_CHARS = 256
+"""Of a client's name for a session."""
+MAX_ENDS = 1024
+"""Token ids that end the generations of a session, or one of them."""
+
+
+def check_label(label: str) -> None:
+    """Raise ConfigError for a label that is too long."""
+    if len(label) > MAX_LABEL_CHARS:
+        raise ConfigError(f"has {len(label)} characters, and {MAX_LABEL_CHARS} at most", field="label")
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +82,9 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"must be 'pin', 'cache' or 'host', got {self.retention!r}", field="retention")
         if self.ttl_s is not None:
             check_number(self.ttl_s, "ttl_s", above=True, most=MOST_SECONDS)
+        check_label(self.label)
+        if len(self.eos_token_ids) > MAX_ENDS:
+            raise ConfigError(f"has {len(self.eos_token_ids)} ids, and {MAX_ENDS} at most", field="eos_token_ids")
 
     def num_retained(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens are retained."""

@@ -1,4 +1,5 @@
-"""The rule of KV groups: the parts of all groups, times the blocks of each, are the blocks that a row counts.
+"""The rule of KV groups: the parts of all groups, times the blocks of each, are the blocks that a row counts, and
+those of each group change by no more than was allocated and freed.
 
 Blocks that sessions reserve are used, and no parts.
 """
@@ -27,6 +28,9 @@ class GroupParts(Rule):
     def __init__(self, groups: Any) -> None:
         super().__init__()
         self._sizes: list[int] = []
+        self._before: list[int] | None = None
+        self._row_before = -2
+        self._reserved_before = 0
         if groups == []:
             self.why_not = "kv_groups says nothing of any group, or is too long to be kept"
             return
@@ -51,6 +55,38 @@ class GroupParts(Rule):
             if places:
                 self.why_not = None
                 self._add_up(chunk, what, places, said)
+        self._move(chunk)
+
+    def _move(self, chunk: Chunk) -> None:
+        """Compare what each group has used with the row before: what moves was allocated or freed.
+
+        A part that is taken from what is reserved is used already.
+        """
+        said, sizes = chunk.parts["group_used_parts"], np.array(self._sizes, np.float64)
+        wrong = [parts is None or len(parts) != len(sizes) for parts in said]
+        rows = np.array([np.full(len(sizes), np.nan) if bad else parts for bad, parts in zip(wrong, said, strict=True)])
+        rows = rows.reshape(len(said), len(sizes))
+        if len(rows):
+            first = np.full(len(sizes), np.nan) if self._before is None else np.array(self._before, np.float64)
+            changes = np.diff(rows, axis=0, prepend=first[None]) * sizes
+            allocated, freed = chunk.columns["allocated"], chunk.columns["freed"]
+            reserved = np.maximum(chunk.columns["reserved_blocks"], 0)
+            more, less = np.maximum(changes, 0.0).sum(axis=1), np.maximum(-changes, 0.0).sum(axis=1)
+            known = (allocated >= 0) & (freed >= 0) & (reserved == 0)
+            known &= (np.diff(chunk.rows, prepend=self._row_before) == 1) & ~np.isnan(more)
+            known &= np.concatenate(([self._reserved_before == 0], reserved[:-1] == 0))
+            for place in np.flatnonzero(known & ((more > allocated) | (less > freed))).tolist():
+                added, taken = int(more[place]), int(less[place])
+                self.add(
+                    f"used: parts of {added} blocks were added and of {taken} taken away, with {allocated[place]} "
+                    f"allocated and {freed[place]} freed",
+                    step=int(chunk.columns["step"][place]),
+                    row=int(chunk.rows[place]),
+                    added_blocks=added,
+                    taken_blocks=taken,
+                )
+            self._before = None if wrong[-1] else said[-1]
+            self._row_before, self._reserved_before = int(chunk.rows[-1]), int(reserved[-1])
 
     def _add_up(self, chunk: Chunk, what: str, places: list[int], said: list[list[int] | None]) -> None:
         blocks = chunk.columns[f"{what}_blocks"].tolist()

@@ -42,7 +42,7 @@ def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[R
         Flux(said("initial_used_blocks")),
         Leak(),
     ]
-    if top.get("kv_groups") is not None:
+    if "kv_groups" in top:
         rules.append(GroupParts(top["kv_groups"]))
     if limits.max_bytes is not None:
         rules.append(Boundedness(limits.max_bytes, limits.block_bytes or said("block_bytes")))

@@ -71,6 +71,12 @@ def load_model(
     except FileNotFoundError as error:
         raise MissingFileError(_first_line(error), path=path) from error
     except Exception as error:  # transformers and safetensors raise many kinds for broken files
+        if "weights_only" in str(error):  # PyTorch's advice is to load it all the same
+            raise InputError(
+                "weights are a pickle that holds more than tensors, which could run code: it is not loaded",
+                path=path,
+                hint="Convert them to safetensors.",
+            ) from error
         raise InputError(f"weights cannot be read: {_first_line(error)}", path=path) from error
     for what in ("missing_keys", "mismatched_keys"):
         if report.get(what):

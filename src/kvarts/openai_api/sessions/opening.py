@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def open_own(
     served: Served,
     config: SessionsConfig,
     *,
+    shares: Mapping[str, float] | None = None,
     state_dir: Path | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> SessionsDoor:
@@ -67,4 +68,4 @@ def open_own(
     host = served.host
     if config.memory_bytes is None and config.max_pages is None:
         config = msgspec.structs.replace(config, max_pages=max(1, memory_of(host).total // 2))
-    return SessionsDoor(sessions_on(host, config, state_dir=state_dir, say=say), served, is_own=True)
+    return SessionsDoor(sessions_on(host, config, shares=shares, state_dir=state_dir, say=say), served, is_own=True)

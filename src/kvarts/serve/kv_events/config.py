@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.keys import VLLM_DEFAULT_SEED, KeyAlgorithm
-from kvarts.reach import check_reach
+from kvarts.reach import check_endpoint, check_reach
 
 __all__ = ["EventGroup", "Form", "KvEventsConfig", "at_rank"]
 
 Form = Literal["map", "array"]
-
-MAX_PORT = 65_535
-_ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+")
 
 
 class EventGroup(msgspec.Struct, frozen=True):
@@ -58,14 +54,15 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     insecure: int = 0
 
     def __post_init__(self) -> None:
+        if self.form not in ("map", "array"):
+            raise ConfigError(f"must be 'map' or 'array', got {self.form!r}", field="form")
+        for field, least in (("rank", 0), ("buffer_steps", 1), ("high_water_mark", 0)):
+            if getattr(self, field) < least:
+                raise ConfigError(f"must be at least {least}, got {getattr(self, field)}", field=field)
         for field in ("endpoint", "replay_endpoint"):
             value = getattr(self, field)
-            if value is not None and not _ENDPOINT.fullmatch(value):
-                raise ConfigError(
-                    f"is no endpoint: {value!r}", field=field, hint="An endpoint is tcp://HOST:PORT or ipc://PATH."
-                )
-            if value is not None and _port(value) + self.rank > MAX_PORT:
-                raise ConfigError(f"has no port for rank {self.rank}: {value}", field=field)
+            if value is not None:
+                check_endpoint(value, field=field, binds=not self.connects, offset=self.rank)
             if value is not None and value.startswith("tcp://") and not (self.connects and field == "endpoint"):
                 check_reach(
                     value.removeprefix("tcp://").rpartition(":")[0],
@@ -75,11 +72,6 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     asks_for_token=False,
                     missing="KV events hold the tokens of all prompts: publish at tcp://127.0.0.1:PORT or ipc://PATH",
                 )
-        if self.form not in ("map", "array"):
-            raise ConfigError(f"must be 'map' or 'array', got {self.form!r}", field="form")
-        for field, least in (("rank", 0), ("buffer_steps", 1), ("high_water_mark", 0)):
-            if getattr(self, field) < least:
-                raise ConfigError(f"must be at least {least}, got {getattr(self, field)}", field=field)
 
     def for_model(self, name: str, place: int) -> KvEventsConfig:
         """Return the same for model `name`, of several the one at `place` from 0: each at the next port, as engines of

@@ -9,7 +9,8 @@ there is, all under the number of the last batch that they include. vLLM answers
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import ceil
 from threading import Event as Flag
 from threading import Thread
 from typing import Any, Protocol
@@ -19,7 +20,8 @@ import zmq
 from kvarts.errors import ConfigError
 from kvarts.serve.kv_events.batch_queue import BatchQueue
 from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
-from kvarts.serve.kv_events.told import Batch
+from kvarts.serve.kv_events.replies import Frames, Replies, Reply
+from kvarts.serve.kv_events.told import Batch, Cleared, Told
 from kvarts.serve.kv_events.wire import Wire
 
 __all__ = ["END", "FULL_STATE", "StateSource", "ZmqPublisher"]
@@ -28,7 +30,12 @@ END = b"\xff" * 8
 FULL_STATE = (-2).to_bytes(8, "big", signed=True)
 LINGER_MS = 1000
 RUNS_IN_A_MESSAGE = 1000
-"""Of full state: bounds the size of a message."""
+BLOCKS_IN_A_MESSAGE = 4096
+"""Of full state: these bound the size of a message."""
+ANSWERED = (b"", b"", END, b"")
+MAX_PAST_BYTES = 64 << 20
+MAX_SUBSCRIPTION_BYTES = 4096
+SUBSCRIPTIONS_AT_ONCE = 1000
 
 
 class StateSource(Protocol):
@@ -53,14 +60,17 @@ class ZmqPublisher:
         self._source = source
         self._wire = Wire(config.form, rank=config.rank, hash_bytes=config.hash_bytes, groups=config.groups)
         self._topic = config.topic.encode()
-        self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._past: deque[bytes] = deque()
+        """The payloads of the last batches: `buffer_steps` of them, and not more than MAX_PAST_BYTES."""
+        self._num_past_bytes = 0
+        self._first_past = 0
+        """The number of the first of them."""
         self.num_sent = 0
-        self.num_replays = 0
-        self.num_bad_requests = 0
         self.num_subscriptions = 0
         """Subscriptions that hold now."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
+        self._replies: Replies | None = None
         try:
             self._publish = self._open_publish()
             self.endpoint = _name_of(self._publish)
@@ -68,6 +78,7 @@ class ZmqPublisher:
             if config.replay_endpoint is not None:
                 self._replay = self._open_replay(config.replay_endpoint)
                 self.replay_endpoint = _name_of(self._replay)
+                self._replies = Replies(self._replay, self._reply_to)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -75,6 +86,21 @@ class ZmqPublisher:
         self._is_closing = False
         self._thread = Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
+
+    @property
+    def num_replays(self) -> int:
+        """Requests that were answered."""
+        return 0 if self._replies is None else self._replies.num_answered
+
+    @property
+    def num_bad_requests(self) -> int:
+        """Messages that were no requests."""
+        return 0 if self._replies is None else self._replies.num_bad
+
+    @property
+    def num_dropped_requests(self) -> int:
+        """Requests that got no answer, or not all of it: there were too many."""
+        return 0 if self._replies is None else self._replies.num_dropped
 
     def wait_for_subscriber(self, timeout_s: float | None = None) -> bool:
         """Wait until there has been a subscription; return whether there has."""
@@ -95,14 +121,14 @@ class ZmqPublisher:
         publish: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
         publish.setsockopt(zmq.XPUB_VERBOSER, 1)
         publish.setsockopt(zmq.SNDHWM, config.high_water_mark)
+        publish.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
         publish.setsockopt(zmq.LINGER, LINGER_MS)
         _open(publish, at_rank(config.endpoint, config.rank), "endpoint", connects=config.connects)
         return publish
 
     def _open_replay(self, endpoint: str) -> zmq.Socket[bytes]:
         replay: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        # With a mark, a ROUTER silently drops what a slow client has not read: a replay would have gaps of its own.
-        replay.setsockopt(zmq.SNDHWM, 0)
+        Replies.set_limits(replay)
         replay.setsockopt(zmq.LINGER, LINGER_MS)
         _open(replay, at_rank(endpoint, self._config.rank), "replay_endpoint")
         return replay
@@ -115,15 +141,18 @@ class ZmqPublisher:
         poller.register(self._publish, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
+        wait_ms: int | None = None
         while True:
             is_closing = self._is_closing  # asked first: what was put before it was set is sent
             if not is_closing:
-                poller.poll()
+                poller.poll(wait_ms)
             self._heed_subscriptions()
             for batch in self._queue.take():
                 self._send(batch)
-            if self._replay is not None:
-                self._answer(self._replay)
+            if self._replies is not None:
+                self._replies.take()
+                again_s = self._replies.send()
+                wait_ms = None if again_s is None else ceil(again_s * 1000)
             if is_closing and self._queue.is_empty:
                 break
         self._publish.close()
@@ -134,12 +163,23 @@ class ZmqPublisher:
     def _send(self, batch: Batch) -> None:
         payload = self._wire.encode(batch.told, batch.time_s)
         self._publish.send_multipart((self._topic, _number(batch.seq), payload))
-        self._past.append((batch.seq, payload))
+        if not self._past:
+            self._first_past = batch.seq
+        self._past.append(payload)
+        self._num_past_bytes += len(payload)
+        while len(self._past) > self._config.buffer_steps or (
+            self._num_past_bytes > MAX_PAST_BYTES and len(self._past) > 1
+        ):
+            self._num_past_bytes -= len(self._past.popleft())
+            self._first_past += 1
         self.num_sent += 1
 
     def _heed_subscriptions(self) -> None:
-        while self._publish.poll(0):
-            message = self._publish.recv()
+        for _ in range(SUBSCRIPTIONS_AT_ONCE):
+            try:
+                message = self._publish.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
             if not message:
                 continue
             if message[0]:
@@ -150,39 +190,47 @@ class ZmqPublisher:
             else:
                 self.num_subscriptions -= 1
 
-    def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        while replay.poll(0):
-            frames = replay.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) > 8:
-                self.num_bad_requests += 1
-                continue
-            client, _, start = frames
-            for number, payload in self._answers(start):
-                replay.send_multipart((client, b"", self._topic, number, payload))
-            replay.send_multipart((client, b"", b"", END, b""))
-            self.num_replays += 1
+    def _reply_to(self, frames: list[bytes]) -> Reply | None:
+        """Return the answer to a request, None for no request."""
+        if len(frames) != 2 or len(frames[1]) > 8:
+            return None
+        if frames[1] == FULL_STATE:
+            return Reply(self._state, is_copy=True)
+        first = int.from_bytes(frames[1], "big")
+        if self._config.state_on_replay and first < self._first_past:
+            return Reply(self._state, is_copy=True)
+        return Reply(lambda: self._batches(first), is_copy=False)
 
-    def _answers(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        if start == FULL_STATE:
-            yield from self._state()
-            return
-        first = int.from_bytes(start, "big")
-        past = list(self._past)
-        oldest = past[0][0] if past else 0
-        if self._config.state_on_replay and first < oldest:
-            yield from self._state()
-            return
-        for seq, payload in past:
-            if seq >= first:
-                yield _number(seq), payload
+    def _batches(self, seq: int) -> Iterator[Frames]:
+        """Yield the batches from `seq` on that are left, up to the last one of now, and the end."""
+        end = self._first_past + len(self._past)
+        while True:
+            seq = max(seq, self._first_past)
+            if seq >= end:
+                break
+            yield b"", self._topic, _number(seq), self._past[seq - self._first_past]
+            seq += 1
+        yield ANSWERED
 
-    def _state(self) -> Iterator[tuple[bytes, bytes]]:
+    def _state(self) -> Iterator[Frames]:
+        """Yield everything that there is, in messages of bounded size, and the end."""
         state = self._source.snapshot()
-        if state.seq < 0:
-            return
-        for start in range(0, len(state.told), RUNS_IN_A_MESSAGE):
-            part = state.told[start : start + RUNS_IN_A_MESSAGE]
-            yield _number(state.seq), self._wire.encode(part, state.time_s)
+        if state.seq >= 0:
+            for part in _parts(state.told):
+                yield b"", self._topic, _number(state.seq), self._wire.encode(part, state.time_s)
+        yield ANSWERED
+
+
+def _parts(told: Sequence[Told]) -> Iterator[Sequence[Told]]:
+    """Yield all of `told`, in parts of at most RUNS_IN_A_MESSAGE runs, and BLOCKS_IN_A_MESSAGE blocks if possible."""
+    start = num_blocks = 0
+    for place, one in enumerate(told):
+        num_more = 0 if isinstance(one, Cleared) else len(one.keys)
+        if place > start and (place - start >= RUNS_IN_A_MESSAGE or num_blocks + num_more > BLOCKS_IN_A_MESSAGE):
+            yield told[start:place]
+            start, num_blocks = place, 0
+        num_blocks += num_more
+    yield told[start:]
 
 
 def _number(seq: int) -> bytes:

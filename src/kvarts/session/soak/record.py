@@ -97,13 +97,18 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as far as it went. `ended_by` is None while it goes on; `why`: the error that ended it."""
+    """A run as far as it went. `ended_by` is None while it goes on; `why`: the error that ended it. Raises ConfigError
+    for a time that cannot be.
+    """
 
     plan: SoakPlan
     samples: list[Sample]
     duration_s: float
     ended_by: EndedBy | None = None
     why: str | None = None
+
+    def __post_init__(self) -> None:
+        check_number(self.duration_s, "duration_s", most=MOST_SECONDS)
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
