@@ -25,7 +25,7 @@ class Trace:
 
     `requests` may be any iterable; what is no list is read as it is needed, so it must come in arrival order.
     `has_output_tokens`: some request has `output_units`, so prompts have to be compared token by token.
-    `has_sessions`: some request has a `session_id`; found out by itself for a list.
+    `has_sessions`: some request has a `session_id`, or waits for others; found out by itself for a list.
     `knows_prefixes`: the recording says what prompts have in common; if not, every prompt is unlike any other.
     `left_out`: how many rows of the file are not requests here, by reason. `warnings`: what a report has to say of how
     it was read.
@@ -48,7 +48,7 @@ class Trace:
         self.unit_tokens = unit_tokens
         self.has_output_tokens = has_output_tokens
         if isinstance(requests, list):
-            has_sessions = any(request.session_id is not None for request in requests)
+            has_sessions = any(request.session_id is not None or request.after for request in requests)
         self.has_sessions = has_sessions
         self.knows_prefixes = knows_prefixes
         self.name = name
