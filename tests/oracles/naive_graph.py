@@ -79,23 +79,17 @@ def naive_closed_loop(requests: Sequence[TraceRequest], durations: dict[int, int
 
 def naive_plays(requests: Sequence[TraceRequest], edges: Edges) -> list[list[TraceRequest]]:
     """Requests that hang together, or are of one session, in order of the first that waits for nothing."""
+    pairs = [(row, other) for row, waits in edges.items() for other, _, _ in waits]
+    pairs += [
+        (a.row, b.row) for a in requests for b in requests if a.session_id is not None and a.session_id == b.session_id
+    ]
     groups = [{request.row} for request in requests]
-    waits, edges = edges, {row: list(waits) for row, waits in edges.items()}
-    for a in requests:
-        for b in requests:
-            if a.session_id is not None and a.session_id == b.session_id:
-                edges[a.row].append((b.row, 0, False))
-    changed = True
-    while changed:
-        changed = False
-        for row, waits in edges.items():
-            for other, _, _ in waits:
-                mine = next(group for group in groups if row in group)
-                its = next(group for group in groups if other in group)
-                if mine is not its:
-                    mine |= its
-                    groups.remove(its)
-                    changed = True
+    for a_row, b_row in pairs:
+        mine = next(group for group in groups if a_row in group)
+        its = next(group for group in groups if b_row in group)
+        if mine is not its:
+            mine |= its
+            groups.remove(its)
     plays = [[request for request in requests if request.row in group] for group in groups]
     place = {request.row: place for place, request in enumerate(requests)}
-    return sorted(plays, key=lambda play: min(place[each.row] for each in play if not waits[each.row]))
+    return sorted(plays, key=lambda play: min(place[each.row] for each in play if not edges[each.row]))
