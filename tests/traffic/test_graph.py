@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +17,12 @@ from kvarts.errors import InputError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.editing import anonymized, merged, repeated, scaled, sliced
+from kvarts.traffic.formats import load_trace
 from kvarts.traffic.graph import components
 from kvarts.traffic.source import ClosedLoop, OpenLoop, Source
-from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import After
+from kvarts.traffic.writing import trace_lines
 
 from builders.rooms import HAS_AUDIT
 from oracles.naive_graph import naive_closed_loop, naive_edges, naive_open_loop, naive_plays, ready_ns
@@ -155,3 +160,97 @@ def test_requests_that_could_never_arrive_are_refused(waits: dict[int, int], say
         OpenLoop(Trace(requests))
     with pytest.raises(InputError, match="two requests of one row"):
         OpenLoop(Trace([*requests[2:], requests[2], TraceRequest(5, 0, bytes(8), 4, 1, session_id="s")]))
+
+
+# Dynamo's agentic traces ----------------------------------------------------------------------------------
+
+FORMS = Path(__file__).parent / "forms"
+AGENTIC = FORMS / "agentic-mooncake.jsonl"
+
+
+def test_an_agentic_trace_says_what_its_requests_wait_for() -> None:
+    trace = load_trace(AGENTIC)
+    assert (trace.unit_tokens, trace.knows_prefixes) == (64, True)
+    requests = {request.request_id: request for request in trace}
+    assert requests["p:1"].after == (After(0, 20 * MS, of_arrival=True),)
+    assert requests["p:3"].after == (After(0, 30 * MS), After(1, 0), After(2, 5 * MS))
+    assert [request.arrival_ns // MS for request in trace] == [0, 10, 20, 40, 60]
+    units = {name: np.frombuffer(spell(request.units), np.uint64).tolist() for name, request in requests.items()}
+    assert units["p:0"][0] == units["p:3"][0] != units["q:0"][0]  # ids are local to their plays
+    report = replay(trace, ReplayConfig(num_pages=100, page_size=64, cost=lambda batch: 4.0))
+    row = report.request_columns
+    arrivals = dict(zip(row["row"].tolist(), row["arrival_ns"].tolist(), strict=True))
+    ends = dict(zip(row["row"].tolist(), row["last_token_ns"].tolist(), strict=True))
+    # Not before its time, and not before what it waits for: 0 takes two steps, 2 four and 3 waits for all of them.
+    assert arrivals[1] == 20 * MS
+    assert arrivals[2] == max(40 * MS, ends[0] + 3 * MS // 2)
+    assert arrivals[3] == max(60 * MS, ends[0] + 30 * MS, ends[1], ends[2] + 5 * MS)
+    assert report.summary["num_input_tokens"] == 128 + 100 + 128 + 192 + 64
+    assert report.summary["num_cached_tokens"] == 64 + 64 + 128
+
+
+def test_rows_of_the_first_version_wait_for_names() -> None:
+    trace = load_trace(FORMS / "agentic-mooncake-v1.jsonl")
+    requests = {request.request_id: request for request in trace}
+    assert requests["left"].after == (After(0, 5 * MS),)
+    assert requests["right"].after == (After(0, 2 * MS),)
+    assert requests["end"].after == (After(1, 0), After(2, 0))
+    report = replay(trace, ReplayConfig(num_pages=1000, page_size=512, cost=lambda batch: 4.0))
+    assert report.summary["num_input_tokens"] == 1000 + 600 + 700 + 1100
+    assert report.summary["num_cached_tokens"] == 512 + 512 + 512
+    assert report.requests["arrival_ms"][3] == max(report.requests["last_token_ms"][1:3])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "field"),
+    [
+        ('"version": 2', '"version": 3', 1, "version"),
+        ('"block_size": 64', '"block_size": 0', 1, "block_size"),
+        ('"hash_ids": [101, 303]', '"hash_ids": [101]', 3, "hash_ids"),
+        ('"request_id": "p:2", "play_id"', '"request_id": "p:1", "play_id"', 4, "request_id"),
+        ('"request_id": "p:1", "relation"', '"request_id": "p:9", "relation"', 5, "dependencies[1].request_id"),
+        ('"trigger": "dispatch"', '"trigger": "start"', 3, "dependencies[0].trigger"),
+        ('"not_before_ms": 10.0', '"not_before_ms": -1', 6, "not_before_ms"),
+        ('"input_length": 192', '"input_length": 0', 5, "input_length"),
+    ],
+)
+def test_a_malformed_agentic_row_is_named(tmp_path: Path, old: str, new: str, line: int, field: str) -> None:
+    text = AGENTIC.read_text()
+    assert old in text
+    path = tmp_path / "trace"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(InputError) as caught:
+        load_trace(path)
+    assert (caught.value.line, caught.value.field) == (line, field)
+
+
+def test_names_that_no_row_has_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text((FORMS / "agentic-mooncake-v1.jsonl").read_text().replace('["root"]', '["rot"]'))
+    with pytest.raises(InputError, match="waits for 'rot'"):
+        load_trace(path)
+
+
+@given(graphs(), st.data())
+def test_what_waits_is_written_and_read_again(requests: list[TraceRequest], data: st.DataObject) -> None:
+    trace = Trace(requests, unit_tokens=16)
+    durations = {request.row: data.draw(st.integers(0, 9)) * MS for request in requests}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        path.write_bytes(b"".join(trace_lines(trace)))
+        again = load_trace(path, session_turns=None if any(request.after for request in requests) else "whole",
+                           trace_block_size=None if any(request.after for request in requests) else 16)  # fmt: skip
+    arrivals = sorted(simulated(OpenLoop(again), durations).items())
+    assert arrivals == sorted(simulated(OpenLoop(trace), durations).items())
+    shared = [[a.units == b.units for b in requests] for a in requests]
+    by_row = sorted(again, key=lambda request: request.row)
+    assert [[a.units == b.units for b in by_row] for a in by_row] == shared
+
+
+def test_agents_are_written_and_read_again(tmp_path: Path) -> None:
+    trace = load_trace(FORMS / "agentx.jsonl")
+    path = tmp_path / "trace"
+    path.write_bytes(b"".join(trace_lines(trace)))
+    config = ReplayConfig(num_pages=1000, page_size=16)
+    one, two = (replay(each, config).summary for each in (trace, load_trace(path)))
+    assert {**one, "trace": ""} == {**two, "trace": ""}

@@ -123,6 +123,18 @@ FORMS: tuple[Form, ...] = (
         tells_prefixes=True,
     ),
     Form(
+        name="agentic-mooncake",
+        title="agentic traces of NVIDIA Dynamo: requests that wait for requests",
+        signs=_signs("schema version block_size", "request_id play_id not_before_ms"),
+        example='{"schema":"dynamo.agentic_mooncake","version":2,"block_size":64,"hash_id_scope":"local","source":'
+        '{"format":"weka","digest":"d"}}\n{"request_id":"a","play_id":"p","session_id":"s","model":"m","input_length":'
+        '128,"output_length":2,"hash_ids":[101,202],"not_before_ms":0.0,"dependencies":[]}',
+        reader="agentic:load_agentic",
+        takes=frozenset(),
+        refuses={BLOCK_SIZE: SAYS_ITSELF, SKIPPING: "a play without one of its requests is another play"},
+        tells_prefixes=True,
+    ),
+    Form(
         name="bailian",
         title="usage traces of Qwen-Bailian",
         signs=_signs("chat_id hash_ids"),
