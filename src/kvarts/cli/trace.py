@@ -179,7 +179,7 @@ def _write(trace: Trace, output: Path | None) -> None:
             file.writelines(trace_lines(trace))
     _say(trace)
     is_agentic = any(request.after for request in trace.requests or ())
-    if trace.unit_tokens != 512 and not is_agentic:  # whose header says it
+    if trace.unit_tokens != 512 and not is_agentic:  # the header of agentic lines says it
         click.echo(f"kvarts: a hash id stands for {trace.unit_tokens} tokens: read it with "
                    f"--trace-block-size {trace.unit_tokens}", err=True)  # fmt: skip
 

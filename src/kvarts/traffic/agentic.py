@@ -189,7 +189,7 @@ def _placed(requests: list[TraceRequest]) -> list[TraceRequest]:
 def agentic_lines(trace: Trace) -> Iterator[bytes]:
     """Return a header, and a line for each request. Ids are of scope `local`, unless plays share some of them.
 
-    Turns that wait for the turn before them have it as a dependency. A request whose time does not matter has 0.
+    Turns that wait for the turn before them have it as a dependency. If the time of a request does not matter, it is 0.
     """
     requests = trace.requests or list(trace)
     plays = components(requests)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -85,7 +86,9 @@ def _decoded(
         raise InputError("is nested too deeply") from None
 
 
-def nothing_left(file: TraceFile, left_out: Counter[str], num_skipped: int = 0) -> InputError:
+def nothing_left(
+    file: TraceFile, left_out: Mapping[str, int] = MappingProxyType({}), num_skipped: int = 0
+) -> InputError:
     """Return the error for a file without a request, with what was left out of it."""
     counts = [f"{count:,} {reason}" for reason, count in left_out.items()]
     if num_skipped:
