@@ -160,6 +160,17 @@ FORMS: tuple[Form, ...] = (
         reader="logs:load_spend_log",
     ),
     Form(
+        name="claude-code",
+        title="session files of Claude Code, one or a directory of them; prefixes are inferred",
+        signs=_signs("type sessionId message timestamp"),
+        example='{"parentUuid":null,"isSidechain":false,"type":"assistant","sessionId":"s","requestId":"req_1","uuid":"u",'
+        '"timestamp":"2026-04-01T10:00:00.000Z","message":{"model":"m","id":"msg_1","role":"assistant","usage":'
+        '{"input_tokens":5,"cache_creation_input_tokens":500,"cache_read_input_tokens":10000,"output_tokens":200}}}',
+        reader="claude_code:load_claude_code",
+        reads_directories=True,
+        tells_prefixes=True,
+    ),
+    Form(
         name="llmservingsim",
         title="workloads of LLMServingSim, with requests or sessions",
         signs=_signs("input_toks arrival_time_ns", "arrival_time_ns sub_requests"),

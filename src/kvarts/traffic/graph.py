@@ -72,14 +72,13 @@ def _chain(
         before, request = requests[place - 1], requests[place]
         others = joined.get(place, [])
         if not others:
-            delay_ns = request.wait_ns
-            if delay_ns is None:
-                delay_ns = max(0, request.start_ns - before.known_end_ns)
-            after[request.row] = (After(before.row, delay_ns),)
+            known = None if request.wait_ns is None else After(before.row, request.wait_ns)
+            after[request.row] = (known or _after(before, request),)
             continue
-        last_ns = max(before.known_end_ns, *(other.known_end_ns for other in others))
-        delay_ns = max(0, request.start_ns - last_ns)
-        after[request.row] = tuple(After(other.row, delay_ns) for other in (before, *others))
+        ended = [other for other in (before, *others) if other.known_end_ns <= request.start_ns]
+        delay_ns = request.start_ns - max(other.known_end_ns for other in ended)
+        waits = [After(other.row, delay_ns) for other in ended]
+        after[request.row] = tuple(waits if before in ended else (*waits, _after(before, request)))
 
 
 def components(requests: Sequence[TraceRequest], *, by_name: bool = False) -> list[int]:
