@@ -145,6 +145,7 @@ def anonymized(trace: Trace) -> Trace:
         msgspec.structs.replace(
             request,
             units=numbers.of(0, request.units),
+            answered_units=None if request.answered_units is None else numbers.of(0, request.answered_units),
             output_units=None if request.output_units is None else numbers.of(0, request.output_units),
             session_id=_name(sessions, request.session_id, "session"),
             tenant=_name(tenants, request.tenant, "tenant"),
@@ -181,6 +182,7 @@ def _apart(request: TraceRequest, source: int, numbers: _Numbers) -> TraceReques
     return msgspec.structs.replace(
         request,
         units=numbers.of(source, request.units),
+        answered_units=None if request.answered_units is None else numbers.of(source, request.answered_units),
         output_units=None if request.output_units is None else numbers.of(source, request.output_units),
         session_id=None if request.session_id is None else f"{source}:{request.session_id}",
         request_id=None if request.request_id is None else f"{source}:{request.request_id}",

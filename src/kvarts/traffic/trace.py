@@ -64,6 +64,19 @@ class Trace:
         """All requests, if they are known beforehand."""
         return self._requests if isinstance(self._requests, list) else None
 
+    @property
+    def tells_hits(self) -> bool:
+        """Whether hit ratios are exact: it says what prompts have in common, and all answers that could come back."""
+        if not self.knows_prefixes or not isinstance(self._requests, list):
+            return False
+        lasts = {request.session_id: request.row for request in self._requests}
+        return all(
+            request.output_units is not None
+            or request.answered_units is not None
+            or (request.session_id is not None and lasts[request.session_id] == request.row)
+            for request in self._requests
+        )
+
     def said(self) -> list[str]:
         """Return the warnings that a report repeats, with what hit ratios are worth."""
         if self.knows_prefixes:
@@ -78,6 +91,9 @@ class Trace:
         num_tokens = request.num_prompt_tokens
         units, unit_tokens = request.units, self.unit_tokens
         units = spell(units)
+        if request.answered_units is not None and know_output and not self.has_output_tokens:
+            units = request.answered_units
+            num_tokens += request.num_output_tokens
         if self.has_output_tokens:
             if unit_tokens > 1:
                 ids = np.frombuffer(units, np.uint64)
