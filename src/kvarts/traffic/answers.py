@@ -62,14 +62,11 @@ def _answered(request: TraceRequest, following: TraceRequest, unit_tokens: int, 
 def _shared_ids(requests: list[TraceRequest]) -> set[int]:
     """Return the last ids of prompts that several prompts have."""
     lasts = np.array([_last_id(request) for request in requests], np.uint64)
-    every = np.concatenate([np.frombuffer(request.units, np.uint64) for request in requests if _has_ids(request)])
+    ids = [request.units for request in requests if isinstance(request.units, bytes)]
+    every = np.frombuffer(b"".join(ids), np.uint64)
     names, counts = np.unique(every, return_counts=True)
     several: set[int] = set(names[counts > 1].tolist())
     return several & set(lasts.tolist())
-
-
-def _has_ids(request: TraceRequest) -> bool:
-    return isinstance(request.units, bytes)
 
 
 def _last_id(request: TraceRequest) -> int:
