@@ -32,6 +32,8 @@ RENAMED: list[Renamed] = [
             ("*stdout", rb"^warning  +\S.*\n(?: {14}\S.*\n)*"),
             ("*", rb'^ +"warnings": \[\n(?: +".*\n)+ +\],\n'),
             ("*", rb'^ +"left_out": \{\n(?: +".*\n)+ +\},\n'),
+            ("*", rb'^ +"prefix_hit_ratio_is_lower_bound": (?:true|false),\n'),
+            ("*stdout", rb"(?<=^prefix hits   )at least "),
         )
     ),
 ]

@@ -22,6 +22,7 @@ from kvarts.traffic.formats import load_trace
 from kvarts.traffic.kv_cache_tester import load_kv_cache_tester
 from kvarts.traffic.source import OpenLoop
 from kvarts.traffic.trace import TraceRequest
+from kvarts.traffic.trace_request import After
 
 from builders.rooms import HAS_AUDIT
 from oracles.naive_kv_cache_tester import naive_read, naive_sessions
@@ -80,11 +81,17 @@ def by_session(path: Path) -> dict[str, list[TraceRequest]]:
     return sessions
 
 
+def _waits_s(turn: TraceRequest, sessions_of_rows: dict[int, tuple[str, int]]) -> dict[tuple[str, int, bool], float]:
+    """What a request waits for besides the turn before it, in seconds: which turn of which session, and from where."""
+    return {(*sessions_of_rows[each.row], each.of_arrival): each.delay_ns / 1e9 for each in turn.after}
+
+
 def assert_read_as_naively(path: Path, paths: list[Path]) -> None:
     """Compare sessions, turns, waits and tokens, and which blocks are equal: ids themselves are the reader's affair."""
     naive = {name: turns for file in paths for name, turns in naive_sessions(naive_read(file)).items()}
     block_size = naive_read(paths[0])["block_size"]
     read = by_session(path)
+    sessions_of_rows = {turn.row: (name, place) for name, turns in read.items() for place, turn in enumerate(turns)}
     assert read.keys() == {name for name, turns in naive.items() if turns}
     unit_of: dict[tuple[str, int], int] = {}
     rests = []
@@ -93,8 +100,9 @@ def assert_read_as_naively(path: Path, paths: list[Path]) -> None:
             assert turn.num_prompt_tokens == expected.input_tokens
             assert turn.num_output_tokens == (expected.output_tokens or 1)
             assert turn.arrival_ns / 1e9 == pytest.approx(expected.begin_s)
-            assert (turn.delay_ns is None) == (expected.wait_s is None)
-            if expected.wait_s is not None:
+            assert _waits_s(turn, sessions_of_rows) == pytest.approx(expected.waits_s)
+            assert turn.after or (turn.delay_ns is None) == (expected.wait_s is None)
+            if expected.wait_s is not None and not turn.after:
                 assert turn.delay_ns is not None and turn.delay_ns / 1e9 == pytest.approx(expected.wait_s)
             assert isinstance(turn.units, bytes)
             units = np.frombuffer(turn.units, np.uint64).tolist()
@@ -146,16 +154,20 @@ def test_turns_wait_for_each_other_and_for_their_client(tmp_path: Path) -> None:
     sessions = by_session(write(tmp_path / "one.json", GOOD))
     assert list(sessions) == ["one", "one/a"]
     waits = [turn.delay_ns for turn in sessions["one"]]
-    # The second turn has no recorded end, so the third waits for as long as it came after the second; the last comes
-    # 40 - 20 - 1.5 s after the end of the one before it.
-    assert waits == [None, 3_000_000_000, 15_000_000_000, 18_500_000_000]
+    # The second turn has no recorded end, so the third waits for as long as it came after the second. The sub-agent
+    # begins 4 s after the end of the third, and ends at 29.5 s: the last turn waits for both, and for 10.5 s more.
+    assert waits == [None, 3_000_000_000, 15_000_000_000, 0]
     assert [turn.arrival_ns for turn in sessions["one/a"]] == [25_500_000_000, 28_500_000_000]
+    third, (agent, last_of_agent) = sessions["one"][2], sessions["one/a"]
+    assert agent.after == (After(third.row, 4_000_000_000),)
+    joined = {each.row: each.delay_ns for each in sessions["one"][3].after}
+    assert joined == dict.fromkeys((third.row, last_of_agent.row), 10_500_000_000)
 
 
 def test_a_session_replays_in_order(tmp_path: Path) -> None:
     source = OpenLoop(load_kv_cache_tester(write(tmp_path / "one.json", GOOD)))
     first = source.pop()
-    assert (first.session_id, first.num_prompt_tokens, source.next_ns()) == ("one", 130, 25_500_000_000)
+    assert (first.session_id, first.num_prompt_tokens, source.next_ns()) == ("one", 130, None)
     source.done(first, 1_000)
     assert source.next_ns() == 3_000_001_000
 
@@ -306,3 +318,49 @@ def assert_read_or_refused(path: Path) -> None:
         assert error.path == path  # noqa: PT017
     else:
         assert replay(trace, ReplayConfig(num_pages=100)).summary["num_requests"] == len(list(trace))
+
+
+AGENTX = Path(__file__).parent / "forms" / "agentx.jsonl"
+
+
+def test_agentx_has_a_session_per_line_and_times_of_the_session(tmp_path: Path) -> None:
+    """Each line is read as a file with it would be."""
+    trace = load_trace(AGENTX)
+    assert [request.row for request in trace if request.arrival_ns == 0] == [0, 7]
+    folder = tmp_path / "plays"
+    folder.mkdir()
+    for number, line in enumerate(AGENTX.read_text().splitlines()):
+        (folder / f"{number}.json").write_text(line)
+    assert list(load_trace(folder)) == list(trace)
+    assert_read_as_naively(folder / "0.json", [folder / "0.json"])
+    # The first two sub-agents are joined by the second turn, after 2 s; nothing waits for the last one.
+    by_row = {request.row: request for request in trace}
+    assert by_row[1].after == tuple(After(row, 2_000_000_000) for row in (0, 4, 5))
+    assert by_row[6].after == (After(1, 1_000_000_000),)
+    assert all(each.row != 6 for request in trace for each in request.after)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(AGENTX.read_text().replace('"in": 128, "out": 3', '"in": 0, "out": 3'))
+    with pytest.raises(InputError) as caught:
+        load_trace(bad)
+    assert (caught.value.line, caught.value.field) == (2, "requests[0].in")
+
+
+def test_parents_wait_for_their_agents_however_long_these_take() -> None:
+    """The sums of AgentX, its hits and its joins, on a device that is a hundred times slower than the recording."""
+    trace = load_trace(AGENTX)
+    report = replay(trace, ReplayConfig(num_pages=1000, page_size=64, cost=lambda batch: 5_000.0))
+    requests = report.request_columns
+    arrivals = dict(zip(requests["row"].tolist(), requests["arrival_ns"].tolist(), strict=True))
+    ends = dict(zip(requests["row"].tolist(), requests["last_token_ns"].tolist(), strict=True))
+    assert arrivals[1] == max(ends[row] for row in (0, 4, 5)) + 2_000_000_000
+    assert arrivals[3] == ends[0] + 500_000_000
+    assert report.summary["num_input_tokens"] == 130 + 70 + 140 + 64 + 260 + 128 + 300 + 128
+    # In whole blocks, all but a prompt's last token: 1-2 again twice, 1-4, and 9 again, once by a prompt of 64 tokens.
+    assert report.summary["num_cached_tokens"] == 128 + 256 + 64
+
+
+@pytest.mark.parametrize("inner_t", [0.0, 1.0])
+def test_times_of_agents_count_from_their_beginning_if_they_must(tmp_path: Path, inner_t: float) -> None:
+    value = deepcopy(GOOD)
+    value["requests"][3]["requests"][0]["t"] = inner_t
+    assert_read_as_naively(write(tmp_path / "t.json", value), [tmp_path / "t.json"])

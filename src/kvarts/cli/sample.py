@@ -40,6 +40,14 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
             default="whole, refused if they look like deltas",
         ),
     ] = None
+    answers: Annotated[
+        Literal["recorded", "implied"],
+        setting(
+            "Whether answers that the trace does not have are taken from the next turn's prompt, where that tells "
+            "them.",
+            metavar="KIND",
+        ),
+    ] = "recorded"
     workload: Annotated[Any, setting("Table of a Workload: traffic made from a seed.", flag=None)] = None
 
 
@@ -62,12 +70,21 @@ def load_traffic(given: Given, trace: Path | None) -> Trace:
     if trace is None and "trace" in given:
         trace = given.path_of("trace")
     if trace is not None:
-        return load_trace(trace, **reading_of(given))
+        return _answered(load_trace(trace, **reading_of(given)), given)
     from importlib.resources import as_file, files
 
     click.echo(f"kvarts: replaying {SAMPLE_SOURCE}; give a TRACE to replay your own", err=True)
     with as_file(files("kvarts") / "data" / SAMPLE) as directory:
-        return load_trace(directory, **reading_of(given))
+        return _answered(load_trace(directory, **reading_of(given)), given)
+
+
+def _answered(trace: Trace, given: Given) -> Trace:
+    """Return a trace with the answers that the settings say."""
+    if "answers" not in given or given["answers"] == "recorded":
+        return trace
+    from kvarts.traffic.answers import with_implied_answers
+
+    return with_implied_answers(trace)
 
 
 def over_sample_settings(given: Given, sections: Sequence[Section]) -> Given:

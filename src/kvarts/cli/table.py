@@ -60,6 +60,7 @@ def render_table(summary: dict[str, Any]) -> str:
     lines += [
         _row(
             "prefix hits",
+            f"{'at least ' if summary.get('prefix_hit_ratio_is_lower_bound') else ''}"
             f"{as_percent(summary['prefix_hit_ratio'])} of prompt tokens "
             f"({summary['num_cached_tokens']:,} of {summary['num_input_tokens']:,})",
         ),

@@ -57,7 +57,8 @@ def _writing(command: Callable[..., None]) -> Callable[..., None]:
 def trace_command() -> None:
     """Look at traces, and make traces from traces.
 
-    A TRACE is what `kvarts replay` takes. What is made is Mooncake's JSON lines, on standard output.
+    A TRACE is what `kvarts replay` takes. What is made is Mooncake's JSON lines, on standard output, or where requests
+    wait for requests, those of Dynamo's agentic traces.
     """
 
 
@@ -96,7 +97,7 @@ def forms_command(as_json: bool) -> None:
 @click.argument("trace", type=INPUT)
 @_writing
 def convert_command(trace: Path, output: Path | None, **reading: Any) -> None:
-    """Write a TRACE of any form as Mooncake's JSON lines."""
+    """Write a TRACE of any form as JSON lines."""
     _write(_load(trace, reading), output)
 
 
@@ -168,16 +169,17 @@ def _load(path: Path, reading: dict[str, Any]) -> Trace:
 
 def _write(trace: Trace, output: Path | None) -> None:
     from kvarts.files import check_writable, whole_file
-    from kvarts.traffic.writing import mooncake_lines
+    from kvarts.traffic.writing import trace_lines
 
     if output is None:
-        print_bytes(b"".join(mooncake_lines(trace)))
+        print_bytes(b"".join(trace_lines(trace)))
     else:
         check_writable(output)
         with whole_file(output) as file:
-            file.writelines(mooncake_lines(trace))
+            file.writelines(trace_lines(trace))
     _say(trace)
-    if trace.unit_tokens != 512:
+    is_agentic = any(request.after for request in trace.requests or ())
+    if trace.unit_tokens != 512 and not is_agentic:  # the header of agentic lines says it
         click.echo(f"kvarts: a hash id stands for {trace.unit_tokens} tokens: read it with "
                    f"--trace-block-size {trace.unit_tokens}", err=True)  # fmt: skip
 

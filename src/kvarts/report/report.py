@@ -196,6 +196,7 @@ class Report:
             "output_throughput_tokens_per_s": _ratio(output_tokens, duration_s),
             "goodput": self._goodput(ttft_ns, tpot_ns, several, e2e_ns, duration_s),
             "prefix_hit_ratio": _ratio(cached_tokens, input_tokens),
+            "prefix_hit_ratio_is_lower_bound": not self._trace.tells_hits,
             "prefix_hit_ratio_by_tier": {name: _ratio(hit, input_tokens) for name, hit in cached_by_tier.items()},
             "num_cached_tokens": cached_tokens,
             "num_cached_tokens_by_tier": cached_by_tier,

@@ -10,6 +10,7 @@ import numpy as np
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
 from kvarts.limits import LATEST_NS, MOST_REQUESTS, MOST_SECONDS, check_number, check_whole
+from kvarts.traffic.graph import components
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 from kvarts.traffic.trace_request import Units
 
@@ -48,6 +49,7 @@ def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
     first = traces[0]
     requests: list[TraceRequest] = []
     numbers = _Numbers()
+    first_row = 0
     for number, trace in enumerate(traces):
         if trace.unit_tokens != first.unit_tokens:
             raise ConfigError(
@@ -56,7 +58,11 @@ def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
                 field="merge",
                 hint="Merge traces of one block size.",
             )
-        requests += [request if same_ids else _apart(request, number, numbers) for request in known(trace)]
+        of_trace = known(trace)
+        if not same_ids:
+            of_trace = [_apart(request, number, numbers) for request in of_trace]
+        requests += [_moved(request, first_row) for request in of_trace]
+        first_row += 1 + max(request.row for request in of_trace)
     return _like(
         first,
         requests,
@@ -79,6 +85,9 @@ def scaled(trace: Trace, rate: float) -> Trace:
                 request,
                 arrival_ns=round(request.arrival_ns / rate),
                 delay_ns=None if request.delay_ns is None else round(request.delay_ns / rate),
+                after=tuple(
+                    msgspec.structs.replace(each, delay_ns=round(each.delay_ns / rate)) for each in request.after
+                ),
             )
             for request in known(trace)
         ],
@@ -89,29 +98,37 @@ def repeated(trace: Trace, copies: int) -> Trace:
     """Return `copies` of each request at its time, with ids and sessions of their own: users that share nothing."""
     check_whole(copies, "copies", most=max(1, MOST_REQUESTS // max(1, len(known(trace)))))
     numbers = _Numbers()
-    requests = [_apart(request, number, numbers) for number in range(copies) for request in known(trace)]
-    return _like(trace, requests)
+    num_rows = 1 + max(request.row for request in known(trace))
+    return _like(
+        trace,
+        [
+            _moved(_apart(request, number, numbers), number * num_rows)
+            for number in range(copies)
+            for request in known(trace)
+        ],
+    )
 
 
 def spread(trace: Trace, duration_ns: int) -> Trace:
     """Return the same with sessions that begin evenly over `duration_ns`, in the order in which they begin now.
 
-    Requests without a session keep their times. A session named PARENT/CHILD keeps its distance from its parent.
+    Requests without a session keep their times. A session named PARENT/CHILD, and one that waits for another, keeps its
+    distance from that.
     """
     requests = known(trace)
-    begins: dict[str, int] = {}
-    for request in requests:
+    plays = components(requests, by_name=True)
+    begins: dict[int, int] = {}
+    for request, play in zip(requests, plays, strict=True):
         if request.session_id is not None:
-            begins.setdefault(request.session_id.partition("/")[0], request.arrival_ns)
-    places = {name: place for place, name in enumerate(begins)}
+            begins.setdefault(play, request.arrival_ns)
+    places = {play: place for place, play in enumerate(begins)}
     moved = []
-    for request in requests:
-        if request.session_id is None:
+    for request, play in zip(requests, plays, strict=True):
+        if play not in begins:
             moved.append(request)
             continue
-        name = request.session_id.partition("/")[0]
-        begin_ns = places[name] * duration_ns // len(begins)
-        moved.append(msgspec.structs.replace(request, arrival_ns=request.arrival_ns - begins[name] + begin_ns))
+        begin_ns = places[play] * duration_ns // len(begins)
+        moved.append(msgspec.structs.replace(request, arrival_ns=request.arrival_ns - begins[play] + begin_ns))
     return _like(trace, moved)
 
 
@@ -127,14 +144,14 @@ def anonymized(trace: Trace) -> Trace:
     requests = [
         msgspec.structs.replace(
             request,
-            row=row,
             units=numbers.of(0, request.units),
+            answered_units=None if request.answered_units is None else numbers.of(0, request.answered_units),
             output_units=None if request.output_units is None else numbers.of(0, request.output_units),
             session_id=_name(sessions, request.session_id, "session"),
             tenant=_name(tenants, request.tenant, "tenant"),
             request_id=None,
         )
-        for row, request in enumerate(known(trace))
+        for request in known(trace)
     ]
     return _like(trace, requests, name="anonymized")
 
@@ -165,10 +182,17 @@ def _apart(request: TraceRequest, source: int, numbers: _Numbers) -> TraceReques
     return msgspec.structs.replace(
         request,
         units=numbers.of(source, request.units),
+        answered_units=None if request.answered_units is None else numbers.of(source, request.answered_units),
         output_units=None if request.output_units is None else numbers.of(source, request.output_units),
         session_id=None if request.session_id is None else f"{source}:{request.session_id}",
         request_id=None if request.request_id is None else f"{source}:{request.request_id}",
     )
+
+
+def _moved(request: TraceRequest, num_rows: int) -> TraceRequest:
+    """Return `request` with its row, and those that it waits for, `num_rows` further down."""
+    after = tuple(msgspec.structs.replace(each, row=each.row + num_rows) for each in request.after)
+    return msgspec.structs.replace(request, row=request.row + num_rows, after=after)
 
 
 def _name(names: dict[str, str], name: str | None, kind: str) -> str | None:
@@ -184,18 +208,29 @@ def _like(
     name: str | None = None,
     warnings: Sequence[str] | None = None,
 ) -> Trace:
-    """Return `requests` as a trace like `trace`: in arrival order, the first at 0, and first turns without a delay."""
+    """Return `requests` as a trace like `trace`: in arrival order, the first at 0, and first turns without a delay.
+
+    What waited only for requests that are not there any more arrives at its time.
+    """
     first_ns = min(request.arrival_ns for request in requests)
     requests = sorted(requests, key=lambda request: request.arrival_ns)
     begun: set[str] = set()
     placed = []
+    new_rows = {request.row: row for row, request in enumerate(requests)}
     for row, request in enumerate(requests):
         delay_ns = request.delay_ns
-        if request.session_id is not None and request.session_id not in begun:
-            begun.add(request.session_id)
+        after = tuple(
+            msgspec.structs.replace(each, row=new_rows[each.row]) for each in request.after if each.row in new_rows
+        )
+        is_first = request.session_id is not None and request.session_id not in begun
+        if (is_first and not after) or (request.after and not after):
             delay_ns = None
+        if request.session_id is not None:
+            begun.add(request.session_id)
         placed.append(
-            msgspec.structs.replace(request, row=row, arrival_ns=request.arrival_ns - first_ns, delay_ns=delay_ns)
+            msgspec.structs.replace(
+                request, row=row, arrival_ns=request.arrival_ns - first_ns, delay_ns=delay_ns, after=after
+            )
         )
     return Trace(
         placed,

@@ -123,6 +123,18 @@ FORMS: tuple[Form, ...] = (
         tells_prefixes=True,
     ),
     Form(
+        name="agentic-mooncake",
+        title="agentic traces of NVIDIA Dynamo: requests that wait for requests",
+        signs=_signs("schema version block_size", "request_id play_id not_before_ms"),
+        example='{"schema":"dynamo.agentic_mooncake","version":2,"block_size":64,"hash_id_scope":"local","source":'
+        '{"format":"weka","digest":"d"}}\n{"request_id":"a","play_id":"p","session_id":"s","model":"m","input_length":'
+        '128,"output_length":2,"hash_ids":[101,202],"not_before_ms":0.0,"dependencies":[]}',
+        reader="agentic:load_agentic",
+        takes=frozenset(),
+        refuses={BLOCK_SIZE: SAYS_ITSELF, SKIPPING: "a play without one of its requests is another play"},
+        tells_prefixes=True,
+    ),
+    Form(
         name="bailian",
         title="usage traces of Qwen-Bailian",
         signs=_signs("chat_id hash_ids"),
@@ -146,6 +158,17 @@ FORMS: tuple[Form, ...] = (
         example='{"request_id":"chatcmpl-1","call_type":"acompletion","prompt_tokens":1200,"completion_tokens":30,'
         '"startTime":"2025-01-01T10:00:00.000Z","endTime":"2025-01-01T10:00:03.000Z"}',
         reader="logs:load_spend_log",
+    ),
+    Form(
+        name="claude-code",
+        title="session files of Claude Code, one or a directory of them; prefixes are inferred",
+        signs=_signs("type sessionId message timestamp"),
+        example='{"parentUuid":null,"isSidechain":false,"type":"assistant","sessionId":"s","requestId":"req_1","uuid":"u",'
+        '"timestamp":"2026-04-01T10:00:00.000Z","message":{"model":"m","id":"msg_1","role":"assistant","usage":'
+        '{"input_tokens":5,"cache_creation_input_tokens":500,"cache_read_input_tokens":10000,"output_tokens":200}}}',
+        reader="claude_code:load_claude_code",
+        reads_directories=True,
+        tells_prefixes=True,
     ),
     Form(
         name="llmservingsim",

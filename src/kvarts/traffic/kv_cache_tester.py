@@ -9,7 +9,11 @@ requests of an agent that ran beside the session. Other fields are left alone.
 How this becomes requests of a trace:
 
 - A session's requests are its turns: each waits for the one before it, and then for as long as the client took.
-- A sub-agent is a session of its own. Its `t` is when it was done, so it begins `duration_ms` before that.
+- A sub-agent is a session of its own, `ID/AGENT_ID`. Its first request waits for the last request of its parent that
+  had been sent before it, and the parent's next request after its end waits for it: for as long as in the recording.
+- Times in a sub-agent are those of the session (AgentX), or count from its beginning (kv-cache-tester): then its own
+  `t` is when it was done, and it began `duration_ms` before that. They are read as of the session if no sub-agent of
+  the input would begin before the request that it follows.
 - Ids of scope `local` mean something in their session only, and get its number: two sessions share nothing.
 - The prompt tokens after the last whole block have no id: no other prompt can hit them. Generated tokens can be hit
   only after they have come back as part of a prompt.
@@ -19,6 +23,8 @@ How this becomes requests of a trace:
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,9 +33,11 @@ import numpy as np
 
 from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
+from kvarts.traffic.graph import Recorded, linked
 from kvarts.traffic.rows import NO_ID
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_request import After
 
 __all__ = ["load_kv_cache_tester"]
 
@@ -64,7 +72,7 @@ class _SubAgent(msgspec.Struct, gc=False, tag_field="type", tag="subagent"):
     t: Seconds
     agent_id: str
     requests: _Turns
-    duration_ms: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] = 0
+    duration_ms: Annotated[int, msgspec.Meta(ge=0, lt=10**12)] | None = None
 
 
 class _Play(msgspec.Struct, gc=False):
@@ -84,44 +92,72 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
     files = [TraceFile(each) for each in sorted(_files(file.path))] if file.is_directory else [file]
     if not files:
         raise InputError("has no .json file", path=file.path, hint="Give the directory that holds the traces.")
-    decoder = msgspec.json.Decoder(_Play)
-    requests: list[TraceRequest] = []
-    place_of_session: dict[str, str] = {}
-    block_size, first, number = 0, "", 0
-    for each in files:
-        for line, data in each.records():
-            number += 1
-            place = f"{each.path.name}:{line}" if line > 1 else each.path.name
-            read = _decoded(each, line if each.is_json_lines else None, data, decoder)
-            if block_size and read.block_size != block_size:
-                raise InputError(
-                    f"is {read.block_size}, and {block_size} in {first}",
-                    path=each.path,
-                    line=line if each.is_json_lines else None,
-                    field="block_size",
-                    hint="Replay sessions of one block size at a time.",
-                )
-            block_size, first = read.block_size, first or place
-            session = _Session(
-                each.path,
-                line if each.is_json_lines else None,
-                block_size,
-                first_id=number << ID_BITS if read.hash_id_scope == "local" else 0,
-            )
-            for session_id in session.read(read, requests):
-                if session_id in place_of_session:
-                    raise InputError(
-                        f"{session_id!r} is in {place_of_session[session_id]} as well",
-                        path=each.path,
-                        line=line if each.is_json_lines else None,
-                        field="id",
-                        hint="Keep one of them, or give each session its own id.",
-                    )
-                place_of_session[session_id] = place
-    if not requests:
+    plays = list(_plays(files))
+    if not plays:
         raise InputError("has no requests", path=file.path)
+    has_session_times = _has_session_times(play for _, play in plays)
+    requests: list[TraceRequest] = []
+    place_of_session: dict[str, _Place] = {}
+    left_out: Counter[str] = Counter()
+    for number, (place, play) in enumerate(plays, 1):
+        first, block_size = plays[0][0], plays[0][1].block_size
+        if play.block_size != block_size:
+            raise place.error(
+                f"is {play.block_size}, and {block_size} in {first.name}",
+                "block_size",
+                hint="Replay sessions of one block size at a time.",
+            )
+        first_id = number << ID_BITS if play.hash_id_scope == "local" else 0
+        session = _Session(place, block_size, first_id=first_id, has_session_times=has_session_times)
+        for session_id in session.read(play, requests):
+            if session_id in place_of_session:
+                raise place.error(
+                    f"{session_id!r} is in {place_of_session[session_id].name} as well",
+                    "id",
+                    hint="Keep one of them, or give each session its own id.",
+                )
+            place_of_session[session_id] = place
+        left_out["sub-agents without requests"] += session.num_empty
     requests.sort(key=lambda request: request.arrival_ns)
-    return Trace(requests, unit_tokens=block_size, name=file.name)
+    return Trace(requests, unit_tokens=plays[0][1].block_size, name=file.name, left_out=+left_out)
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a session stands: a file, and the line if the file has one session per line."""
+
+    path: Path
+    line: int | None
+    name: str
+
+    def error(self, what: str, field: str, *, hint: str) -> InputError:
+        return InputError(what, path=self.path, line=self.line, field=field, hint=hint)
+
+
+def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _Play]]:
+    decoder = msgspec.json.Decoder(_Play)
+    for file in files:
+        for line, data in file.records():
+            place = _Place(
+                file.path,
+                line if file.is_json_lines else None,
+                f"{file.path.name}:{line}" if line > 1 else file.path.name,
+            )
+            yield place, _decoded(file, place.line, data, decoder)
+
+
+def _has_session_times(plays: Iterable[_Play]) -> bool:
+    """Return whether times in sub-agents are those of their sessions, for all of an input."""
+    is_later = False
+    for play in plays:
+        before_s = 0.0
+        for entry in play.requests:
+            if not isinstance(entry, _SubAgent):
+                before_s = entry.t
+            elif entry.requests:
+                if entry.requests[0].t < before_s:
+                    return False
+                is_later |= entry.requests[0].t > 0
+    return is_later
 
 
 def _files(directory: Path) -> list[Path]:
@@ -146,13 +182,14 @@ def _decoded(file: TraceFile, line: int | None, data: bytes, decoder: msgspec.js
 
 
 class _Session:
-    """Turns what one JSON object says into requests."""
+    """Turns what one JSON object says into requests. `num_empty`: sub-agents without requests."""
 
-    def __init__(self, path: Path, line: int | None, block_size: int, *, first_id: int) -> None:
-        self._path = path
-        self._line = line
+    def __init__(self, place: _Place, block_size: int, *, first_id: int, has_session_times: bool) -> None:
+        self._place = place
         self._block_size = block_size
         self._first_id = first_id
+        self._has_session_times = has_session_times
+        self.num_empty = 0
 
     def read(self, play: _Play, requests: list[TraceRequest]) -> list[str]:
         """Append all requests of `play`, and return the ids of its sessions: its own, and one a sub-agent."""
@@ -165,47 +202,65 @@ class _Session:
             else:
                 own.append((f"requests[{index}]", entry))
         if not own:
-            raise InputError(
-                "has no request", path=self._path, line=self._line, field="requests", hint="Leave such a file out."
-            )
-        self._append(requests, play.id, own, begin_ns=_ns(own[0][1].t))
+            raise self._place.error("has no request", "requests", hint="Leave such a session out.")
+        first_row = len(requests)
+        main = self._append(requests, play.id, own, begin_ns=_ns(own[0][1].t))
+        children = []
         for field, agent in agents:
-            begin_ns = _ns(agent.t) - agent.duration_ms * NS_PER_MS
-            if begin_ns < 0:
-                raise InputError(
-                    f"is {agent.duration_ms}, and it was done {agent.t} s after the session began",
-                    path=self._path,
-                    line=self._line,
-                    field=f"{field}.duration_ms",
-                    hint="A sub-agent's t is when it was done.",
-                )
-            turns = [(f"{field}.requests[{place}]", turn) for place, turn in enumerate(agent.requests)]
             session_ids.append(f"{play.id}/{agent.agent_id}")
-            self._append(requests, session_ids[-1], turns, begin_ns=begin_ns)
+            turns = [(f"{field}.requests[{place}]", turn) for place, turn in enumerate(agent.requests)]
+            if turns:
+                begin_ns = self._begin_ns(field, agent)
+                children.append(self._append(requests, session_ids[-1], turns, begin_ns=begin_ns))
+            else:
+                self.num_empty += 1
+        if children:
+            self._link(requests, first_row, linked(main, children))
         return session_ids
+
+    def _begin_ns(self, field: str, agent: _SubAgent) -> int:
+        if self._has_session_times:
+            return _ns(agent.requests[0].t)
+        begin_ns = _ns(agent.t) - (agent.duration_ms or 0) * NS_PER_MS
+        if begin_ns < 0:
+            raise self._place.error(
+                f"is {agent.duration_ms}, and it was done {agent.t} s after the session began",
+                f"{field}.duration_ms",
+                hint="A sub-agent's t is when it was done.",
+            )
+        return begin_ns
+
+    @staticmethod
+    def _link(requests: list[TraceRequest], first_row: int, after: dict[int, tuple[After, ...]]) -> None:
+        """Say what requests wait for, where it is not just the turn before them."""
+        for row in range(first_row, len(requests)):
+            request, waits = requests[row], after.get(row, ())
+            is_next_turn = row > first_row and requests[row - 1].session_id == request.session_id
+            if waits and not (is_next_turn and len(waits) == 1):
+                requests[row] = msgspec.structs.replace(request, after=waits, delay_ns=0)
 
     def _append(
         self, requests: list[TraceRequest], session_id: str, turns: list[tuple[str, _Turn]], *, begin_ns: int
-    ) -> None:
-        """Append one session that begins at `begin_ns`. Each turn has the field that it stands in, for errors."""
+    ) -> list[Recorded]:
+        """Append one session that begins at `begin_ns`, and return its times. Turns have their fields, for errors."""
         before: _Turn | None = None
+        recorded = []
         for field, turn in turns:
             delay_ns = None
             if before is not None:
                 if turn.t < before.t:
-                    raise InputError(
+                    raise self._place.error(
                         f"is {turn.t}, before the request before it ({before.t})",
-                        path=self._path,
-                        line=self._line,
-                        field=f"{field}.t",
+                        f"{field}.t",
                         hint="Requests stand in the order in which they were sent.",
                     )
                 delay_ns = _delay_ns(before, turn)
             row = len(requests)
+            start_ns = begin_ns + _ns(turn.t) - _ns(turns[0][1].t)
             requests.append(
                 TraceRequest(
                     row,
-                    begin_ns + _ns(turn.t) - _ns(turns[0][1].t),
+                    start_ns,
                     self._units(row, field, turn),
                     turn.num_input,
                     max(turn.num_output, 1),
@@ -213,18 +268,19 @@ class _Session:
                     delay_ns=delay_ns,
                 )
             )
+            end_ns = None if turn.api_time is None else start_ns + _ns(turn.api_time)
+            recorded.append(Recorded(row, start_ns, end_ns, delay_ns))
             before = turn
+        return recorded
 
     def _units(self, row: int, field: str, turn: _Turn) -> bytes:
         """Return the ids of the whole blocks, and one of its own for the tokens after them."""
         num_whole, num_rest = divmod(turn.num_input, self._block_size)
         if len(turn.hash_ids) != num_whole:
-            raise InputError(
+            raise self._place.error(
                 f"{len(turn.hash_ids)} ids, and {turn.num_input} tokens have {num_whole} whole blocks of "
                 f"{self._block_size}",
-                path=self._path,
-                line=self._line,
-                field=f"{field}.hash_ids",
+                f"{field}.hash_ids",
                 hint="There is one id for each whole block of the prompt.",
             )
         units = np.array(turn.hash_ids, np.uint64) + np.uint64(self._first_id)

@@ -12,7 +12,6 @@ Other fields are left alone.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -20,14 +19,13 @@ import msgspec
 
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
-from kvarts.traffic.rows import load_rows, unlike_any_other
+from kvarts.traffic.rows import date_ns, load_rows, unlike_any_other
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
 
 __all__ = ["load_bailian", "load_spend_log", "load_usage_log"]
 
 BAILIAN_TOKENS = 16
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -112,7 +110,7 @@ def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
     """
 
     def request(row: int, spend: _Spend) -> TraceRequest | str:
-        start_ns = _date_ns(spend.start)
+        start_ns = date_ns(spend.start, "startTime")
         if spend.status == "failure":
             return "failed"
         if not spend.prompt_tokens:
@@ -122,12 +120,3 @@ def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
         return TraceRequest(row, start_ns, units, spend.prompt_tokens, num_output, request_id=spend.request_id)
 
     return load_rows(TraceFile.of(path), _Spend, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
-
-
-def _date_ns(text: str) -> int:
-    try:
-        time = datetime.fromisoformat(text)
-        since = time.replace(tzinfo=time.tzinfo or UTC) - EPOCH
-    except (ValueError, OverflowError):
-        raise InputError(f"{text[:40]!r} is not a time such as 2025-01-01T10:00:00.000Z", field="startTime") from None
-    return since // timedelta(microseconds=1) * 1_000

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
 
 from kvarts.content import pack_units
 from kvarts.errors import InputError, parts_of
-from kvarts.limits import LATEST_NS
+from kvarts.limits import LATEST_NS, brief
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
 
-__all__ = ["NO_ID", "SKIP_HINT", "UNIT_TOKENS", "by_arrival", "load_rows", "nothing_left", "unlike_any_other"]
+__all__ = [
+    "NO_ID",
+    "SKIP_HINT",
+    "UNIT_TOKENS",
+    "by_arrival",
+    "date_ns",
+    "load_rows",
+    "nothing_left",
+    "unlike_any_other",
+]
 
 UNIT_TOKENS = 512
 NO_ID = 1 << 63
 """Added to the number of a row: the unit of tokens that no other prompt has."""
 SKIP_HINT = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
+
+TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 RowT = TypeVar("RowT")
 
@@ -85,7 +100,9 @@ def _decoded(
         raise InputError("is nested too deeply") from None
 
 
-def nothing_left(file: TraceFile, left_out: Counter[str], num_skipped: int = 0) -> InputError:
+def nothing_left(
+    file: TraceFile, left_out: Mapping[str, int] = MappingProxyType({}), num_skipped: int = 0
+) -> InputError:
     """Return the error for a file without a request, with what was left out of it."""
     counts = [f"{count:,} {reason}" for reason, count in left_out.items()]
     if num_skipped:
@@ -106,6 +123,19 @@ def by_arrival(requests: Sequence[TraceRequest], file: TraceFile) -> list[TraceR
     moved = [msgspec.structs.replace(request, arrival_ns=request.arrival_ns - first_ns) for request in requests]
     moved.sort(key=lambda request: request.arrival_ns)
     return moved
+
+
+def date_ns(text: str, field: str) -> int:
+    """Return nanoseconds since 1970 for a date and time, in UTC unless it has an offset. Raise InputError."""
+    match = TIME.fullmatch(text)
+    try:
+        if match is None:
+            raise ValueError
+        whole, fraction, offset = match.groups()
+        since = datetime.fromisoformat(whole + (offset or "+00:00").replace("Z", "+00:00")) - EPOCH
+    except (ValueError, OverflowError):
+        raise InputError(f"{brief(text)} is not a time such as 2024-05-10 00:00:00.01+00:00", field=field) from None
+    return since // timedelta(seconds=1) * 1_000_000_000 + int((fraction or "").ljust(9, "0"))
 
 
 def unlike_any_other(index: int, num_tokens: int, unit_tokens: int = UNIT_TOKENS, *, beside_ids: bool = False) -> bytes:

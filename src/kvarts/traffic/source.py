@@ -1,17 +1,18 @@
 """When the requests of a trace arrive: at their times (open loop), or when others are done (closed loop).
 
 A source answers when the next request arrives and hands it out; it is told when one is done, because that may let
-another one in. A session's turn waits for the turn before it in either loop.
+another one in. In either loop a session's turn waits for the turn before it, and a request for those in its `after`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
 from kvarts.errors import InputError
 from kvarts.limits import LATEST_NS, TooLateError
+from kvarts.traffic.graph import components
 from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["ClosedLoop", "OpenLoop", "Source", "source_of"]
@@ -39,20 +40,115 @@ class Source(Protocol):
         """Return whether a turn of its session waits for `request`."""
 
 
-class _Loop:
-    """What both loops share: the next request of the trace, and turns that are due since the turn before them is done.
+class _Waits:
+    """Requests that wait for others. Owner of how many each still waits for, and when it may arrive at the earliest.
 
-    At one time, turns go first, in the order in which their sessions appear in the trace.
+    Raises InputError for a row that is there twice, for one that waits for a row that is not there, and for requests
+    that wait for each other.
     """
 
     def __init__(self, trace: Trace) -> None:
-        self._has_sessions = trace.has_sessions
-        self._turns: dict[str, deque[TraceRequest]] = {}
-        """For each session, the turns that wait for the turn before them."""
+        self.requests = list(trace)
+        self.roots: list[TraceRequest] = []
+        """Requests that wait for none, in order of the trace."""
+        self.places: dict[int, int] = {}
+        """By row, which of the requests that arrive at one time come first: the order of their sessions."""
+        self._waiting: dict[int, TraceRequest] = {}
+        self._num_left: dict[int, int] = {}
+        self._ready_ns: dict[int, int] = {}
+        self._on_end: dict[int, list[tuple[int, int]]] = {}
+        self._on_arrival: dict[int, list[tuple[int, int]]] = {}
+        self._turns_left: dict[str, int] = {}
+        last_turns: dict[str, int] = {}
+        first_turns: dict[str, int] = {}
+        rows = {request.row for request in self.requests}
+        if len(rows) < len(self.requests):
+            raise InputError("has two requests of one row, and some wait for others", path=trace.name, field="row")
+        for place, request in enumerate(self.requests):
+            row, name = request.row, request.session_id
+            self.places[row] = place if name is None else first_turns.setdefault(name, place)
+            before = None if name is None else last_turns.get(name)
+            if name is not None:
+                last_turns[name] = row
+                self._turns_left[name] = self._turns_left.get(name, 0) + 1
+            num_left = len(request.after)
+            for each in request.after:
+                if each.row not in rows:
+                    raise InputError(
+                        f"row {row + 1} waits for row {each.row + 1}, which is not there",
+                        path=trace.name,
+                        field="after",
+                    )
+                edges = self._on_arrival if each.of_arrival else self._on_end
+                edges.setdefault(each.row, []).append((row, each.delay_ns))
+            if not num_left and before is not None:
+                num_left = 1
+                self._on_end.setdefault(before, []).append((row, request.delay_ns or 0))
+            if num_left:
+                self._waiting[row] = request
+                self._num_left[row] = num_left
+                self._ready_ns[row] = 0
+            else:
+                self.roots.append(request)
+        self._check(trace)
+
+    def _check(self, trace: Trace) -> None:
+        """Raise InputError for requests that can never arrive, since they wait for each other."""
+        left = dict(self._num_left)
+        ready = [request.row for request in self.roots]
+        while ready:
+            row = ready.pop()
+            for waiter, _ in (*self._on_end.get(row, ()), *self._on_arrival.get(row, ())):
+                left[waiter] -= 1
+                if not left[waiter]:
+                    del left[waiter]
+                    ready.append(waiter)
+        if left:
+            raise InputError(
+                f"row {min(left) + 1} waits for a request that waits for it", path=trace.name, field="after"
+            )
+
+    def arrived(
+        self, request: TraceRequest, now_ns: int, scaled: Callable[[int], int]
+    ) -> list[tuple[int, TraceRequest]]:
+        """Take note of an arrival; return the requests that wait for nothing more, with the time they may arrive."""
+        if request.session_id is not None:
+            self._turns_left[request.session_id] -= 1
+        return self._released(self._on_arrival.pop(request.row, None), now_ns, scaled)
+
+    def ended(self, request: TraceRequest, now_ns: int, scaled: Callable[[int], int]) -> list[tuple[int, TraceRequest]]:
+        """Take note of an end, and return as `arrived` does."""
+        return self._released(self._on_end.pop(request.row, None), now_ns, scaled)
+
+    def has_turns_after(self, request: TraceRequest) -> bool:
+        """Return whether a turn of its session has yet to arrive."""
+        return request.session_id is not None and self._turns_left[request.session_id] > 0
+
+    def _released(
+        self, edges: list[tuple[int, int]] | None, now_ns: int, scaled: Callable[[int], int]
+    ) -> list[tuple[int, TraceRequest]]:
+        released = []
+        for row, delay_ns in edges or ():
+            ready_ns = max(self._ready_ns[row], now_ns + scaled(delay_ns))
+            self._ready_ns[row] = ready_ns
+            self._num_left[row] -= 1
+            if not self._num_left[row]:
+                released.append((max(ready_ns, now_ns), self._waiting.pop(row)))
+                del self._num_left[row], self._ready_ns[row]
+        return released
+
+
+class _Loop:
+    """What both loops share: the next request of the trace, and requests that waited and wait for nothing more.
+
+    At one time, requests that waited go first, in the order in which their sessions appear in the trace.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._waits = _Waits(trace) if trace.has_sessions else None
         # A turn may be due long before its row would be read, so with sessions all rows are read first.
-        self._rows = iter([row for row in trace if not self._wait_for_turn(row)] if self._has_sessions else trace)
-        self._places = {session_id: place for place, session_id in enumerate(self._turns)}
-        self._later: list[tuple[int, int, TraceRequest]] = []  # (arrival, place of the session in the trace, turn)
+        self._rows = iter(trace if self._waits is None else self._waits.roots)
+        self._later: list[tuple[int, int, int, TraceRequest]] = []  # (arrival, place, row, request)
         self._upcoming: TraceRequest | None = None
         self._upcoming_ns = 0
 
@@ -64,16 +160,38 @@ class _Loop:
 
     def pop(self) -> TraceRequest:
         """Remove and return the turn that is due, or else the next request of the trace."""
-        if self._later and self._is_turn_next():
-            return heappop(self._later)[2]
-        request = self._upcoming
-        assert request is not None
-        self._advance()
+        arrival_ns, request = self._take()
+        if self._waits is not None:
+            for ready_ns, waiter in self._waits.arrived(request, arrival_ns, self._scaled):
+                self._push(self._no_earlier(ready_ns, waiter), waiter)
         return request
+
+    def _take(self) -> tuple[int, TraceRequest]:
+        if self._later and self._is_turn_next():
+            arrival_ns, _, _, request = heappop(self._later)
+            return arrival_ns, request
+        assert self._upcoming is not None
+        request, arrival_ns = self._upcoming, self._upcoming_ns
+        self._advance()
+        return arrival_ns, request
 
     def has_turns_after(self, request: TraceRequest) -> bool:
         """Return whether a turn of its session waits for `request`."""
-        return request.session_id is not None and bool(self._turns.get(request.session_id))
+        return self._waits is not None and self._waits.has_turns_after(request)
+
+    def _release(self, request: TraceRequest, now_ns: int) -> None:
+        """Let the requests that waited for `request`, and for none else, arrive when they are due."""
+        if self._waits is not None:
+            for ready_ns, waiter in self._waits.ended(request, now_ns, self._scaled):
+                self._push(self._no_earlier(ready_ns, waiter), waiter)
+
+    def _no_earlier(self, ready_ns: int, request: TraceRequest) -> int:
+        """Return when a request that is ready at `ready_ns` arrives, if its own time matters as well."""
+        raise NotImplementedError
+
+    def _scaled(self, time_ns: int) -> int:
+        """Return a delay of the trace as it is replayed."""
+        return time_ns
 
     def _is_turn_next(self) -> bool:
         """Return whether the first of the turns that are due, of which there are some, comes next."""
@@ -83,11 +201,11 @@ class _Loop:
         """Read the next request of the trace."""
         before = self._upcoming
         request = self._upcoming = next(self._rows, None)
-        if request is not None and not self._has_sessions:
-            if request.session_id is not None:
+        if request is not None and self._waits is None:
+            if request.session_id is not None or request.after:
                 raise InputError(
-                    f"row {request.row + 1} belongs to a session",
-                    field="session_id",
+                    f"row {request.row + 1} belongs to a session, or waits for others",
+                    field="session_id" if request.session_id is not None else "after",
                     hint="Say has_sessions=True where the Trace is made, or pass its requests as a list.",
                 )
             if before is not None and request.arrival_ns < before.arrival_ns:
@@ -97,31 +215,15 @@ class _Loop:
                     hint="Sort the requests by time.",
                 )
 
-    def _wait_for_turn(self, request: TraceRequest) -> bool:
-        """Keep `request` back if it is not the first turn of its session; return whether it is kept."""
-        if request.session_id is None:
-            return False
-        turns = self._turns.get(request.session_id)
-        if turns is None:
-            self._turns[request.session_id] = deque()
-            return False
-        turns.append(request)
-        return True
-
-    def _push_turn(self, arrival_ns: int, turn: TraceRequest) -> None:
-        assert turn.session_id is not None
+    def _push(self, arrival_ns: int, request: TraceRequest) -> None:
+        assert self._waits is not None
         if arrival_ns > LATEST_NS:
             raise TooLateError
-        heappush(self._later, (arrival_ns, self._places[turn.session_id], turn))
-
-    def _turn_after(self, request: TraceRequest) -> TraceRequest | None:
-        """Return the turn that waited for `request`; None if there is none."""
-        turns = self._turns.get(request.session_id) if request.session_id is not None else None
-        return turns.popleft() if turns else None
+        heappush(self._later, (arrival_ns, self._waits.places[request.row], request.row, request))
 
 
 class OpenLoop(_Loop):
-    """Requests arrive at their times, divided by `speedup`; so are the delays between a session's turns."""
+    """Requests arrive at their times, divided by `speedup`; so are the delays after those that they wait for."""
 
     def __init__(self, trace: Trace, *, speedup: float = 1.0) -> None:
         super().__init__(trace)
@@ -130,14 +232,11 @@ class OpenLoop(_Loop):
         self._advance()
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
-        """Let the session's next turn arrive at its time, or after its delay."""
-        turn = self._turn_after(request)
-        if turn is not None:
-            if turn.delay_ns is not None:
-                arrival_ns = now_ns + self._scaled(turn.delay_ns)
-            else:
-                arrival_ns = max(now_ns, self._scaled(turn.arrival_ns))
-            self._push_turn(arrival_ns, turn)
+        """Let what waited for `request` arrive at its time, or after its delay."""
+        self._release(request, now_ns)
+
+    def _no_earlier(self, ready_ns: int, request: TraceRequest) -> int:
+        return max(ready_ns, self._scaled(request.arrival_ns)) if request.delay_ns is None else ready_ns
 
     def _scaled(self, time_ns: int) -> int:
         if self._speedup == 1.0:
@@ -154,10 +253,10 @@ class OpenLoop(_Loop):
 
 
 class ClosedLoop(_Loop):
-    """`concurrency` sessions are open at any time; when one is through, the next in order begins.
+    """`concurrency` plays are open at any time; when one is through, the next in order begins.
 
-    A request without a session is a session of one turn. Times of the trace do not matter; a session's next turn comes
-    its delay after the turn before it, and the session keeps its place meanwhile.
+    A play is a session, or all requests that wait for each other, or a request by itself. When it began in the trace
+    does not matter. A turn comes its delay after what it waits for, and the play keeps its place meanwhile.
     """
 
     is_reactive = True
@@ -165,30 +264,65 @@ class ClosedLoop(_Loop):
     def __init__(self, trace: Trace, *, concurrency: int) -> None:
         super().__init__(trace)
         self._num_free = concurrency
+        self._play_of: dict[int, int] = {}
+        self._num_left: dict[int, int] = {}
+        """Requests of each play that have not ended."""
+        self._other_roots: dict[int, list[TraceRequest]] = {}
+        self._first_ns: dict[int, int] = {}
+        self._begun_ns: dict[int, int] = {}
+        if self._waits is not None:
+            self._rows = iter(self._plays(self._waits))
         self._advance()
 
+    def _plays(self, waits: _Waits) -> list[TraceRequest]:
+        """Return the request that begins each play; its other requests follow from that."""
+        begin: dict[int, TraceRequest] = {}
+        for request, play in zip(waits.requests, components(waits.requests), strict=True):
+            self._play_of[request.row] = play
+            self._num_left[play] = self._num_left.get(play, 0) + 1
+        for root in waits.roots:
+            play = self._play_of[root.row]
+            if begin.setdefault(play, root) is root:
+                self._first_ns[play] = root.arrival_ns
+            else:
+                self._other_roots.setdefault(play, []).append(root)
+        return list(begin.values())
+
     def next_ns(self) -> int | None:
-        """Return when the next request arrives: a turn's time, or at once while a session may begin."""
+        """Return when the next request arrives: a turn's time, or at once while a play may begin."""
         if not self._num_free:
             return self._later[0][0] if self._later else None
         return super().next_ns()
 
-    def pop(self) -> TraceRequest:
-        """Remove and return the next request; one that begins a session takes a place."""
+    def _take(self) -> tuple[int, TraceRequest]:
+        """Take the next request; one that begins a play takes a place, and lets its other first requests come."""
         is_turn = bool(self._later) and self._is_turn_next()
-        request = super().pop()
+        arrival_ns, request = super()._take()
         if not is_turn:
             self._num_free -= 1
-        return request
+            if self._waits is not None:
+                play = self._play_of[request.row]
+                self._begun_ns[play] = arrival_ns
+                for root in self._other_roots.pop(play, ()):
+                    self._push(arrival_ns + root.arrival_ns - self._first_ns[play], root)
+        return arrival_ns, request
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
-        """Let the session's next turn arrive after its delay, or give back the place of its session."""
-        turn = self._turn_after(request)
-        if turn is None:
-            self._num_free += 1
-            self._upcoming_ns = now_ns
-        else:
-            self._push_turn(now_ns + (turn.delay_ns or 0), turn)
+        """Let what waited for `request` arrive after its delay, or give back the place of its play."""
+        self._release(request, now_ns)
+        if self._waits is not None:
+            play = self._play_of[request.row]
+            self._num_left[play] -= 1
+            if self._num_left[play]:
+                return
+        self._num_free += 1
+        self._upcoming_ns = now_ns
+
+    def _no_earlier(self, ready_ns: int, request: TraceRequest) -> int:
+        if request.delay_ns is not None or not request.after:
+            return ready_ns
+        play = self._play_of[request.row]
+        return max(ready_ns, self._begun_ns[play] + request.arrival_ns - self._first_ns[play])
 
     def _is_turn_next(self) -> bool:
         return not self._num_free or super()._is_turn_next()

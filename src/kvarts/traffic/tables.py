@@ -7,10 +7,8 @@ with no output tokens are requests that failed: they are left out and counted. O
 from __future__ import annotations
 
 import csv
-import re
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
 
@@ -18,15 +16,13 @@ import msgspec
 
 from kvarts.errors import InputError
 from kvarts.limits import MOST_COUNT, brief
-from kvarts.traffic.rows import SKIP_HINT, UNIT_TOKENS, by_arrival, nothing_left, unlike_any_other
+from kvarts.traffic.rows import SKIP_HINT, UNIT_TOKENS, by_arrival, date_ns, nothing_left, unlike_any_other
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
 
 __all__ = ["load_azure", "load_burstgpt", "load_splitwise", "load_vidur"]
 
 MOST_S = 1e10
-TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class _Columns(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +45,7 @@ def load_azure(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) ->
     The first arrival becomes 0, rows are sorted by time, equals in the order of the file. Raise MissingFileError, and
     InputError with file, line and field for a row that cannot be read, or count it with `skip_bad_lines`.
     """
-    columns = _Columns(time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens", read_time=_date_ns)
+    columns = _Columns(time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens", read_time=date_ns)
     return _load(TraceFile.of(path), columns, skip_bad_lines=skip_bad_lines)
 
 
@@ -181,19 +177,6 @@ class _Rows:
             session_id=(text.get(columns.session) or None) if columns.session else None,
             request_id=text.get(columns.request) if columns.request else None,
         )
-
-
-def _date_ns(text: str, column: str) -> int:
-    """Return nanoseconds since 1970 for a date and time; an offset is taken into account."""
-    match = TIME.fullmatch(text)
-    try:
-        if match is None:
-            raise ValueError
-        whole, fraction, offset = match.groups()
-        since = datetime.fromisoformat(whole + (offset or "+00:00").replace("Z", "+00:00")) - EPOCH
-    except (ValueError, OverflowError):
-        raise InputError(f"{brief(text)} is not a time such as 2024-05-10 00:00:00.01+00:00", field=column) from None
-    return since // timedelta(seconds=1) * 1_000_000_000 + int((fraction or "").ljust(9, "0"))
 
 
 def _seconds_ns(text: str, column: str) -> int:

@@ -25,7 +25,7 @@ class Trace:
 
     `requests` may be any iterable; what is no list is read as it is needed, so it must come in arrival order.
     `has_output_tokens`: some request has `output_units`, so prompts have to be compared token by token.
-    `has_sessions`: some request has a `session_id`; found out by itself for a list.
+    `has_sessions`: some request has a `session_id`, or waits for others; found out by itself for a list.
     `knows_prefixes`: the recording says what prompts have in common; if not, every prompt is unlike any other.
     `left_out`: how many rows of the file are not requests here, by reason. `warnings`: what a report has to say of how
     it was read.
@@ -48,7 +48,7 @@ class Trace:
         self.unit_tokens = unit_tokens
         self.has_output_tokens = has_output_tokens
         if isinstance(requests, list):
-            has_sessions = any(request.session_id is not None for request in requests)
+            has_sessions = any(request.session_id is not None or request.after for request in requests)
         self.has_sessions = has_sessions
         self.knows_prefixes = knows_prefixes
         self.name = name
@@ -64,6 +64,19 @@ class Trace:
         """All requests, if they are known beforehand."""
         return self._requests if isinstance(self._requests, list) else None
 
+    @property
+    def tells_hits(self) -> bool:
+        """Whether hit ratios are exact: it says what prompts have in common, and all answers that could come back."""
+        if not self.knows_prefixes or not isinstance(self._requests, list):
+            return False
+        lasts = {request.session_id: request.row for request in self._requests}
+        return all(
+            request.output_units is not None
+            or request.answered_units is not None
+            or (request.session_id is not None and lasts[request.session_id] == request.row)
+            for request in self._requests
+        )
+
     def said(self) -> list[str]:
         """Return the warnings that a report repeats, with what hit ratios are worth."""
         if self.knows_prefixes:
@@ -78,6 +91,9 @@ class Trace:
         num_tokens = request.num_prompt_tokens
         units, unit_tokens = request.units, self.unit_tokens
         units = spell(units)
+        if request.answered_units is not None and know_output and not self.has_output_tokens:
+            units = request.answered_units
+            num_tokens += request.num_output_tokens
         if self.has_output_tokens:
             if unit_tokens > 1:
                 # No more of the last unit than there are tokens of it.

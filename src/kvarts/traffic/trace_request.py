@@ -42,3 +42,5 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     request_id: str | None = None
     tenant: str | None = None
     after: tuple[After, ...] = ()
+    answered_units: bytes | None = None
+    """Units of the prompt and what it generates, where a later prompt tells that: then later prompts can hit it."""

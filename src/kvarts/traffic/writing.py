@@ -1,4 +1,4 @@
-"""Writes any trace as Mooncake's JSON lines, which `MooncakeReader` and many other tools read."""
+"""Writes any trace as JSON lines that are read again: Mooncake's, or with requests that wait for others, Dynamo's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvarts.traffic.agentic import agentic_lines
 from kvarts.traffic.trace import Trace, spell
 from kvarts.traffic.trace_request import Units
 
-__all__ = ["mooncake_lines"]
+__all__ = ["mooncake_lines", "trace_lines"]
 
 NS_PER_MS = 1_000_000
+
+
+def trace_lines(trace: Trace) -> Iterator[bytes]:
+    """Return the lines of a trace, in the form that can say what its requests wait for."""
+    if any(request.after for request in trace.requests or ()):
+        return agentic_lines(trace)
+    return mooncake_lines(trace)
 
 
 def mooncake_lines(trace: Trace) -> Iterator[bytes]:

@@ -1,0 +1,110 @@
+"""Graphs of requests: which ones belong together, and what recorded times say of which waited for which.
+
+No request waits for another that had not ended when it was sent. So a sub-agent begins after the last request of its
+parent that had been sent by then, and the parent's next request waits for it if it was sent after the sub-agent's end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvarts.traffic.trace_request import After, TraceRequest
+
+__all__ = ["Recorded", "components", "linked"]
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """When a request was sent and had ended, in nanoseconds of the recording; the end is None where it is not known.
+
+    `wait_ns`: how long the client waited after the request before it, where the recording says so by itself.
+    """
+
+    row: int
+    start_ns: int
+    end_ns: int | None
+    wait_ns: int | None = None
+
+    @property
+    def known_end_ns(self) -> int:
+        """The end, or else the start, before which it cannot have ended."""
+        return self.start_ns if self.end_ns is None else self.end_ns
+
+
+def linked(main: Sequence[Recorded], children: Iterable[Sequence[Recorded]]) -> dict[int, tuple[After, ...]]:
+    """Return what each request waits for, by row, from recorded times; first requests that wait for nothing have none.
+
+    `main` and each of `children` are requests that were sent one after the other. The first request of a child waits
+    for the last one of `main` that was sent before, from its end, or from its arrival if it had not ended. A request of
+    `main` waits for all children that had ended before it was sent and had begun after the request before it. It is
+    sent as long after the last of these ends as it was in the recording.
+    """
+    after: dict[int, tuple[After, ...]] = {}
+    starts = [request.start_ns for request in main]
+    joined: dict[int, list[Recorded]] = {}
+    for child in children:
+        parent = bisect_right(starts, child[0].start_ns) - 1
+        if parent >= 0:
+            after[child[0].row] = (_after(main[parent], child[0]),)
+        _chain(child, {}, after)
+        last = max(child, key=lambda request: request.known_end_ns)
+        join = bisect_right(starts, last.known_end_ns - 1, lo=max(parent + 1, 0))
+        if join < len(main) and join > 0:
+            joined.setdefault(join, []).append(last)
+    _chain(main, joined, after)
+    return after
+
+
+def _after(before: Recorded, request: Recorded) -> After:
+    """Return how `request` follows `before`: its end if that came first, else its arrival."""
+    if before.known_end_ns <= request.start_ns:
+        return After(before.row, request.start_ns - before.known_end_ns)
+    return After(before.row, request.start_ns - before.start_ns, of_arrival=True)
+
+
+def _chain(
+    requests: Sequence[Recorded], joined: dict[int, list[Recorded]], after: dict[int, tuple[After, ...]]
+) -> None:
+    """Let each request wait for the one before, and for those in `joined` by its place."""
+    for place in range(1, len(requests)):
+        before, request = requests[place - 1], requests[place]
+        others = joined.get(place, [])
+        if not others:
+            known = None if request.wait_ns is None else After(before.row, request.wait_ns)
+            after[request.row] = (known or _after(before, request),)
+            continue
+        ended = [other for other in (before, *others) if other.known_end_ns <= request.start_ns]
+        delay_ns = request.start_ns - max(other.known_end_ns for other in ended)
+        waits = [After(other.row, delay_ns) for other in ended]
+        after[request.row] = tuple(waits if before in ended else (*waits, _after(before, request)))
+
+
+def components(requests: Sequence[TraceRequest], *, by_name: bool = False) -> list[int]:
+    """Return for each request the number of its play: those that wait for each other, in order of their first.
+
+    Requests of one session belong together. `by_name`: so do sessions with one name before a slash.
+    """
+    parents = list(range(len(requests)))
+
+    def root(place: int) -> int:
+        while parents[place] != place:
+            parents[place] = parents[parents[place]]
+            place = parents[place]
+        return place
+
+    def join(a: int, b: int) -> None:
+        first, second = root(a), root(b)
+        parents[max(first, second)] = min(first, second)
+
+    place_of_row = {request.row: place for place, request in enumerate(requests)}
+    first_of: dict[str, int] = {}
+    for place, request in enumerate(requests):
+        for each in request.after:
+            join(place, place_of_row[each.row])
+        if request.session_id is not None:
+            name = request.session_id.partition("/")[0] if by_name else request.session_id
+            join(place, first_of.setdefault(name, place))
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(root(place), len(numbers)) for place in range(len(requests))]
