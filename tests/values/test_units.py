@@ -16,7 +16,7 @@ def test_sizes_in_bytes(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1iB", "1XB", "1 2"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size in bytes"):
+    with pytest.raises(ConfigError, match="is not a size in bytes"):
         parse_bytes(text)
 
 
@@ -30,5 +30,5 @@ def test_durations(text: str, duration_s: float) -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "h", "-1s", "1m1h", "4x", "1 hour"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no duration"):
+    with pytest.raises(ConfigError, match="is not a duration"):
         parse_duration_s(text)

@@ -22,6 +22,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs
 from kvarts.limits import MOST_PAGES, brief
+from kvarts.samples import located, sample_of
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
@@ -302,8 +303,10 @@ def _sampled(
         raise ConfigError("cannot be counted in a sample", field="--outputs", hint="Leave out --outputs or --sample.")
     page_size = _page_size(given)
     reading = reading_of(given)
-    if trace is not None and trace.suffix == ".jsonl" and "workload" not in given:
-        unit_tokens = reading.pop("trace_block_size", None) or 512
+    if trace is not None and located(trace).suffix == ".jsonl" and "workload" not in given:
+        sample = sample_of(trace)
+        unit_tokens = reading.pop("trace_block_size", None) or (sample and sample.trace_block_size) or 512
+        trace = located(trace)
         reader = MooncakeReader(trace, trace_block_size=unit_tokens, **reading)
         return SampledCurve(Trace(reader, unit_tokens=unit_tokens, name=trace.name), page_size, rate).to_builtins(sizes)
     return SampledCurve(load_traffic(given, trace), page_size, rate).to_builtins(sizes)
