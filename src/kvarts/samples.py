@@ -48,7 +48,11 @@ def located(path: Path | str) -> Path:
     name, _, inner = text.removeprefix(PREFIX).partition("/")
     sample = SAMPLES.get(name)
     if sample is None:
-        raise MissingFileError("is not bundled", path=text, hint=f"{did_you_mean(name, [PREFIX + each for each in SAMPLES])} {_known()}".strip())
+        raise MissingFileError(
+            "is not bundled",
+            path=text,
+            hint=f"{did_you_mean(name, [PREFIX + each for each in SAMPLES])} {_known()}".strip(),
+        )
     if not inner:
         return DATA / sample.file
     folder = DATA / sample.file.partition("/")[0]

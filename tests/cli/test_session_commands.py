@@ -141,7 +141,7 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
     [
         ("", 2, "model: give either. Give --model DIR or --mock."),
         ("--mock --model x", 2, "model: give either. Give --model DIR or --mock."),
-        ("--model x --speedup 2", 2, "speedup: is of the mock. Give --mock, or leave it out."),
+        ("--model x --speedup 2", 2, "--speedup: has no effect without --mock. Give --mock as well, or leave it out."),
         ("--mock --positions cache --window all", 2, "positions: 'cache' needs a window"),
         ("--mock --ttl 0", 2, "ttl_s: must be above 0, got 0.0"),
         ("--mock --session-memory much", 2, "'much' is not a size in bytes"),

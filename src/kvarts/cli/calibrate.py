@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from kvarts.cli.options import Command, GroupedCommand, given_by_flags, options_of
+from kvarts.cli.options import Command, given_by_flags, options_of
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_json
 from kvarts.errors import ConfigError
@@ -53,7 +53,7 @@ KEPT = (
 """What a file with a cost model says also where it is at its default."""
 
 
-@click.command("calibrate", cls=GroupedCommand, params=[RUNS, *options_of(SECTIONS, KEYS)])
+@click.command("calibrate", cls=Command, params=[RUNS, *options_of(SECTIONS, KEYS)])
 @click.option("--prompts", metavar="FILE", type=INPUT,
               help="Mooncake trace of the same requests in the same order: which share prefixes.")  # fmt: skip
 @click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,

@@ -9,7 +9,7 @@ import msgspec
 
 from kvarts.cli import llm_check, llm_tiny
 from kvarts.cli.model_groups import group_values, layers_text, numbers_text, sequence_rows
-from kvarts.cli.options import Command, GroupedCommand, given_by_flags, options_of
+from kvarts.cli.options import Command, Group, given_by_flags, options_of
 from kvarts.cli.printing import print_json
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["model_command"]
 
 
-@click.group("model")
+@click.group("model", cls=Group)
 def model_command() -> None:
     """Models and devices: parameters, bytes of KV, and the pages that fit."""
 
@@ -63,7 +63,7 @@ KEYS = (
 )
 
 
-@model_command.command("show", cls=GroupedCommand, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
+@model_command.command("show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
 @click.option("--sequence-tokens", metavar="N", type=int, help="Also print what a sequence of N tokens takes. [32768]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show_command(model: str, sequence_tokens: int | None, as_json: bool, **settings: Any) -> None:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
+from kvarts.cli.effects import NO_REPLAY, check_effects
+from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json
-from kvarts.cli.replay import all_sections, paths_in, read_settings
+from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -116,7 +117,7 @@ class _Range(click.ParamType[Any]):
         return int(ends[0]), int(ends[1])
 
 
-@click.command("plan", cls=GroupedCommand, params=_options(), no_args_is_help=False)
+@click.command("plan", cls=Command, params=_options(), no_args_is_help=False, checks_effects=True)
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with these settings by their long names, and trace or a [workload] table. Options given "
               "here win.")  # fmt: skip
@@ -197,6 +198,12 @@ def plan_command(
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))
     pictures = Pictures(html_file, plot_files)
+    if trace is None and config_file is None and not shares:
+        given = over_sample_settings(given, sections)
+    replays = not curves_only and any(key in given for key in ("model", "device", "cost"))
+    is_other = curves_only or bool(shares) or rate is not None or users is not None
+    facts = () if replays or is_other else (NO_REPLAY,)
+    check_effects(click.get_current_context(), is_set=set_by(given, sections), facts=facts)
     named = [given.path_of("trace")] if "trace" in given else []
     check_outputs(pictures.paths, [*named, *paths_in(given), *(share.trace for share in shares)])
     if shares:
@@ -211,11 +218,9 @@ def plan_command(
         return
     from kvarts.plan.cache import CachePlan
 
-    if trace is None and config_file is None:
-        given = over_sample_settings(given, sections)
     check_policy(given)
     config = None
-    if not curves_only and any(key in given for key in ("model", "device", "cost")):
+    if replays:
         config = resolve_replay(given, sections)
         if config.kv_groups != "off":
             _check_groups(policies, league, prices)

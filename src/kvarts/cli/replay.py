@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
+from kvarts.cli.effects import check_effects
+from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.parts import Outputs, Run, load_parts
 from kvarts.cli.sample import SECTION as TRAFFIC
 from kvarts.cli.sample import load_traffic, over_sample_settings
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 from kvarts.cli.paths import DERIVED, DIRECTORY, INPUT
 
-__all__ = ["OneRun", "all_sections", "read_settings", "replay_command"]
+__all__ = ["OneRun", "all_sections", "paths_in", "read_settings", "replay_command", "set_by"]
 
 result = grouped("Results")
 
@@ -44,7 +45,7 @@ def _options() -> list[click.Parameter]:
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
 
 
-@click.command("replay", cls=GroupedCommand, params=_options(), no_args_is_help=False)
+@click.command("replay", cls=Command, params=_options(), no_args_is_help=False, checks_effects=True)
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
               "or a [workload] table. Options given here win.")  # fmt: skip
@@ -72,6 +73,7 @@ def replay_command(
     given = _given_on_command_line(params, sections).over(read_settings(config_file, sections))
     for part in load_parts():
         part.check(given)
+    check_effects(click.get_current_context(), is_set=set_by(given, sections))
     runs = [part.run(given, trace, sections, params) for part in load_parts()]
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
@@ -88,6 +90,18 @@ def replay_command(
         with outputs.observers() as observers_of, _Progress(traces) as progress:
             report = replay(traffic, run.config, on_progress=progress, observers_of=observers_of)
         outputs.write(report)
+
+
+def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
+    """Return what answers whether an option, or `--option=value`, is among what was given."""
+    keys = {each.flag: each.key for section in sections if not section.is_named for each in section.settings}
+
+    def is_set(what: str) -> bool:
+        flag, equals, value = what.partition("=")
+        key = keys.get(flag)
+        return key is not None and key in given and (not equals or str(given[key]) == value)
+
+    return is_set
 
 
 def paths_in(given: Given) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import Command
+from kvarts.cli.options import Command, Group
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_bytes, print_json
 from kvarts.cli.table import as_number
@@ -51,7 +51,7 @@ def _writing(command: Callable[..., None]) -> Callable[..., None]:
     return _reading(command)
 
 
-@click.group("trace")
+@click.group("trace", cls=Group)
 def trace_command() -> None:
     """Look at traces, and make traces from traces.
 

@@ -66,7 +66,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host_memory: Annotated[
         Size | None,
         setting(
-            "The same in bytes: 64GiB. A page weighs --kv-bytes-per-token times its tokens.",
+            "Host memory below the device of each replica: 64GiB. A page takes --kv-bytes-per-token times its tokens.",
             flag="--host-memory",
             metavar="SIZE",
             replaces=("host_pages",),
@@ -117,7 +117,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     disk_memory: Annotated[
         Size | None,
-        setting("The same in bytes.", flag="--disk-memory", metavar="SIZE", replaces=("disk_pages",)),
+        setting("Files below host memory: 1TiB.", flag="--disk-memory", metavar="SIZE", replaces=("disk_pages",)),
     ] = None
     disk_read: Annotated[Rate, setting("Bandwidth from files.", flag="--disk-read", metavar="RATE")] = "5GB/s"
     disk_write: Annotated[Rate, setting("Bandwidth to files.", flag="--disk-write", metavar="RATE")] = "3GB/s"
