@@ -48,11 +48,9 @@ def located(path: Path | str) -> Path:
     name, _, inner = text.removeprefix(PREFIX).partition("/")
     sample = SAMPLES.get(name)
     if sample is None:
-        raise MissingFileError(
-            "is not bundled",
-            path=text,
-            hint=f"{did_you_mean(name, [PREFIX + each for each in SAMPLES])} {_known()}".strip(),
-        )
+        names = [PREFIX + each for each in SAMPLES]
+        hint = did_you_mean(text, names) or f"Bundled are {', '.join(names)}."
+        raise MissingFileError("is not bundled", path=text, hint=hint)
     if not inner:
         return DATA / sample.file
     folder = DATA / sample.file.partition("/")[0]
@@ -76,7 +74,3 @@ def where_samples_are(path: Path | str) -> str:
         if name in (sample.file, known):
             return f"A trace of that name is bundled: {PREFIX}{known}."
     return "Check the path of the trace; `kvarts trace list` lists the bundled ones."
-
-
-def _known() -> str:
-    return f"Bundled are {', '.join(PREFIX + name for name in SAMPLES)}."

@@ -7,7 +7,7 @@ import re
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES, MOST_SECONDS, brief
 
-__all__ = ["parse_bytes", "parse_duration_s", "parse_rate"]
+__all__ = ["meant_size", "parse_bytes", "parse_duration_s", "parse_rate"]
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
@@ -31,6 +31,14 @@ def parse_bytes(text: str) -> int:
     if size > MOST_BYTES:
         raise ConfigError(f"{brief(text)} is more than {MOST_BYTES:,} bytes")
     return round(size)
+
+
+def meant_size(size: str | int, least_bytes: int) -> str:
+    """Return what to write for a `size` that is below `least_bytes`: a bare number most often lacks its unit."""
+    number = str(size).strip().rstrip("bB").strip()
+    if number.isdecimal() and len(number) <= 6 and int(number):
+        return f"Did you mean {number}GiB?"
+    return f"Give {least_bytes:,} bytes or more, such as 64GiB."
 
 
 def parse_rate(text: str) -> int:

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from kvarts.cli.options import Command, given_by_flags, options_of
+from kvarts.cli.pages import check_opening, open_option, open_page
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_json
 from kvarts.errors import ConfigError
@@ -338,6 +339,7 @@ class _Progress:
 @click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT,
               help="Write one page that needs no network: the distributions and the curves of both.")  # fmt: skip
+@open_option()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def compare_command(
     replayed: Path,
@@ -346,6 +348,7 @@ def compare_command(
     columns: tuple[str, ...],
     time_unit: str,
     html_file: Path | None,
+    opens: bool,
     as_json: bool,
 ) -> None:
     """State how far a replay is from what was measured.
@@ -359,6 +362,7 @@ def compare_command(
 
     if html_file is not None:
         check_writable(html_file)
+    check_opening(html_file, opens=opens)
     ours = load_replayed(replayed)
     theirs = load_measured(measured, columns=_columns_of(columns), time_unit=time_unit)
     curve = None if series is None else load_series(series)
@@ -374,3 +378,4 @@ def compare_command(
     if html_file is not None:
         write_whole(html_file, render_page(theirs, ours, curve, comparison))
         click.echo(f"kvarts: wrote {html_file}", err=True)
+        open_page(html_file, opens=opens)

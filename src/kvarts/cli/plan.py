@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
+from kvarts.cli.pages import open_option
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
@@ -124,6 +125,7 @@ class _Range(click.ParamType[Any]):
 @results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
 @results("--html", "html_file", metavar="FILE", type=OUTPUT,
          help="Write a page with charts to FILE, which needs nothing else.")  # fmt: skip
+@open_option(results)
 @results("--plot", "plot_files", metavar="FILE", type=OUTPUT, multiple=True,
          help="Write the charts to FILE: a PNG if it ends in .png, else an SVG. Needs kvarts[plan].")  # fmt: skip
 @curves("--at", "sizes", metavar="PAGES", type=_Sizes(),
@@ -184,6 +186,7 @@ def plan_command(
     shares: tuple[Share, ...],
     users: tuple[int, int] | None,
     html_file: Path | None,
+    opens: bool,
     plot_files: tuple[Path, ...],
     **params: Any,
 ) -> None:
@@ -197,7 +200,7 @@ def plan_command(
 
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))
-    pictures = Pictures(html_file, plot_files)
+    pictures = Pictures(html_file, plot_files, opens=opens)
     if trace is None and config_file is None and not shares:
         given = over_sample_settings(given, sections)
     replays = not curves_only and any(key in given for key in ("model", "device", "cost"))

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvarts.cli.effects import check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
+from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.parts import Outputs, Run, load_parts
 from kvarts.cli.sample import SECTION as TRAFFIC
 from kvarts.cli.sample import load_traffic, over_sample_settings
@@ -54,12 +56,17 @@ def _options() -> list[click.Parameter]:
         help="Write the report as JSON to FILE.")  # fmt: skip
 @result("--requests", "requests_file", metavar="FILE", type=DERIVED,
         help="Write one JSON line a request to FILE, in arrival order.")  # fmt: skip
+@result("--html", "html_file", metavar="FILE", type=DERIVED,
+        help="Write a page to FILE that shows the run, and needs nothing else.")  # fmt: skip
+@open_option(result)
 @result("--run-dir", metavar="DIR", type=DIRECTORY,
         help="Write everything about the run to DIR, a new directory, for `kvarts report`: report, requests, "
         "timeline, events. With several models, a directory each in it.")  # fmt: skip
 def replay_command(
     trace: Path | None,
     config_file: Path | None,
+    html_file: Path | None,
+    opens: bool,
     **params: Any,
 ) -> None:
     """Replay traffic through the KV-cache control plane, in virtual time.
@@ -79,10 +86,13 @@ def replay_command(
         given = over_sample_settings(given, sections)
     run: Run = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
     run_dir: Path | None = params.pop("run_dir")
+    check_opening(html_file, opens=opens)
     inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
     with ExitStack() as stack:
         folder = None if run_dir is None else stack.enter_context(new_directory(run_dir, last=REPORT))
-        outputs = run.outputs({**params, "run_dir": folder})
+        if folder is None and html_file is not None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvarts-")))
+        outputs = run.outputs({**params, "run_dir": folder, "html_file": html_file})
         check_outputs(outputs.paths, inputs, run_dir=run_dir)
         from kvarts.sim.replay import replay
 
@@ -90,6 +100,8 @@ def replay_command(
         with outputs.observers() as observers_of, _Progress(traces) as progress:
             report = replay(traffic, run.config, on_progress=progress, observers_of=observers_of)
         outputs.write(report)
+        if folder is not None and html_file is not None:
+            write_run_page(folder, html_file, opens=opens)
 
 
 def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:

@@ -201,6 +201,7 @@ class ReplayConfig(
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
         self._check_ranks()
         self._check_groups()
+        self._check_tiers()
         for field in ("eviction", "admission"):
             if not callable(getattr(self, field)):
                 raise SettingError(
@@ -249,6 +250,16 @@ class ReplayConfig(
                 f"make {self.num_blocks:,} blocks of {self.memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
                 "num_pages",
             )
+
+    def _check_tiers(self) -> None:
+        """Refuse a tier that holds no page: it would silently be none."""
+        if self.offload is None or self.kv_groups != "off":
+            return
+        try:
+            self.offload.tiers(self.page_size)
+        except SettingError as error:
+            what, hint = error.texts
+            raise SettingError(what, *(f"offload.{field}" for field in error.fields), hint=hint) from error
 
     @property
     def tiers(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError, parts_of
 from kvarts.limits import MOST_BYTES, MOST_REPLICAS, check_whole
 from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_of
-from kvarts.units import parse_bytes
+from kvarts.units import meant_size, parse_bytes
 
 if TYPE_CHECKING:
     from kvarts.executor.cost import CostSpec
@@ -295,7 +295,7 @@ def _num_pages(
             assert fit is not None
             kv_bytes = fit.kv_bytes
         if kv_bytes < page_bytes:
-            raise SettingError(f"{on.kv_memory} hold no page of {page_bytes:,} bytes", "kv_memory")
+            raise _no_page(on, page_bytes)
         return kv_bytes // page_bytes
     if kv_bytes is None:
         fit = placed.fit(engine, on, kv_dtype)
@@ -305,5 +305,14 @@ def _num_pages(
     state_bytes = placed.state_bytes(engine, on)
     if kv_bytes - state_bytes < page_bytes:
         beside = f" beside {state_bytes:,} bytes of states of {engine.max_num_seqs} sequences" if state_bytes else ""
-        raise SettingError(f"{on.kv_memory} hold no page of {page_bytes:,} bytes{beside}", "kv_memory")
+        raise _no_page(on, page_bytes, beside)
     return (kv_bytes - state_bytes) // page_bytes
+
+
+def _no_page(on: DeviceSettings, page_bytes: int, beside: str = "") -> SettingError:
+    """Return the refusal of KV memory that holds no page."""
+    size = on.kv_memory
+    shown = f"{size} bytes" if str(size).strip().isdecimal() else size
+    return SettingError(
+        f"{shown} hold no page of {page_bytes:,} bytes{beside}", "kv_memory", hint=meant_size(size, page_bytes)
+    )
