@@ -1,4 +1,4 @@
-"""Sizes, rates and durations with units, as users write them."""
+"""Sizes, rates and durations with units, as users write them, and the one form in which they are printed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES, MOST_SECONDS, brief
 
-__all__ = ["meant_size", "parse_bytes", "parse_duration_s", "parse_rate"]
+__all__ = ["as_duration", "as_memory", "as_percent", "meant_size", "parse_bytes", "parse_duration_s", "parse_rate"]
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 _DURATION = re.compile(rf"\s*(?:([0-9]+)d)?\s*(?:{_NUMBER}h)?\s*(?:{_NUMBER}m)?\s*(?:{_NUMBER}s?)?\s*")
 _SECONDS = (86400, 3600, 60, 1)
+MOST_DIGITS = 9
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -61,3 +62,43 @@ def parse_duration_s(text: str) -> float:
     if seconds > MOST_SECONDS:
         raise ConfigError(f"{brief(text)} is more than {MOST_SECONDS:g} seconds")
     return seconds
+
+
+# As they are printed --------------------------------------------------------------------------------------
+
+
+def as_duration(ms: float | None) -> str:
+    """Return a time in the units in which people read it: `75.0 ms`, `9.77 s`, `49 min 25 s`; `-` for none."""
+    if ms is None:
+        return "-"
+    if ms < 999.95:
+        return f"{ms:,.1f} ms" if ms >= 0.1 or not ms else f"{ms:,.4f} ms"
+    seconds = ms / 1e3
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole / 86400:,.1f} days"
+
+
+def as_percent(ratio: float | None, *, bound: float | None = None) -> str:
+    """Return a ratio in per cent: `85.9 %`; `-` for none.
+
+    With a `bound` that it does not reach, it gets as many digits as it takes to be below: `94.98 %` of 95.
+    """
+    if ratio is None:
+        return "-"
+    digits = 1
+    while bound is not None and ratio < bound and round(ratio * 100, digits) >= bound * 100 and digits < MOST_DIGITS:
+        digits += 1
+    return f"{ratio * 100:,.{digits}f} %"
+
+
+def as_memory(num_bytes: float) -> str:
+    """Return an amount of memory in GiB: `55.5 GiB`, or in MiB below one."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):,.1f} GiB"
+    return f"{num_bytes / (1 << 20):,.1f} MiB" if num_bytes >= 1 << 17 else f"{num_bytes / (1 << 10):,.1f} KiB"

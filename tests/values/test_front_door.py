@@ -28,7 +28,10 @@ def test_the_list_of_names() -> None:
 
 
 def test_tab_shows_the_same_names_before_and_after_they_are_loaded() -> None:
-    code = "import kvarts; names = dir(kvarts); kvarts.replay; print(names == dir(kvarts), 'replay' in names, 'Any' in names)"
+    code = (
+        "import kvarts; names = dir(kvarts); kvarts.replay\n"
+        "print(names == dir(kvarts), 'replay' in names, 'Any' in names)"
+    )
     assert run(code) == "True True False\n"
 
 

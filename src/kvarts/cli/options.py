@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isfinite
+from math import isinf, isnan
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -22,6 +22,8 @@ from kvarts.settings import Flags, Given, Section, Setting
 __all__ = ["Command", "Group", "GroupedOption", "given_by_flags", "grouped", "options_of", "settings_by_param"]
 
 HELP_ALL = "kvarts.help_all"
+NEVER = ("--reclaim-after",)
+"""Options that take `inf`, for what is never to happen."""
 
 
 class GroupedOption(click.Option):
@@ -110,10 +112,10 @@ class Command(click.Command):
             raise ConfigError(error.what, hint=error.hint, field=option) from error
 
     def _check_numbers(self, ctx: click.Context) -> None:
-        """Raise ConfigError for NaN and infinity, which no range of numbers refuses."""
+        """Raise ConfigError for NaN, which no range of numbers refuses, and for infinity but where it means never."""
         for param in self.params:
             value = ctx.params.get(param.name or "")
-            if isinstance(value, float) and not isfinite(value):
+            if isinstance(value, float) and (isnan(value) or (isinf(value) and param.opts[0] not in NEVER)):
                 raise ConfigError(f"must be a finite number, got {value}", field=param.opts[0])
 
     def _typed(self, error: ConfigError) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvarts import __version__
 from kvarts.cli.parts import Results, load_parts
 from kvarts.cli.printing import print_bytes
-from kvarts.cli.table import render_table
+from kvarts.cli.table import render_advice, render_table
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS, RUN, run_json
 
@@ -69,7 +69,11 @@ class Outputs:
         """Write everything else, and the report on standard output, unless one of the files is that."""
         self.write_files(report)
         if not any(map(is_standard_output, self.paths)):
-            print_bytes(report.to_json() if self._as_json else render_table(report.summary).encode())
+            if self._as_json:
+                print_bytes(report.to_json())
+                return
+            print_bytes(render_table(report.summary).encode())
+            print_bytes(render_advice(report.advice).encode())  # which may take some replays
 
     def write_files(self, report: Report) -> None:
         """Write everything but what observers wrote."""

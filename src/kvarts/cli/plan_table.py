@@ -5,8 +5,9 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import Any
 
-from kvarts.cli.table import as_number, as_percent
 from kvarts.plan.series import usual_points
+from kvarts.report.words import number
+from kvarts.units import as_percent
 
 __all__ = ["render", "render_sample", "render_shares", "render_users"]
 
@@ -66,9 +67,9 @@ def render_users(plan: dict[str, Any]) -> str:
         f"{'users':>8}{'hits':>9}{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>11}{'requests/s':>12}{'SLO kept':>10}",
     ]
     lines += [
-        f"{point['users']:>8}{as_percent(point['hit_ratio']):>9}{as_number(point['ttft_ms']['p50']):>11}"
-        f"{as_number(point['ttft_ms']['p99']):>11}{as_number(point['tpot_ms']['p99']):>11}"
-        f"{as_number(point['request_throughput_per_s']):>12}{as_percent(point['slo_ratio']):>10}"
+        f"{point['users']:>8}{as_percent(point['hit_ratio']):>9}{number(point['ttft_ms']['p50']):>11}"
+        f"{number(point['ttft_ms']['p99']):>11}{number(point['tpot_ms']['p99']):>11}"
+        f"{number(point['request_throughput_per_s']):>12}{as_percent(point['slo_ratio']):>10}"
         for point in users["points"]
     ]
     fits, fails = users["fits"], users["fails_at"]
@@ -181,8 +182,8 @@ def _league(plan: dict[str, Any]) -> list[str]:
         lines += ["", f"the same, replayed with {replayed[0]['pages']:,} pages", ""]
         lines.append(f"  {'policy':<28}{'hits':>9}{'TTFT mean':>12}{'p99':>11}{'goodput/s':>11}")
         lines += [
-            f"  {row['policy'][-27:]:<28}{as_percent(row['hit_ratio']):>9}{as_number(row['ttft_ms']['mean']):>12}"
-            f"{as_number(row['ttft_ms']['p99']):>11}{as_number(row['goodput_per_s']):>11}"
+            f"  {row['policy'][-27:]:<28}{as_percent(row['hit_ratio']):>9}{number(row['ttft_ms']['mean']):>12}"
+            f"{number(row['ttft_ms']['p99']):>11}{number(row['goodput_per_s']):>11}"
             for row in replayed
         ]
     return lines
@@ -205,10 +206,10 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
         lines += ["", f"a token takes {load_us:,.1f} us to load from disk and {prefill_us:,.1f} us to compute"]
     lines += ["", "the next GiB saves"]
     for each in tiers["next_gib"]:
-        text = f"  {each['tier']:<8}{as_number(each['saved_s_per_hour']):>10} s/h"
-        text += f"{as_number(each['saved_ms_per_request']):>10} ms a request"
+        text = f"  {each['tier']:<8}{number(each['saved_s_per_hour']):>10} s/h"
+        text += f"{number(each['saved_ms_per_request']):>10} ms a request"
         if each["price"] is not None:
-            text += f"{as_number(each['saved_s_per_price']):>12} s for a unit of price"
+            text += f"{number(each['saved_s_per_price']):>12} s for a unit of price"
         lines.append(text)
     if tiers["best_buy"] is not None:
         lines.append(f"  {tiers['best_buy']} memory saves most for its price")
@@ -221,7 +222,7 @@ def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[st
         f"{above + ' GiB':>12}{below + ' GiB':>12}{above:>10}{below:>10}{'prefill saved':>18}",
         *(
             f"{point['gib'][above]:>12,.1f}{point['gib'][below]:>12,.1f}{as_percent(point['hit_ratio'][above]):>10}"
-            f"{as_percent(point['hit_ratio'][below]):>10}{as_number(point['saved_s_per_hour']):>13} s/h"
+            f"{as_percent(point['hit_ratio'][below]):>10}{number(point['saved_s_per_hour']):>13} s/h"
             for point in points
         ),
     ]
@@ -240,8 +241,8 @@ def _latencies(plan: dict[str, Any]) -> list[str]:
     ]
     lines += [
         f"{point['replicas']:>8}{point['pages']:>12,}{point['rate']:>8.3g}{as_percent(point['hit_ratio']):>9}"
-        f"{as_number(point['ttft_ms']['p50']):>11}{as_number(point['ttft_ms']['p99']):>11}"
-        f"{as_number(point['tpot_ms']['p99']):>11}{as_percent(point['slo_ratio']):>10}"
+        f"{number(point['ttft_ms']['p50']):>11}{number(point['ttft_ms']['p99']):>11}"
+        f"{number(point['tpot_ms']['p99']):>11}{as_percent(point['slo_ratio']):>10}"
         for point in usual_points(latency)
     ]
     largest = latency["largest_rate"]

@@ -30,6 +30,8 @@ from kvarts.cli.paths import DERIVED, DIRECTORY, INPUT
 
 __all__ = ["OneRun", "all_sections", "paths_in", "read_settings", "replay_command", "set_by"]
 
+INCONCLUSIVE = 6
+
 result = grouped("Results")
 
 
@@ -68,13 +70,13 @@ def replay_command(
     html_file: Path | None,
     opens: bool,
     **params: Any,
-) -> None:
+) -> int:
     """Replay traffic through the KV-cache control plane, in virtual time.
 
     TRACE is a Mooncake JSONL file, a .csv of Azure's 2023 traces, or a .json of kv-cache-tester or a directory of them.
     Without it, a bundled sample is replayed: twelve sessions of coding agents; and without --config as well, on
     llama-3.1-8b on an h100-80gb where options do not say otherwise. The report goes to standard output, everything
-    else to standard error.
+    else to standard error. The exit code is 6 where no request fits into the memory.
     """
     sections = all_sections()
     given = _given_on_command_line(params, sections).over(read_settings(config_file, sections))
@@ -102,6 +104,12 @@ def replay_command(
         outputs.write(report)
         if folder is not None and html_file is not None:
             write_run_page(folder, html_file, opens=opens)
+    return INCONCLUSIVE if nothing_fits(report.summary) else 0
+
+
+def nothing_fits(summary: Mapping[str, Any]) -> bool:
+    """Return whether a replay has nothing to tell: every request was refused."""
+    return not summary.get("num_completed", 1) and bool(summary["num_rejected"])
 
 
 def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:

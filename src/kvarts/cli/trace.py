@@ -11,8 +11,8 @@ import click
 from kvarts.cli.options import Command, Group
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_bytes, print_json
-from kvarts.cli.table import as_number
 from kvarts.errors import ConfigError
+from kvarts.report.words import number
 from kvarts.samples import PREFIX, SAMPLES
 from kvarts.units import parse_duration_s
 
@@ -208,4 +208,4 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return value if isinstance(value, str) else as_number(value)
+    return value if isinstance(value, str) else number(value)

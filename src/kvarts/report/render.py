@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 
@@ -49,7 +50,15 @@ def _run_text(run: RunDirectory, *, width: int, title: str | None) -> str:
         columns = columns_of(path)
         name = f"KV use r{number}" if len(timelines) > 1 else "KV use"
         lines.append(f"{name:<14}{sparkline(columns['t_ms'], columns['used_pct'], width)}")
-    lines += [f"{name:<14}{value}" for name, value in facts(run.summary)]
+    for name, value in facts(run.summary):
+        lines += wrap(
+            value,
+            width=80,
+            initial_indent=f"{name:<14}",
+            subsequent_indent=" " * 14,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
     return "\n".join(lines) + "\n"
 
 

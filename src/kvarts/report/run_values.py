@@ -81,6 +81,7 @@ class RunReport(msgspec.Struct, frozen=True):
     mean_used_pct: Real | None = None
     working_set_pages: Count | None = None
     limited_by: LimitedBy | None = None
+    advice: str | None = None
     models: dict[str, dict[str, Any]] | None = None
     """Of a run of several models: what each says."""
 

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that say over how many of them a model is divided, and how."""
 
-__all__ = ["DeviceSettings", "ModelSettings", "Placed", "counted_groups", "given_cost", "kv_bytes_of", "parsed_cost"]
+__all__ = [
+    "DeviceSettings",
+    "ModelSettings",
+    "Placed",
+    "Placement",
+    "counted_groups",
+    "given_cost",
+    "kv_bytes_of",
+    "parsed_cost",
+]
 __all__ += ["place", "resolve_hardware"]
 
 
@@ -89,6 +98,14 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise SettingError(f"must be above 0 and at most 1, got {self.memory_fraction}", "memory_fraction")
         if isinstance(self.kv_memory, int):
             check_whole(self.kv_memory, "kv_memory", most=MOST_BYTES)
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """What a configuration says of where it is from: names of model and device, and bytes of KV per token on each."""
+
+    model: str
+    device: str
+    kv_bytes_per_token: int
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +247,10 @@ def resolve_hardware(given: Given) -> dict[str, Any]:
     try:
         placed = place(model, on, cost)
         facts: dict[str, Any] = {"cost": placed.cost, "kv_bytes_per_token": placed.kv_bytes_per_token}
+        if model.model is not None and on.device is not None:
+            facts["placement"] = Placement(
+                model=model.model, device=on.device, kv_bytes_per_token=placed.kv_bytes_per_token
+            )
         if on.data_parallel > 1:
             facts["data_parallel"] = on.data_parallel
         groups: tuple[PartGroup, ...] = ()
