@@ -130,10 +130,10 @@ def test_long_replays_are_not_repeated_without_being_asked() -> None:
     trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
     summary = {**replay(trace, config).summary, "num_steps": MOST_STEPS + 1}
     trials = ReplayTrials(trace, config)
-    assert trials.host_memory(summary) is None
+    assert trials.is_too_long(summary)
     said = advice(summary, trials=trials)
     assert said is not None and "`kvarts plan` with the same options finds by replay" in said
-    assert trials.host_memory(summary, is_asked=True) is not None
+    assert not ReplayTrials(trace, config, is_asked=True).is_too_long(summary)
 
 
 def test_with_files_below_no_size_is_named() -> None:

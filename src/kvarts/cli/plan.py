@@ -220,6 +220,7 @@ def plan_command(
         _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, plan_table.render_sample)
         return
     from kvarts.plan.cache import CachePlan
+    from kvarts.plan.lead import lead
 
     check_policy(given)
     config = None
@@ -251,6 +252,7 @@ def plan_command(
         of_groups = GroupHits(traffic, config)
         for point in values["at"]:
             point["group_hit_ratio"] = of_groups.hit_ratio(point["pages"])
+    values["config"] = None if config is None else config.to_builtins()
     values["command"] = asked.plan_command(*_own_options(click.get_current_context()))
     for point in values["at"]:
         point["command"] = asked.plan_command("--at", str(point["pages"]))
@@ -262,6 +264,7 @@ def plan_command(
         values["latency"] = asked.latency(plan)
     elif prices is not None:
         raise ConfigError("needs a model and a device, or a cost", field="--price", hint="Give --model and --device.")
+    values["advice"] = lead(values)
     pictures.write(values)
     if not pictures.are_printed:
         _print(values, as_json, plan_table.render)

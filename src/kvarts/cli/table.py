@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from textwrap import wrap
 from typing import Any
 
-from kvarts.report.words import LIMITS, in_memory, number, opening
+from kvarts.report.words import LIMITS, in_memory, number, opening, wrapped
 from kvarts.units import as_duration, as_percent
 
 __all__ = ["as_bytes", "render_advice", "render_table"]
@@ -169,7 +168,7 @@ def render_advice(sentence: str | None) -> str:
     if sentence is None:
         return ""
     whole = f"{sentence[0].upper()}{sentence[1:]}."
-    return "\n".join(["", *wrap(whole, width=80, break_on_hyphens=False, break_long_words=False)]) + "\n"
+    return "\n".join(["", *wrapped(whole)]) + "\n"
 
 
 def _fit(text: str, width: int) -> str:

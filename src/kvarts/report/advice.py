@@ -33,8 +33,11 @@ class Trials(Protocol):
     def can_have_host_memory(self) -> bool:
         """Whether host memory can be added."""
 
+    def is_too_long(self, summary: dict[str, Any]) -> bool:
+        """Whether the replay is one that is not repeated without being asked for."""
+
     def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
-        """Return the least host memory that keeps the hits of a replay; None where none does, or it takes long."""
+        """Return the least host memory that keeps the hits of a replay; None where none helps."""
 
 
 def advice(summary: dict[str, Any], *, trials: Trials | None = None) -> str | None:
@@ -138,9 +141,11 @@ def _lost_hits(summary: dict[str, Any], trials: Trials | None) -> str | None:
         return (
             f"{why}; about {as_percent(unbounded)} would be hits if nothing were evicted; try {_more_memory(summary)}"
         )
+    if trials.is_too_long(summary):
+        return f"{why}; `kvarts plan` with the same options finds by replay what host memory would give"
     found = trials.host_memory(summary)
     if found is None:
-        return f"{why}; `kvarts plan` with the same options finds by replay what host memory would give"
+        return f"{why}; host memory would not help, say replays; try {_more_memory(summary)}"
     size = as_size(found.num_bytes)
     if found.most_hit_ratio - found.hit_ratio < 0.0005:
         return f"{why}; try --host-memory {size}, the least with which a replay finds {as_percent(found.hit_ratio)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from textwrap import wrap
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from kvarts.columns import Column
 from kvarts.report.page import fill_page
 from kvarts.report.page_data import Overview, TokenKind, Wait, columns_of, page_data
 from kvarts.report.run_directory import RunDirectory
-from kvarts.report.words import facts
+from kvarts.report.words import facts, wrapped
 
 __all__ = ["Overview", "TokenKind", "Wait", "render_html", "render_text", "sparkline"]
 
@@ -51,14 +50,7 @@ def _run_text(run: RunDirectory, *, width: int, title: str | None) -> str:
         name = f"KV use r{number}" if len(timelines) > 1 else "KV use"
         lines.append(f"{name:<14}{sparkline(columns['t_ms'], columns['used_pct'], width)}")
     for name, value in facts(run.summary):
-        lines += wrap(
-            value,
-            width=80,
-            initial_indent=f"{name:<14}",
-            subsequent_indent=" " * 14,
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+        lines += wrapped(value, f"{name:<14}", " " * 14)
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import wrap
 from typing import Any
 
 from kvarts.report.run_values import RunReport, Spread
@@ -10,8 +11,8 @@ from kvarts.units import as_duration as duration
 from kvarts.units import as_memory
 from kvarts.units import as_percent as percent
 
-__all__ = ["LATENCIES", "LIMITS", "count", "duration", "facts", "in_memory", "number", "opening"]
-__all__ += ["page_bytes_of", "percent"]
+__all__ = ["LATENCIES", "LIMITS", "NAME_ONE", "count", "duration", "facts", "in_memory", "number", "opening"]
+__all__ += ["page_bytes_of", "percent", "wrapped"]
 
 LATENCIES = {"TTFT": "ttft_ms", "ITL": "itl_ms", "TPOT": "tpot_ms", "E2E": "e2e_ms", "queue time": "queue_ms"}
 LIMITS = {
@@ -100,6 +101,15 @@ def opening(config: Mapping[str, Any]) -> list[str]:
     if "pages" in config:
         lines.append(_memory(config))
     return lines
+
+
+def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Return `text` in lines of 80 characters at most, `first` and `rest` before them; a number keeps its unit."""
+    whole = text.replace(" %", "\xa0%")
+    lines = wrap(
+        whole, width=80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+    )
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _devices(device: str, cost: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ bound gains.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -50,12 +51,24 @@ def _rounded_up(num_bytes: float) -> int:
 
 
 class ReplayTrials:
-    """Answers what more memory would give a replay of `trace` under `config`; each answer costs some replays."""
+    """Answers what more memory would give a replay of `trace` under `config`; each answer costs some replays.
 
-    def __init__(self, trace: Trace, config: ReplayConfig) -> None:
+    `is_asked`: also of long replays. `on_replay` is called before each.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        *,
+        is_asked: bool = False,
+        on_replay: Callable[[], object] | None = None,
+    ) -> None:
         self._trace = trace
+        self._is_asked = is_asked
+        self._on_replay = on_replay
         self._config = config.certain
-        self._found: dict[int, dict[str, Any]] = {}
+        self._found: dict[tuple[int, int], dict[str, Any]] = {}
 
     def least_pages(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Return the smallest pool that a request fits into, its output included."""
@@ -68,20 +81,20 @@ class ReplayTrials:
 
     @property
     def can_have_host_memory(self) -> bool:
-        """Whether host memory is something that can be added: not below files, nor where it does not combine."""
+        """Whether host memory is something that can be added."""
         try:
-            self._with_host_memory(GIB * 1024)
+            self._with_memory(host_memory=GIB * 1024)
         except ConfigError:
             return False
         return True
 
-    def host_memory(self, summary: dict[str, Any], *, is_asked: bool = False) -> HostMemory | None:
-        """Return the least host memory that keeps the hits; None where none helps, or the replay is a long one.
+    def is_too_long(self, summary: dict[str, Any]) -> bool:
+        """Whether the replay is one that is not repeated without being asked for."""
+        is_long = summary["num_requests"] > MOST_REQUESTS or summary["num_steps"] > MOST_STEPS
+        return is_long and not self._is_asked
 
-        `summary`: of the replay as it is. `is_asked`: however long it takes.
-        """
-        if not is_asked and (summary["num_requests"] > MOST_REQUESTS or summary["num_steps"] > MOST_STEPS):
-            return None
+    def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
+        """Return the least host memory that keeps the hits of a replay with that `summary`; None where none helps."""
         if summary["working_set_pages"] is None or not self.can_have_host_memory:
             return None
         config = self._config
@@ -102,15 +115,17 @@ class ReplayTrials:
                 low = middle
         return HostMemory(num_bytes=sizes[high], hit_ratio=self._hit_ratio(sizes[high]), most_hit_ratio=most)
 
-    def replayed(self, host_bytes: int, **changes: Any) -> dict[str, Any]:
-        """Return the summary of a replay with so much host memory; each size is replayed once."""
+    def replayed(self, host_bytes: int, disk_bytes: int = 0) -> dict[str, Any]:
+        """Return the summary of a replay with so much below the device; each combination is replayed once."""
         from kvarts.sim.replay import replay_one  # which makes trials of its own
 
-        if changes:
-            return replay_one(self._trace, self._with_host_memory(host_bytes, **changes)).summary
-        if host_bytes not in self._found:
-            self._found[host_bytes] = replay_one(self._trace, self._with_host_memory(host_bytes)).summary
-        return self._found[host_bytes]
+        sizes = host_bytes, disk_bytes
+        if sizes not in self._found:
+            if self._on_replay is not None:
+                self._on_replay()
+            config = self._with_memory(host_memory=host_bytes or None, disk_memory=disk_bytes or None)
+            self._found[sizes] = replay_one(self._trace, config).summary
+        return self._found[sizes]
 
     @property
     def token_bytes(self) -> int:
@@ -127,15 +142,12 @@ class ReplayTrials:
     def _hit_ratio(self, host_bytes: int) -> float:
         return self.replayed(host_bytes)["prefix_hit_ratio"] or 0.0
 
-    def _with_host_memory(self, num_bytes: int, **changes: Any) -> ReplayConfig:
-        """Return the configuration with host memory of `num_bytes`. Raise ConfigError where there can be none."""
-        config = self._config
-        offload: Any = config.offload or self._offload()
-        if not changes and (offload.disk_pages or offload.disk_memory):
-            raise ConfigError("has files below it", field="host_memory")
-        memory = num_bytes or None
-        offload = msgspec.structs.replace(offload, host_pages=None, host_memory=memory, **changes)
-        return msgspec.structs.replace(config, offload=offload)
+    def _with_memory(self, **sizes: int | None) -> ReplayConfig:
+        """Return the configuration with tiers of these sizes. Raise ConfigError where there can be none."""
+        offload: Any = self._config.offload or self._offload()
+        pages = dict.fromkeys((name.replace("memory", "pages") for name in sizes), None)
+        offload = msgspec.structs.replace(offload, **pages, **sizes)
+        return msgspec.structs.replace(self._config, offload=offload)
 
     def _offload(self) -> Any:
         offload = from_room("offload.config", "OffloadConfig", field="host_memory")
