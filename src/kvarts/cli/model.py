@@ -15,6 +15,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.settings import Section
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
+from kvarts.units import as_memory
 
 if TYPE_CHECKING:
     from kvarts.hardware import Geometry, MemoryFit
@@ -29,16 +30,34 @@ def model_command() -> None:
 
 @model_command.command("list", cls=Command)
 def list_command() -> None:
-    """List the models and devices that are known by name, with where their figures are from."""
+    """List the models and devices that are known by name, with where their figures are from.
+
+    KV bytes per token are those of all layers, as if each kept every token; `kvarts model show` has what windows and
+    states take instead.
+    """
     from kvarts.hardware.device import device_names, load_device
     from kvarts.hardware.model_config import load_geometry, preset_names
 
     width = max(len(name) for name in (*preset_names(), *device_names())) + 2
+    click.echo(f"{'model':<{width}}{'parameters':>12}{'weights':>12}{'KV a token':>14}  source")
     for name in preset_names():
-        click.echo(f"{name:<{width}}{load_geometry(name).source}")
+        geometry = load_geometry(name)
+        click.echo(
+            f"{name:<{width}}{_in_billions(geometry.num_parameters):>12}{as_memory(geometry.weight_bytes):>12}"
+            f"{geometry.kv_bytes_per_token():>8,} bytes  {geometry.source}"
+        )
     click.echo()
+    click.echo(f"{'device':<{width}}{'memory':>12}{'bandwidth':>12}{'16-bit':>14}  source")
     for name in device_names():
-        click.echo(f"{name:<{width}}{load_device(name).source}")
+        device = load_device(name)
+        click.echo(
+            f"{name:<{width}}{as_memory(device.memory_bytes):>12}{device.bandwidth_bytes_per_s / 1e9:>7,.0f} GB/s"
+            f"{device.tflops['bfloat16']:>8,.0f} Tflop/s  {device.source}"
+        )
+
+
+def _in_billions(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count < 10e9 else f"{count / 1e9:,.1f} B"
 
 
 SEQUENCE_TOKENS = 32_768

@@ -96,6 +96,9 @@ class RequestRow(msgspec.Struct, frozen=True, gc=False):
     input_tokens: Count = 0
     output_tokens: Count = 0
     cached_tokens: Count = 0
+    request_id: str = ""
+    replica: Count = 0
+    preemptions: Count = 0
 
 
 class Histogram(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvarts.report.run_values import RunReport, Spread
 from kvarts.units import as_duration as duration
-from kvarts.units import as_memory
+from kvarts.units import as_memory, parse_bytes
 from kvarts.units import as_percent as percent
 
 __all__ = ["LATENCIES", "LIMITS", "NAME_ONE", "count", "duration", "facts", "in_memory", "number", "opening"]
@@ -30,7 +30,7 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     if report.num_failed:
         ended += f", {count(report.num_failed)} failed"
     *placed, memory = opening(report.config) or [""]
-    out = [("replayed on", " ".join(line.strip() for line in placed))] if placed else []
+    out = [("replayed on", "; ".join(line.strip() for line in placed))] if placed else []
     out += [("memory", memory)] if memory else []
     out.append(("requests", ended))
     if report.duration_ms is not None:
@@ -128,7 +128,7 @@ def _memory(config: Mapping[str, Any]) -> str:
     for tier in ("host", "disk"):
         if offload.get(f"{tier}_memory"):
             size = offload[f"{tier}_memory"]
-            text += f", {tier} {as_memory(size) if isinstance(size, int) else size}"
+            text += f", {tier} {as_memory(size if isinstance(size, int) else parse_bytes(size))}"
         elif offload.get(f"{tier}_pages"):
             text += f", {tier} {offload[f'{tier}_pages']:,} pages"
     return text
