@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from kvarts.cli.options import Command, given_by_flags, options_of
 from kvarts.cli.pages import check_opening, open_option, open_page
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_json
+from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_COUNT, check_whole
@@ -163,8 +162,8 @@ def _fit_requests(runs: list[Any], seed: int) -> tuple[str, dict[str, Any], Any]
     for run in runs:
         if run.series is not None and run.series.left_out is not None:
             click.echo(f"kvarts: {run.series.left_out}", err=True)
-    with _Progress(runs) as progress:
-        found = calibrate_runs(runs, seed=seed, on_progress=progress)
+    with _progress(runs) as progress:
+        found = calibrate_runs(runs, seed=seed, on_progress=progress.update)
     lines = [
         _coefficients(found.cost, found.uncertainty, found.not_identified, "a guess, of which these data say little")
     ]
@@ -303,29 +302,12 @@ def _toml(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-class _Progress:
-    """A progress bar on standard error, if that is a terminal."""
+def _progress(runs: list[Any]) -> Progress:
+    from kvarts.calibrate.coefficients import names_of
+    from kvarts.calibrate.fitting import most_replays
 
-    def __init__(self, runs: list[Any]) -> None:
-        self._runs = runs
-        self._bar: Any = None
-
-    def __enter__(self) -> Callable[[int], object] | None:
-        if not sys.stderr.isatty():
-            return None
-        from tqdm import tqdm
-
-        from kvarts.calibrate.coefficients import names_of
-        from kvarts.calibrate.fitting import most_replays
-
-        most = most_replays(len(self._runs), len(names_of([run.cost for run in self._runs])))
-        self._bar = tqdm(total=most, unit=" replays", file=sys.stderr, leave=False)
-        update: Callable[[int], object] = self._bar.update
-        return update
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    most = most_replays(len(runs), len(names_of([run.cost for run in runs])))
+    return Progress("fitting", most, "replays at most")
 
 
 @click.command("compare", cls=Command)

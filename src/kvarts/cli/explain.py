@@ -10,6 +10,7 @@ import click
 
 from kvarts.cli.options import Command
 from kvarts.cli.paths import INPUT
+from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import reading
 
@@ -39,7 +40,6 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
     first token.
     """
     from kvarts.explain.hits import hit_ledger
-    from kvarts.explain.reading import load_journal
     from kvarts.explain.story import story_of_block, story_of_request
     from kvarts.report.run_directory import RunDirectory
 
@@ -61,7 +61,7 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
         return
     rows = _rows_of(runs)
     for path in paths:
-        journal = load_journal(path)
+        journal = _load(path)
         try:
             if request_name is not None:
                 lines = story_of_request(journal, request_name)
@@ -88,6 +88,16 @@ def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None 
 
     journals = [load_journal(path, on_progress=on_progress) for _, path in run.journals()]
     return overview_of(journals) if journals else None
+
+
+def _load(path: Path) -> Journal:
+    """Read a journal, and say so where it takes long."""
+    from kvarts.explain.reading import load_journal
+
+    with reading(path):
+        num_bytes = path.stat().st_size
+    with Progress(f"reading {path}", num_bytes, "bytes") as progress:
+        return load_journal(path, on_progress=progress.update)
 
 
 def _rows_of(runs: Sequence[RunDirectory]) -> dict[Path, list[RequestTimes]]:
@@ -126,7 +136,6 @@ def _sum_of(name: str, journal: Journal, rows: Sequence[RequestTimes] | None) ->
 
 def _slowest_of(runs: Sequence[RunDirectory], paths: Sequence[Path], file: Path) -> list[str]:
     """Return the slowest requests of all journals, a line each."""
-    from kvarts.explain.reading import load_journal
     from kvarts.explain.sums import Sums, slowest, times_in
 
     rows = _rows_of(runs)
@@ -134,7 +143,7 @@ def _slowest_of(runs: Sequence[RunDirectory], paths: Sequence[Path], file: Path)
     num_requests = 0
     has_first_tokens = True
     for path in paths:
-        journal = load_journal(path)
+        journal = _load(path)
         times = rows.get(path)
         if times is None:
             times, has_first_tokens = times_in(journal), False

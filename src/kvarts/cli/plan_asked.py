@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 import msgspec
 
 from kvarts.cli.plan_command import command_line
 from kvarts.cli.plan_policy import find_on_path
+from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
 from kvarts.units import parse_bytes, parse_rate
@@ -59,7 +58,7 @@ class Asked:
         self._slo_share = slo_share
         self._cost_error = cost_error
         self._options = options
-        self._num_replays = 0
+        self._progress: Progress | None = None
 
     def plan_command(self, *more: str) -> str:
         """Return the command line of a plan with what was given, and `more` options."""
@@ -212,13 +211,14 @@ class Asked:
         return 0
 
     def _on_replay(self) -> None:
-        self._num_replays += 1
-        if sys.stderr.isatty():
-            click.echo(f"\rkvarts: replay {self._num_replays}", err=True, nl=False)
+        if self._progress is None:
+            self._progress = Progress("planning", None, "replays")
+        self._progress.update()
 
     def _end_progress(self) -> None:
-        if sys.stderr.isatty() and self._num_replays:
-            click.echo(err=True)
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
 
 
 def _replayed(trials: ReplayTrials, tiers: Sequence[Tier], page_bytes: int, replicas: int) -> dict[str, Any] | None:

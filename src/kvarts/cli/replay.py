@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvarts.cli.effects import check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.parts import Outputs, Run, load_parts
+from kvarts.cli.progress import Progress
 from kvarts.cli.sample import SECTION as TRAFFIC
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.directories import new_directory
@@ -99,8 +99,8 @@ def replay_command(
         from kvarts.sim.replay import replay
 
         traffic, traces = run.load()
-        with outputs.observers() as observers_of, _Progress(traces) as progress:
-            report = replay(traffic, run.config, on_progress=progress, observers_of=observers_of)
+        with outputs.observers() as observers_of, _progress(traces) as progress:
+            report = replay(traffic, run.config, on_progress=progress.update, observers_of=observers_of)
         outputs.write(report)
         if folder is not None and html_file is not None:
             write_run_page(folder, html_file, opens=opens)
@@ -176,21 +176,7 @@ class OneRun:
         return trace, [trace]
 
 
-class _Progress:
-    """A bar on standard error, where that is a terminal, once a replay takes longer than a second."""
-
-    def __init__(self, traces: Sequence[Trace]) -> None:
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            known = [trace.requests for trace in traces]
-            num_requests = sum(map(len, filter(None, known))) if None not in known else None
-            self._bar = tqdm(total=num_requests, delay=1.0, unit=" requests", file=sys.stderr, leave=False)
-
-    def __enter__(self) -> Callable[[int], object] | None:
-        return None if self._bar is None else self._bar.update
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+def _progress(traces: Sequence[Trace]) -> Progress:
+    known = [trace.requests for trace in traces]
+    num_requests = sum(map(len, filter(None, known))) if None not in known else None
+    return Progress("replaying", num_requests, "requests")
