@@ -9,10 +9,26 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_UINT32, MOST_UINT64, brief, check_whole
 
-__all__ = ["Likeliest", "SamplingParams"]
+__all__ = ["Logprobs", "SamplingParams", "TopLogprobs"]
 
-Likeliest = list[tuple[float, tuple[tuple[int, float], ...]]]
-"""For each token: its log-probability, and the likeliest tokens in its place with theirs."""
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one place, with their log-probabilities, in falling order."""
+
+
+class Logprobs(msgspec.Struct):
+    """Log-probabilities of consecutive tokens, as the model computes them: before temperature, penalties and grammars.
+
+    `values`: of each token; None for the first token of a prompt. `top`: the likeliest tokens at each place, as many as
+    were asked for. `ranks`, of prompts only: how many tokens were at least as likely.
+    """
+
+    values: list[float | None] = []
+    top: list[TopLogprobs] = []
+    ranks: list[int] = []
+
+    def until(self, num_tokens: int) -> Logprobs:
+        """Return those of the first `num_tokens` tokens."""
+        return Logprobs(self.values[:num_tokens], self.top[:num_tokens], self.ranks[:num_tokens])
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +40,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `stop_token_ids`: tokens that end it. `min_tokens`: nothing but `max_tokens` ends the request before it has so many.
     `ignore_eos`: the model's own end is a token like any other. `presence_penalty` and `frequency_penalty`: of tokens
     that were generated, once and for each time. `logprobs`: return the log-probability of each token; `top_logprobs`:
-    and of so many of the likeliest tokens in its place. Raises ConfigError for a value out of range.
+    and of so many of the likeliest tokens in its place. `prompt_logprobs`: return them of the tokens of the prompt, and
+    of so many of the likeliest in their places; all of the prompt is computed then, whatever is cached. `max_tokens`
+    may be 0 with it. `skip_special_tokens`: special tokens have no text; a stop text that is one is never found then.
+    Raises ConfigError for a value out of range.
     """
 
     max_tokens: int = 128
@@ -42,9 +61,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        check_whole(self.max_tokens, "sampling.max_tokens", most=MOST_UINT32)
+        if self.prompt_logprobs is not None:
+            check_whole(self.prompt_logprobs, "sampling.prompt_logprobs", least=0, most=MOST_UINT32)
+        least = 1 if self.prompt_logprobs is None else 0
+        check_whole(self.max_tokens, "sampling.max_tokens", least=least, most=MOST_UINT32)
         check_whole(self.min_tokens, "sampling.min_tokens", least=0, most=self.max_tokens)
         check_whole(self.top_k, "sampling.top_k", least=0, most=MOST_UINT32)
         check_whole(self.top_logprobs, "sampling.top_logprobs", least=0, most=MOST_UINT32)

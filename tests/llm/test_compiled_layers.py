@@ -82,9 +82,10 @@ def said(model: Any, layers: str, **settings: Any) -> tuple[list[list[int]], lis
     seen: list[torch.Tensor] = []
     logits = engine._executor._logits
 
-    def noting(*args: Any) -> torch.Tensor:
-        seen.append(logits(*args))
-        return seen[-1].clone()
+    def noting(*args: Any) -> Iterator[torch.Tensor]:
+        for some in logits(*args):
+            seen.append(some)
+            yield some.clone()
 
     engine._executor._logits = noting  # type: ignore[assignment, method-assign]
     completions = engine.generate(prompts_with_prefixes()[:4], SamplingParams(max_tokens=6, ignore_eos=True))

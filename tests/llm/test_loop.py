@@ -22,7 +22,7 @@ from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.listener import EngineDeadError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.sched.plan import StepPlan, StepResult
 
 from builders.kept import Kept
@@ -51,12 +51,17 @@ class NoSampling:
     ) -> None:
         self.under_way.add(request_index)
 
-    def drop(self, request_index: int) -> tuple[float, ...]:
-        self.under_way.remove(request_index)
-        return ()
+    def drop(self, request_index: int) -> None:
+        self.under_way.discard(request_index)
 
-    def likeliest(self, request_index: int) -> Likeliest:
-        return []
+    def logprobs(self, request_index: int) -> Logprobs:
+        return Logprobs()
+
+    def prompt_logprobs(self, request_index: int) -> None:
+        return None
+
+    def error(self, request_index: int) -> None:
+        return None
 
 
 class Toy(ToyExecutor):

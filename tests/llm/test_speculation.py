@@ -100,8 +100,8 @@ def test_a_seed_says_the_same_with_and_without(
         assert (other.logprobs is None) is (one.logprobs is None)
         if one.logprobs is not None and other.logprobs is not None:
             assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
-            assert [[token for token, _ in top] for _, top in other.likeliest] == [
-                [token for token, _ in top] for _, top in one.likeliest
+            assert [[token for token, _ in top] for top in other.top_logprobs] == [
+                [token for token, _ in top] for top in one.top_logprobs
             ]
     assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 10
 
@@ -186,7 +186,7 @@ def test_a_stop_inside_a_draft_is_the_end(tiny: Callable[[str], Path], monkeypat
         expected, said = plain.generate([prompt], params)[0], guessed.generate([prompt], params)[0]
         assert (said.text, said.tokens, said.finish_reason) == (expected.text, expected.tokens, expected.finish_reason)
         if params.logprobs:
-            assert said.logprobs is not None and len(said.logprobs) == len(said.likeliest) == len(said.tokens)
+            assert said.logprobs is not None and len(said.logprobs) == len(said.top_logprobs) == len(said.tokens)
         assert guessed.kv_live_bytes() == 0
         guessed.check()
     assert guessed.drafts is not None and guessed.drafts.num_accepted_tokens > 15

@@ -41,6 +41,14 @@ class Greedy:
     ) -> tuple[Any, Any, list[int]]:
         raise AssertionError("nothing is drafted here")
 
+    num_scored = 0
+
+    def num_to_score(self, request_index: int) -> int:
+        return 0
+
+    def score(self, request_index: int, start: int, logits: torch.Tensor) -> None:
+        raise AssertionError("nothing is scored here")
+
 
 @cache
 def model(family: str) -> Any:

@@ -242,3 +242,77 @@ def test_sessions_go_with_layers_that_keep_less(tmp_path: Path) -> None:
         said.append(tokens)
         held.append(num_bytes)
     assert said[1] == said[0] and held[1] < held[0]
+
+
+def test_an_echo_has_the_log_probabilities_of_its_prompt(url: str, directory: str) -> None:
+    """As lm_eval's local-completions reads them, and exactly those of transformers."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, reference = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    prompt = "once upon a time, été 😀, by the sea"
+    ids = tokenizer(prompt)["input_ids"]
+    with torch.inference_mode():
+        rows = torch.log_softmax(reference(torch.tensor([ids])).logits[0].float(), dim=-1)
+    expected = [float(rows[place, token]) for place, token in enumerate(ids[1:])]
+    for given in (prompt, ids):
+        body = {"prompt": given, "max_tokens": 1, "logprobs": 2, "echo": True, "ignore_eos": True, "temperature": 0}
+        (choice,) = complete(url, **body)["choices"]
+        told = choice["logprobs"]
+        assert choice["text"].startswith(prompt) and len(told["tokens"]) == len(ids) + 1
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        assert told["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+        for offset, piece in zip(told["text_offset"], told["tokens"], strict=True):
+            if not piece.startswith("bytes:"):
+                assert choice["text"][offset:].startswith(piece)
+        events = events_of(call(url, COMPLETIONS, {**body, "stream": True}).payload)
+        assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
+        parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
+        for name in ("tokens", "text_offset"):
+            assert [each for part in parts for each in part[name]] == told[name]
+    (none,) = complete(url, prompt=prompt, max_tokens=0, logprobs=1, echo=True)["choices"]
+    assert (none["text"], none["finish_reason"]) == (prompt, "length")
+    assert none["logprobs"]["token_logprobs"] == told["token_logprobs"][:-1]
+    answer = complete(url, prompt=prompt, max_tokens=0, echo=True)
+    assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == (prompt, 0)
+    (scored,) = complete(url, prompt=prompt, max_tokens=2, prompt_logprobs=1)["choices"]
+    entries = scored["prompt_logprobs"]
+    assert entries[0] is None
+    for place, (token, entry) in enumerate(zip(ids[1:], entries[1:], strict=True)):
+        assert entry[str(token)]["logprob"] == pytest.approx(expected[place], abs=1e-4)
+        assert min(one["rank"] for one in entry.values()) == 1
+    chat = call(url, CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "prompt_logprobs": 0})
+    assert chat.json["prompt_logprobs"][0] is None and len(chat.json["prompt_logprobs"]) > 1
+    assert call(url, COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1, "stream": True}).status == 400
+
+
+def test_tokens_of_parts_of_characters_have_their_own_bytes(url: str) -> None:
+    """Of a byte-level model with random weights nearly all tokens are no characters."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12, "logprobs": True, "ignore_eos": True}
+    told = call(url, CHAT, {**body, "temperature": 0}).json["choices"][0]
+    tokens = told["logprobs"]["content"]
+    assert all(len(one["bytes"]) >= 1 for one in tokens if not one["token"].startswith("<"))
+    kept = b"".join(bytes(one["bytes"]) for one in tokens)
+    assert kept.decode("utf-8", "replace").startswith(told["message"]["content"][:-3])
+
+
+def test_one_request_that_fails_is_one_request_that_fails(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvarts.llm.text import Generation
+
+    whole = Generation._extend_text
+    body = {"prompt": "the sea", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    expected = complete(url, **body)["choices"]
+
+    def failing(this: Generation, token: int) -> None:
+        if this.params.seed == 13 and len(this.tokens) == 4:
+            raise RuntimeError("no text for that")
+        whole(this, token)
+
+    monkeypatch.setattr(Generation, "_extend_text", failing)
+    reply = call(url, COMPLETIONS, {**body, "seed": 13})
+    assert reply.status == 500 and "no text for that" in reply.error["message"]
+    events = events_of(call(url, COMPLETIONS, {**body, "seed": 13, "stream": True}).payload)
+    assert "no text for that" in events[-1]["error"]["message"]
+    assert call(url, "/health").status == 200
+    assert complete(url, **body)["choices"] == expected
+    assert 'finished_reason="error"' in call(url, "/metrics").payload.decode()

@@ -127,7 +127,7 @@ def test_what_is_held_back_keeps_its_log_probabilities(
 ) -> None:
     form: Form = ChatForm("m", WordText(), shape=shape)
     entries: list[TokenLogprob] = [(index, -float(index + 1), ()) for index in range(len(words))]
-    payload, start = form.first(0), 0
+    payload, start = form.first(0, None), 0
     while start < len(words):
         end = data.draw(st.integers(start + 1, len(words)))
         is_last = end == len(words)

@@ -14,7 +14,7 @@ from kvarts.events import Blocked
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.request import Request
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.session.config import SessionsConfig
 from kvarts.session.errors import (
     SessionBusyError,
@@ -361,11 +361,17 @@ def test_the_ends_that_an_engine_passes_on(ignore_eos: bool, ends: set[int]) -> 
         def add(self, index: int, params: SamplingParams, prompt: object, stop_ids: Collection[int] = ()) -> None:
             passed.append(set(stop_ids))
 
-        def drop(self, index: int) -> tuple[float, ...]:
-            return ()
+        def drop(self, index: int) -> None:
+            pass
 
-        def likeliest(self, index: int) -> Likeliest:
-            return []
+        def logprobs(self, index: int) -> Logprobs:
+            return Logprobs()
+
+        def prompt_logprobs(self, index: int) -> None:
+            return None
+
+        def error(self, index: int) -> None:
+            return None
 
     detokenizing = DetokenizingExecutor(host.core.executor, max_num_seqs=8, clock=host.clock)
     engine = LLMEngine(host.core, Sampling(), detokenizing, host.clock, page_size=4, eos_ids=[7])

@@ -21,7 +21,7 @@ from kvarts.executor.group_tables import GroupTables, LayerTable
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.rotation import NoRotation
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.sched.plan import StepPlan, StepResult
 
 __all__ = ["MockExecutor", "next_tokens"]
@@ -98,6 +98,8 @@ class MockExecutor:
         self._logprob = -log(vocab_size)
         self._counted: dict[int, int] = {}
         """Of requests with log-probabilities: tokens made."""
+        self._prompts: dict[int, int] = {}
+        """Of those with the log-probabilities of their prompts: how long these are."""
 
     # What sampling keeps of each request -------------------------------------------------------------------
 
@@ -112,16 +114,30 @@ class MockExecutor:
             self._seeds[request_index] = (self._seed * 1_000_003 + params.seed) % 2**64
         if params.logprobs:
             self._counted[request_index] = 0
+        if params.prompt_logprobs is not None:
+            self._prompts[request_index] = len(prompt)
 
-    def drop(self, request_index: int) -> tuple[float, ...]:
-        """Forget a request, and return the log-probabilities of its tokens, where asked for: all are as likely."""
+    def drop(self, request_index: int) -> None:
+        """Forget a request."""
         self._watched.pop(request_index, None)
         self._seeds.pop(request_index, None)
-        return (self._logprob,) * self._counted.pop(request_index, 0)
+        self._counted.pop(request_index, None)
+        self._prompts.pop(request_index, None)
 
-    def likeliest(self, request_index: int) -> Likeliest:
+    def logprobs(self, request_index: int) -> Logprobs:
         """Return the log-probabilities of the tokens so far; none is likelier than another."""
-        return [(self._logprob, ())] * self._counted.get(request_index, 0)
+        count = self._counted.get(request_index, 0)
+        return Logprobs([self._logprob] * count, [()] * count)
+
+    def prompt_logprobs(self, request_index: int) -> Logprobs | None:
+        """Return those of a prompt, where asked for: all are as likely, but for the first, which has none."""
+        count = self._prompts.get(request_index)
+        if count is None:
+            return None
+        return Logprobs([None, *[self._logprob] * (count - 1)], [()] * count, [0, *[1] * (count - 1)])
+
+    def error(self, request_index: int) -> None:
+        """Return None: nothing goes wrong."""
 
     # Steps ------------------------------------------------------------------------------------------------
 

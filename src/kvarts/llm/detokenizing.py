@@ -36,9 +36,9 @@ class DetokenizingExecutor:
         """Return a request under way; None if there is none of that index."""
         return self._generations.get(request_index)
 
-    def drop(self, request_index: int) -> Generation:
-        """Forget a request, and return its tokens and text."""
-        return self._generations.pop(request_index)
+    def drop(self, request_index: int) -> Generation | None:
+        """Forget a request, and return its tokens and text; None if it was not added."""
+        return self._generations.pop(request_index, None)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Have the other executor carry out a step, and add its tokens to the generations."""

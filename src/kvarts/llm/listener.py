@@ -7,7 +7,7 @@ from typing import Protocol
 from kvarts.errors import KvartsError
 from kvarts.llm.text import Completion, Generation
 
-__all__ = ["EngineDeadError", "Gone", "Holds", "Listener"]
+__all__ = ["EngineDeadError", "Gone", "Holds", "Listener", "RequestFailedError"]
 
 
 class EngineDeadError(KvartsError):
@@ -16,14 +16,23 @@ class EngineDeadError(KvartsError):
     exit_code = 1
 
 
+class RequestFailedError(KvartsError):
+    """One request that something went wrong in, which ended it; the engine and all other requests go on."""
+
+    exit_code = 1
+
+
 class Listener(Protocol):
-    """Receives what becomes of one request, in the thread that has the engine. Promises to raise only Gone."""
+    """Receives what becomes of one request, in the thread that has the engine. Raises Gone where nothing listens.
+
+    Whatever else it raises ends its request, and `fail` receives the error.
+    """
 
     def update(self, generation: Generation) -> None:
         """Note the state of the request after a step in which it did not end."""
 
     def end(self, completion: Completion) -> None:
-        """Note that the request has ended."""
+        """Note that the request has ended, perhaps with an error."""
 
     def fail(self, error: BaseException) -> None:
         """Note that the request will never end."""

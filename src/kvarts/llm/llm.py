@@ -24,7 +24,7 @@ from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.room import KVRoom, latent_token_bytes, token_bytes
-from kvarts.llm.speculation import NgramDrafter, SpeculativeConfig, StepTimes
+from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, StepTimes
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
@@ -177,7 +177,7 @@ class LLM:
         drafter = None
         if speculation is not None:
             times = StepTimes(self._executor.time_steps(TIMED_STEPS))
-            drafter = NgramDrafter(speculation, config.max_num_seqs, times)
+            drafter = CarefulDrafter(NgramDrafter(speculation, config.max_num_seqs, times))
         self._core = (
             build_engine(config, executor, readers=readers, audit=audit, offload=below, drafter=drafter)
             if room.cut is None
@@ -245,14 +245,17 @@ class LLM:
 
     # Requests ---------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
         """Run prompts, each text or token ids, batched as they fit, until all have ended. Return them in their order.
 
-        A single text is a prompt, too. Raise ConfigError for a prompt that cannot be run, before any is.
+        A single text is a prompt, too. `params`: of all prompts, or a list with those of each. Raise ConfigError for a
+        prompt that cannot be run, before any is. What goes wrong in one prompt later is the `error` of its completion.
         """
-        params = params or SamplingParams()
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        return self._loop.generate([(self.encode(prompt, params), params) for prompt in prompts])  # type: ignore[arg-type]
+        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        pairs = zip(several, _params_of_each(params, len(several)), strict=True)
+        return self._loop.generate([(self.encode(prompt, own), own) for prompt, own in pairs])
 
     def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt. Raise ConfigError for one that the model cannot run."""
@@ -288,15 +291,16 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answer a conversation, or several: each a list of messages with `role` and `content`.
 
-        The chat template of the model's tokenizer makes prompts of them. Raise ConfigError as `encode_chat` does.
+        The chat template of the model's tokenizer makes prompts of them. `params`: of all, or a list with those of
+        each. Raise ConfigError as `encode_chat` does.
         """
-        params = params or SamplingParams()
         several: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        return self._loop.generate([(self.encode_chat(one, params), params) for one in several])
+        pairs = zip(several, _params_of_each(params, len(several)), strict=True)
+        return self._loop.generate([(self.encode_chat(one, own), own) for one, own in pairs])
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
@@ -406,6 +410,18 @@ class LLM:
     def check(self) -> None:
         """Assert the laws of page accounting, between steps."""
         self._loop.call(lambda _: self._core.scheduler.check())
+
+
+def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts. Raise ConfigError for another number of them."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params)
+    if len(each) != count:
+        raise ConfigError(
+            f"there are {len(each)} for {count} prompts", field="params", hint="Give one for all, or one for each."
+        )
+    return each
 
 
 def _load_tokenizer(path: str | Path) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from kvarts.clock import Clock
 from kvarts.content import Content
-from kvarts.errors import ConfigError
+from kvarts.errors import ConfigError, KvartsError
+from kvarts.llm.listener import RequestFailedError
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams
 
 __all__ = ["CoreEngine", "Generations", "LLMEngine", "SamplingState"]
 
@@ -40,11 +42,17 @@ class SamplingState(Protocol):
     ) -> None:
         """Sample for a request from now on; tokens in `stop_ids` end it."""
 
-    def drop(self, request_index: int) -> tuple[float, ...]:
-        """Forget a request, and return the log-probabilities of its tokens."""
+    def drop(self, request_index: int) -> None:
+        """Forget a request, if it was added."""
 
-    def likeliest(self, request_index: int) -> Likeliest:
-        """Return the log-probabilities of the tokens of a request so far, and of the likeliest in their places."""
+    def logprobs(self, request_index: int) -> Logprobs:
+        """Return the log-probabilities of the tokens of a request so far, or of more, where it asked for them."""
+
+    def prompt_logprobs(self, request_index: int) -> Logprobs | None:
+        """Return those of its prompt, as far as they are known; None if it did not ask for them."""
+
+    def error(self, request_index: int) -> Exception | None:
+        """Return what went wrong in choosing the last token of a request, which is no token of its then."""
 
 
 class Generations(Protocol):
@@ -56,12 +64,18 @@ class Generations(Protocol):
     def get(self, request_index: int) -> Generation | None:
         """Return a request under way; None if there is none of that index."""
 
-    def drop(self, request_index: int) -> Generation:
-        """Forget a request, and return its tokens and text."""
+    def drop(self, request_index: int) -> Generation | None:
+        """Forget a request, and return its tokens and text; None if it was not added."""
 
+
+_log = logging.getLogger(__name__)
 
 LONG = "\x00long"
 """Added to the salt of sequences that are rotated as long ones: their KV is another."""
+SCORED = "\x00scored"
+"""Added, with the index of the request, to the salt of prompts of which all log-probabilities are computed: nothing of
+them is found in the cache, and no other request finds anything of theirs.
+"""
 
 
 class LLMEngine:
@@ -105,7 +119,7 @@ class LLMEngine:
                 index,
                 Content.from_tokens(tokens, page_size=self._page_size, owner=index),
                 num_prompt_tokens=len(tokens),
-                max_tokens=params.max_tokens,
+                max_tokens=max(1, params.max_tokens),
                 arrival_ns=now_ns,
                 priority=priority,
             )
@@ -123,22 +137,41 @@ class LLMEngine:
         """Queue the request that `make` returns, given its index and the time, and return the index.
 
         `stop_ids`: tokens that end it, beside those of `params` and the model's own. Without a `tokenizer`, no text is
-        made. Raise ConfigError for a request that can never run.
+        made. Raise ConfigError for a request that can never run, RequestFailedError if something goes wrong before it
+        is queued. A request of no tokens samples one all the same, which is dropped at its end.
         """
         # An index is used up even if the prompt is rejected: events name requests by it.
         index = self._num_submitted
         self._num_submitted += 1
-        request = make(index, self._clock.now_ns())
-        self._set_apart(request)
+        try:
+            request = make(index, self._clock.now_ns())
+            self._set_apart(request)
+            if params.prompt_logprobs is not None:
+                if request.content.owner != index:
+                    raise ConfigError("is not kept of a session", field="sampling.prompt_logprobs")
+                request.content.salt = f"{request.content.salt or ''}{SCORED}{index}"
+            # Only what is changed by tokens before it needs them, and a long history is many.
+            needs_prompt = not params.is_argmax or params.prompt_logprobs is not None
+            prompt = request.content.tokens(0, request.num_prompt_tokens) if needs_prompt else ()
+            own_ids = frozenset() if params.ignore_eos else self._eos_ids
+            self._sampling.add(index, params, prompt, own_ids.union(stop_ids))
+            self._generations.add(Generation(request, params, tokenizer))
+        except KvartsError:
+            self._forget(index)
+            raise
+        except Exception as error:  # it is this request's, whatever it is: no other knows of it yet
+            _log.error("request %d: cannot be begun", index, exc_info=error)
+            self._forget(index)
+            raise RequestFailedError(f"the request cannot be begun: {type(error).__name__}: {error}") from error
         reason = self._core.submit(request, request.arrival_ns)
         if reason is not None:
+            self._forget(index)
             raise ConfigError(reason, field="prompt", hint="Give the engine more kv_memory, or lower max_tokens.")
-        # Only what is changed by tokens before it needs them, and a long history is many.
-        prompt = () if params.is_argmax else request.content.tokens(0, request.num_prompt_tokens)
-        own_ids = frozenset() if params.ignore_eos else self._eos_ids
-        self._sampling.add(index, params, prompt, own_ids.union(stop_ids))
-        self._generations.add(Generation(request, params, tokenizer))
         return index
+
+    def _forget(self, index: int) -> None:
+        self._generations.drop(index)
+        self._sampling.drop(index)
 
     def _set_apart(self, request: Request) -> None:
         """Keep the KV of a long sequence apart from that of short ones.
@@ -163,21 +196,30 @@ class LLMEngine:
             )
         content.salt = (content.salt or "") + LONG
 
-    def cancel(self, index: int) -> Completion | None:
-        """End a request between steps, and return what it has; None if it has ended. Its pages are free at once."""
+    def cancel(self, index: int, error: Exception | None = None) -> Completion | None:
+        """End a request between steps, and return what it has; None if it has ended. Its pages are free at once.
+
+        `error`: what went wrong with it, if that is why.
+        """
         generation = self._generations.get(index)
         if generation is None:
             return None
         self._core.cancel(generation.request)
+        if error is not None:
+            generation.fail(error)
         return self._end(index, "cancelled")
 
     def step(self) -> list[Completion]:
         """Do one step. Return the requests that ended with it."""
         return [self._end(request.index, "length") for request in self._core.step(self._clock.now_ns())]
 
-    def likeliest(self, index: int) -> Likeliest:
+    def logprobs(self, index: int) -> Logprobs:
         """Return the log-probabilities of a request under way that asked for them, token by token."""
-        return self._sampling.likeliest(index)
+        return self._sampling.logprobs(index)
+
+    def prompt_logprobs(self, index: int) -> Logprobs | None:
+        """Return those of its prompt, as far as they are computed; None if it did not ask for them."""
+        return self._sampling.prompt_logprobs(index)
 
     def generation(self, index: int) -> Generation | None:
         """Return a request under way; None if there is none of that index."""
@@ -185,8 +227,28 @@ class LLMEngine:
 
     def _end(self, index: int, reason: str) -> Completion:
         generation = self._generations.drop(index)
+        assert generation is not None, "a request ends once"
+        sampling, params = self._sampling, generation.params
+        error = sampling.error(index)
+        if error is not None and len(generation.tokens) > len(sampling.logprobs(index).values):
+            del generation.tokens[-1:]  # it was not chosen: the request had to end with some token
+            generation.fail(error)
+        elif not params.max_tokens:
+            generation.clear()
+            reason = "length"
         generation.finish(reason)
-        # Drafted tokens may have been chosen after the one that brought a stop text.
-        num_tokens = len(generation.tokens)
-        likeliest = self._sampling.likeliest(index)[:num_tokens] if generation.params.logprobs else None
-        return generation.completion(self._sampling.drop(index)[:num_tokens], likeliest)
+        try:
+            return self._completion(index, generation)
+        except Exception as failure:  # it is this request's, whatever it is: its pages are free already
+            _log.error("request %d: it has no completion", index, exc_info=failure)
+            count, what = generation.request.num_prompt_tokens, f"{type(failure).__name__}: {failure}"
+            return Completion(index, generation.text, tuple(generation.tokens), count, "error", error=what)
+        finally:
+            sampling.drop(index)
+
+    def _completion(self, index: int, generation: Generation) -> Completion:
+        logprobs = None
+        if generation.params.logprobs:
+            # Drafted tokens may have been chosen after the one that brought a stop text.
+            logprobs = self._sampling.logprobs(index).until(len(generation.tokens))
+        return generation.completion(logprobs, self._sampling.prompt_logprobs(index))

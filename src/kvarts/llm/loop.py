@@ -9,6 +9,7 @@ does the steps; it ends soon after the last of them, so an idle loop has no thre
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from threading import Condition, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
 from kvarts.errors import KvartsError
-from kvarts.llm.listener import EngineDeadError, Gone, Holds, Listener
+from kvarts.llm.listener import EngineDeadError, Gone, Holds, Listener, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.text import Completion, Generation
 from kvarts.sampling import SamplingParams
@@ -25,6 +26,8 @@ from kvarts.sampling import SamplingParams
 __all__ = ["EngineLoop"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 LINGER_S = 0.005
 """For how long the thread of an idle loop waits for a next task: starting a thread takes longer than most tasks."""
@@ -35,7 +38,8 @@ class EngineLoop:
     """Owner of an LLMEngine. Every method may be called from any thread.
 
     An error in a step goes to every waiting caller, and closes the loop: from then on every call raises
-    EngineDeadError. An error of a user, such as a prompt that is too long, goes to its caller only.
+    EngineDeadError. An error of a user, such as a prompt that is too long, goes to its caller only; and so does
+    whatever goes wrong in the text, the sampling or the listener of one request.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -247,10 +251,14 @@ class EngineLoop:
         return completion
 
     def _tell_end(self, listener: Listener, completion: Completion) -> None:
-        """Tell a listener of its end. If it raises, it is still listed, and is told of that as well."""
-        with suppress(Gone):
-            listener.end(completion)
+        """Tell a listener of its end; of what it raises then, too."""
         del self._listeners[completion.index]
+        try:
+            listener.end(completion)
+        except Gone:
+            pass
+        except Exception as error:
+            _tell_failure(listener, completion.index, error)
 
     def _step(self) -> None:
         """Do one step, and tell listeners."""
@@ -274,7 +282,8 @@ class EngineLoop:
                 self._unclaimed.append(completion)
             else:
                 self._tell_end(listener, completion)
-        gone = []
+        gone: list[int] = []
+        failed: list[tuple[int, Exception]] = []
         for index, listener in self._listeners.items():
             generation = self._engine.generation(index)
             assert generation is not None, "a request with a listener is under way"
@@ -282,8 +291,13 @@ class EngineLoop:
                 listener.update(generation)
             except Gone:
                 gone.append(index)
+            except Exception as error:
+                failed.append((index, error))
         for index in gone:
             self._cancel(index)
+        for index, failure in failed:
+            self._engine.cancel(index, failure)
+            _tell_failure(self._listeners.pop(index), index, failure)
 
     def _abandon(self, error: BaseException) -> None:
         """Close the loop, and give the engine back without doing what was asked of it."""
@@ -308,6 +322,15 @@ class EngineLoop:
         for listener in listeners:
             with suppress(Gone):
                 listener.fail(error)
+
+
+def _tell_failure(listener: Listener, index: int, error: Exception) -> None:
+    """Tell a listener of an error that is its own, or its request's."""
+    _log.error("request %d: what came of it cannot be handed on", index, exc_info=error)
+    failed = RequestFailedError(f"the answer cannot be handed on: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    with suppress(Exception):  # it has failed once already
+        listener.fail(failed)
 
 
 class _Outcome(Protocol):
@@ -393,7 +416,7 @@ class _StreamListener:
     def end(self, completion: Completion) -> None:
         """Send the rest of the text, and the end."""
         self._send_text(completion.text)
-        self._send(None)
+        self._send(None if completion.error is None else RequestFailedError(completion.error))
 
     def fail(self, error: BaseException) -> None:
         """Send an error."""

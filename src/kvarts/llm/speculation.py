@@ -7,6 +7,7 @@ is what the second half of this module decides.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,9 +18,12 @@ import numpy.typing as npt
 from kvarts.errors import ConfigError
 from kvarts.limits import brief, check_whole
 from kvarts.request import Request
+from kvarts.sched.drafts import Drafter
 from kvarts.sched.plan import Batch
 
-__all__ = ["NgramDrafter", "SpeculativeConfig", "StepTimes", "find_ngram"]
+__all__ = ["CarefulDrafter", "NgramDrafter", "SpeculativeConfig", "StepTimes", "find_ngram"]
+
+_log = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.uint64]
 
@@ -200,6 +204,28 @@ class NgramDrafter:
         for rates, gain in ((known.rates, GAIN), (self._rates, SHARED_GAIN)):
             rate = 1.0 - (1.0 - rates[known.count]) * (1.0 - gain) ** num_accepted
             rates[known.count] = rate if num_accepted == num_drafted else rate * (1.0 - gain)
+
+
+class CarefulDrafter:
+    """A Drafter around another: an error in one guess is logged, and there is no guess. It would change no token."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def draft(self, request: Request, num_most: int, batch: Batch) -> Tokens:
+        """Return what the other guesses, or nothing."""
+        try:
+            return self._drafter.draft(request, num_most, batch)
+        except Exception:
+            _log.exception("request %d: no tokens could be guessed", request.index)
+            return NOTHING
+
+    def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Tell the other how many were right."""
+        try:
+            self._drafter.judge(request, num_drafted, num_accepted)
+        except Exception:
+            _log.exception("request %d: a guess could not be judged", request.index)
 
 
 def num_worthwhile(rate: float, gain: float, costs: npt.NDArray[np.float64]) -> int:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
 
 from kvarts.request import Request
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 
 __all__ = ["Completion", "Generation"]
+
+_log = logging.getLogger(__name__)
 
 UNFINISHED = "\ufffd"
 """What a tokenizer makes of the first bytes of a character."""
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The outcome of a prompt. `tokens`: generated, the one that ended it included. `finish_reason`: `stop`, `length`
-    or `cancelled`. `logprobs`: of each token, where asked for. `cached_tokens`: prompt tokens found in the cache.
+    """The outcome of a prompt. `tokens`: generated, the one that ended it included. `finish_reason`: `stop`, `length`,
+    `cancelled` or `error`; `error` then names what went wrong. `cached_tokens`: prompt tokens found in the cache.
+
+    Log-probabilities are there where they were asked for: `logprobs` of each token, `top_logprobs` of the likeliest
+    tokens in its place, and `prompt_logprobs` of the prompt.
     """
 
     index: int
@@ -27,8 +33,9 @@ class Completion(msgspec.Struct, frozen=True):
     finish_reason: str
     logprobs: tuple[float, ...] | None = None
     cached_tokens: int = 0
-    likeliest: Likeliest = []
-    """With log-probabilities: those of each token, and of the likeliest tokens in its place."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: Logprobs | None = None
+    error: str | None = None
 
 
 class Generation:
@@ -38,6 +45,8 @@ class Generation:
         self.request = request
         self.params = params
         self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        """What went wrong in making text, which ended the request."""
         self.tokens: list[int] = []
         self.text = ""
         self._tokenizer = tokenizer
@@ -45,9 +54,9 @@ class Generation:
         self._piece = getattr(tokenizer, "piece", None)
         """Returns the text of a token, of a tokenizer in which that depends on nothing else."""
         if self._backend is not None:
-            from tokenizers.decoders import DecodeStream
-
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = self._new_stream()
+            self._num_read = 0
+            """Tokens of which the text is in `text`."""
 
     def take(self, token: int, *, is_end: bool = False) -> bool:
         """Add the next token, which is an end by its id or not. Return whether the request ends with it.
@@ -58,26 +67,43 @@ class Generation:
         if is_end:
             self.finish_reason = "stop"
         elif self._tokenizer is not None:
-            self._extend_text(token)
+            try:
+                self._extend_text(token)
+            except Exception as error:  # it is this request's, whatever it is
+                _log.error("request %d: its tokens have no text", self.request.index, exc_info=error)
+                self.fail(error)
         return self.finish_reason is not None
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error."""
+        self.error = error
+        self.finish_reason = "error"
+
+    def clear(self) -> None:
+        """Forget what was generated: nothing was asked for."""
+        self.tokens.clear()
+        self.text, self.finish_reason = "", None
 
     def finish(self, reason: str) -> None:
         """End the request, if it has not ended already."""
         if self.finish_reason is None:
             self.finish_reason = reason
 
-    def completion(self, logprobs: tuple[float, ...] = (), likeliest: Likeliest | None = None) -> Completion:
+    def completion(self, logprobs: Logprobs | None = None, prompt_logprobs: Logprobs | None = None) -> Completion:
         """Return the outcome of a request that has ended."""
         assert self.finish_reason is not None
+        told = logprobs if logprobs is not None and self.params.logprobs else None
         return Completion(
             self.request.index,
             self.text,
             tuple(self.tokens),
             self.request.num_prompt_tokens,
             self.finish_reason,
-            logprobs if self.params.logprobs else None,
+            None if told is None else tuple(told.values),  # type: ignore[arg-type]  # None is of prompts
             self.request.cached_tokens,
-            likeliest or [],
+            () if told is None else tuple(told.top),
+            prompt_logprobs,
+            None if self.error is None else f"{type(self.error).__name__}: {self.error}",
         )
 
     @property
@@ -93,14 +119,35 @@ class Generation:
                     break
         return self.text[: len(self.text) - held]
 
+    def _new_stream(self) -> Any:
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
+
+    def _next_text(self, token: int) -> str | None:
+        """Return the text that `token` completes, None for a part of a character.
+
+        A byte that never becomes a character takes back the bytes before it: of `<0x0D>`, `<0xEA>`, `a`, a decoder
+        makes a line end at first, and three other characters in the end. A stream refuses that. What was read stays as
+        it is, and a new stream goes on after it.
+        """
+        try:
+            text: str | None = self._stream.step(self._backend, token)
+        except Exception:  # tokenizers raises no narrower one
+            self._stream = self._new_stream()
+            text = self._stream.step(self._backend, self.tokens[self._num_read :])
+        if text is not None:
+            self._num_read = len(self.tokens)
+        return text
+
     def _extend_text(self, token: int) -> None:
         """Bring `text` up to date; a character of which bytes are missing waits for them."""
         if self._piece is not None:
             text = self.text + self._piece(token)
         elif self._backend is not None:
-            text = self.text + (self._stream.step(self._backend, token) or "")
+            text = self.text + (self._next_text(token) or "")
         else:
-            text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+            text = self._tokenizer.decode(self.tokens, skip_special_tokens=self.params.skip_special_tokens)
             if text.endswith(UNFINISHED):
                 return
         if not self.params.stop or len(self.tokens) <= self.params.min_tokens:

@@ -17,18 +17,18 @@ from typing import Protocol
 
 import msgspec
 
-from kvarts.llm.listener import Gone
+from kvarts.llm.listener import Gone, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.text import Completion, Generation
 from kvarts.openai_api.meter import BucketCounts
 from kvarts.request import Request
-from kvarts.sampling import Likeliest
+from kvarts.sampling import Logprobs, TopLogprobs
 
 __all__ = ["Answer", "Choice", "ChoiceMeter", "Outbox", "Piece", "TokenLogprob"]
 
 LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
 
-TokenLogprob = tuple[int, float, tuple[tuple[int, float], ...]]
+TokenLogprob = tuple[int, float | None, TopLogprobs]
 """A token, its log-probability, and the likeliest tokens in its place with theirs."""
 
 Piece = tuple["Choice", str, int, str | None, list[TokenLogprob]]
@@ -207,16 +207,19 @@ class Choice:
         self._answer = answer
         self._meter = meter
         self._has_logprobs = has_logprobs
-        self.likeliest: Callable[[], Likeliest] = list
+        self.logprobs: Callable[[], Logprobs] = Logprobs
         """Returns the log-probabilities of its tokens, of those that have come or of more."""
+        self.prompt_logprobs: Logprobs | None = None
+        """Those of its prompt, where asked for; from its first piece on."""
+        self._engine: LLMEngine | None = None
         self._num_tokens = 0
         self._num_chars = 0
         self._last_s = 0.0
 
     def note(self, engine: LLMEngine, request: Request) -> None:
         """Note that it is submitted, in the thread of the engine."""
-        self.request, self.index = request, request.index
-        self.likeliest = partial(engine.likeliest, request.index)
+        self.request, self.index, self._engine = request, request.index, engine
+        self.logprobs = partial(engine.logprobs, request.index)
 
     @property
     def cached_tokens(self) -> int:
@@ -230,10 +233,12 @@ class Choice:
         if num_tokens == self._num_tokens:
             return
         text = generation.final_text
+        if not self._num_tokens and generation.params.prompt_logprobs is not None and self._engine is not None:
+            self.prompt_logprobs = self._engine.prompt_logprobs(generation.request.index)
         self._count(num_tokens)
         logprobs: list[TokenLogprob] = []
         if self._has_logprobs:
-            logprobs = self._new_logprobs(tokens, self.likeliest())
+            logprobs = self._new_logprobs(tokens, self.logprobs())
         self._answer.put((self, text[self._num_chars :], num_tokens, None, logprobs))
         self._num_tokens, self._num_chars = num_tokens, len(text)
 
@@ -243,11 +248,21 @@ class Choice:
         if self._ends_itself and completion.finish_reason == "length":
             completion = msgspec.structs.replace(completion, finish_reason="stop")
         self.completion = completion
+        if completion.prompt_logprobs is not None:
+            self.prompt_logprobs = completion.prompt_logprobs
         num_tokens = len(completion.tokens)
         if num_tokens > self._num_tokens:
             self._count(num_tokens)
+        elif not num_tokens and completion.finish_reason == "length" and self.request is not None:
+            self._meter.prefilled(self.request)
         self._meter.ended(self, completion, monotonic())
-        logprobs = self._new_logprobs(completion.tokens, completion.likeliest) if self._has_logprobs else []
+        if completion.error is not None:
+            self._answer.put(RequestFailedError(completion.error))
+            return
+        logprobs: list[TokenLogprob] = []
+        if self._has_logprobs and completion.logprobs is not None:
+            told = Logprobs(list(completion.logprobs), list(completion.top_logprobs))
+            logprobs = self._new_logprobs(completion.tokens, told)
         self._answer.put((self, completion.text[self._num_chars :], num_tokens, completion.finish_reason, logprobs))
 
     def fail(self, error: BaseException) -> None:
@@ -255,10 +270,9 @@ class Choice:
         self.is_over = True
         self._answer.put(error)
 
-    def _new_logprobs(self, tokens: Sequence[int], likeliest: Likeliest) -> list[TokenLogprob]:
-        start = self._num_tokens
-        new = likeliest[start : len(tokens)]
-        return [(token, logprob, top) for token, (logprob, top) in zip(tokens[start:], new, strict=True)]
+    def _new_logprobs(self, tokens: Sequence[int], logprobs: Logprobs) -> list[TokenLogprob]:
+        new = slice(self._num_tokens, len(tokens))
+        return list(zip(tokens[new], logprobs.values[new], logprobs.top[new], strict=True))
 
     def _count(self, num_tokens: int) -> None:
         now_s = monotonic()

@@ -40,7 +40,6 @@ NOT_DONE = (
     "bad_words",
     "best_of",
     "use_beam_search",
-    "prompt_logprobs",
     "truncate_prompt_tokens",
     "structured_outputs",
     "guided_json",
@@ -87,6 +86,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     user: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
     # What would change the answer, and is not done: refused, not left alone.
@@ -95,7 +96,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -110,6 +110,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             value = best_of if name == "best_of" else getattr(self, name, None)
             if value not in (None, False, "", [], {}):
                 raise ApiError(400, "is not done here: leave it out", param=name)
+        if self.prompt_logprobs is not None:
+            if not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+                raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}", param="prompt_logprobs")
+            if self.stream:
+                raise ApiError(400, "is not available in a stream; omit stream", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "is of streams: ask for stream as well", param="stream_options")
         if abs(self.priority or 0) > MAX_PRIORITY:
@@ -124,6 +129,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         if not 1 <= n <= MAX_CHOICES:
             raise ApiError(400, f"n must be from 1 to {MAX_CHOICES}, got {n}", param="n")
         return n
+
+    @property
+    def asked_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens to return at each place of the prompt; None for no log-probabilities of it."""
+        return self.prompt_logprobs
 
     def params(self, max_tokens: int, *, top_logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters. `top_logprobs`: None for no log-probabilities. Raise ApiError."""
@@ -150,6 +160,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
                 ignore_eos=bool(self.ignore_eos),
                 logprobs=top_logprobs is not None,
                 top_logprobs=top_logprobs or 0,
+                prompt_logprobs=self.asked_prompt_logprobs,
+                skip_special_tokens=self.skip_special_tokens is not False,
             )
         except ConfigError as error:
             field = (error.field or "").removeprefix("sampling.")
@@ -179,6 +191,13 @@ class CompletionBody(GenerationBody, kw_only=True):
             if not isinstance(part, str) and not is_ids:
                 raise ApiError(400, "must be text, token ids, or a list of either", param="prompt")
         return prompt
+
+    @property
+    def asked_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens to return at each place of the prompt: an echo has the log-probabilities, too."""
+        if self.echo and self.prompt_logprobs is None:
+            return 0 if self.max_tokens == 0 and self.top_logprobs is None else self.top_logprobs
+        return self.prompt_logprobs
 
     @property
     def top_logprobs(self) -> int | None:

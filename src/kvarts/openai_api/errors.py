@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import KvartsError
-from kvarts.llm.listener import EngineDeadError
+from kvarts.llm.listener import EngineDeadError, RequestFailedError
 
 __all__ = ["ApiError", "api_error"]
 
@@ -63,6 +63,8 @@ def api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, EngineDeadError):
         return ApiError(500, "the engine has stopped after an error")
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error))
     if isinstance(error, KvartsError):
         return ApiError(400, str(error), param=(error.field or "").removeprefix("sampling.") or None)
     return ApiError(500, "the engine has stopped after an error")

@@ -9,11 +9,13 @@ from uuid import uuid4
 
 import msgspec
 
+from kvarts.llm.token_bytes import TextOffsets
 from kvarts.openai_api.answer import TokenLogprob
 from kvarts.openai_api.prompts import TextModel
 from kvarts.openai_api.shapes import Shape
+from kvarts.sampling import Logprobs
 
-__all__ = ["ChatForm", "CompletionForm", "Form", "Whole", "usage_of"]
+__all__ = ["ChatForm", "CompletionForm", "Echo", "Form", "Whole", "usage_of"]
 
 encode = msgspec.json.encode
 
@@ -24,6 +26,7 @@ class Whole:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: Logprobs | None = None
         self.finish_reason = ""
 
     @property
@@ -39,7 +42,7 @@ class Form(Protocol):
     def answer_id(self) -> str:
         """The id of the answer."""
 
-    def first(self, number: int) -> bytes:
+    def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return the chunk before the first text of a choice, or nothing."""
 
     def piece(
@@ -69,22 +72,47 @@ def usage_of(num_prompt_tokens: int, num_tokens: int, cached_tokens: int) -> dic
     }
 
 
-class CompletionForm:
-    """/v1/completions. `echoes`: the text before each choice, where prompts are echoed."""
+class Echo(msgspec.Struct, frozen=True):
+    """A prompt that is echoed."""
 
-    def __init__(self, model: str, text: TextModel, echoes: Sequence[str] = ()) -> None:
+    text: str
+    tokens: Sequence[int]
+
+
+class CompletionForm:
+    """/v1/completions. `echoes`: the prompt before each choice, where prompts are echoed.
+
+    `prompts`: the tokens of each choice's prompt, where their log-probabilities are a field of the answer.
+    `has_logprobs`: those of an echo are told with those of the text. `skips_special_tokens`: these have no text.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        text: TextModel,
+        echoes: Sequence[Echo] = (),
+        *,
+        prompts: Sequence[Sequence[int]] = (),
+        has_logprobs: bool = False,
+        skips_special_tokens: bool = True,
+    ) -> None:
         self.answer_id = f"cmpl-{uuid4().hex}"
         self._text = text
         self._echoes = echoes
+        self._prompts = prompts
+        self._has_logprobs = has_logprobs
+        self._skips_special_tokens = skips_special_tokens
         self._facts = {"id": self.answer_id, "object": "text_completion", "created": int(time()), "model": model}
         self._head = b"data: " + encode(self._facts)[:-1] + b',"choices":[{"index":'
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, TextOffsets] = {}
+        """By choice."""
 
-    def first(self, number: int) -> bytes:
+    def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return a chunk with the prompt, if that is echoed."""
         if not self._echoes:
             return b""
-        return self.piece(number, self._echoes[number], None, (), None)
+        told = self._echoed(number, prompt_logprobs)
+        return self._piece(number, self._echoes[number].text, None, None if told is None else encode(told), None)
 
     def piece(
         self,
@@ -95,11 +123,16 @@ class CompletionForm:
         usage: Mapping[str, Any] | None,
     ) -> bytes:
         """Return the chunk of a piece."""
+        told = encode(self._logprobs(number, logprobs)) if logprobs else None
+        return self._piece(number, text, finish_reason, told, usage)
+
+    def _piece(
+        self, number: int, text: str, finish_reason: str | None, logprobs: bytes | None, usage: Mapping[str, Any] | None
+    ) -> bytes:
         reason = b"null" if finish_reason is None else encode(finish_reason)
-        told = encode(self._logprobs(number, logprobs)) if logprobs else b"null"
         tail = b"}]}\n\n" if usage is None else b'}],"usage":' + encode(usage) + b"}\n\n"
         return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._head, number, encode(text), told, reason, tail
+            self._head, number, encode(text), logprobs or b"null", reason, tail
         )  # fmt: skip
 
     def last(self, usage: Mapping[str, Any]) -> bytes:
@@ -108,41 +141,67 @@ class CompletionForm:
 
     def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
         """Return the body."""
-        told = [
-            {
+        told = []
+        for number, choice in enumerate(choices):
+            before = self._echoed(number, choice.prompt_logprobs) if self._echoes else None
+            after = self._logprobs(number, choice.logprobs) if choice.logprobs else None
+            both = [part for part in (before, after) if part is not None]
+            merged = {name: [each for part in both for each in part[name]] for name in both[0]} if both else None
+            one = {
                 "index": number,
-                "text": (self._echoes[number] if self._echoes else "") + choice.text,
-                "logprobs": self._logprobs(number, choice.logprobs) if choice.logprobs else None,
+                "text": (self._echoes[number].text if self._echoes else "") + choice.text,
+                "logprobs": merged,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": None,
             }
-            for number, choice in enumerate(choices)
-        ]
+            if self._prompts and choice.prompt_logprobs is not None:
+                one["prompt_logprobs"] = _prompt_entries(self._text, self._prompts[number], choice.prompt_logprobs)
+            told.append(one)
         return encode({**self._facts, "choices": told, "usage": usage, **extra})
 
+    def _echoed(self, number: int, logprobs: Logprobs | None) -> dict[str, Any] | None:
+        """Return the log-probabilities of a prompt that is echoed."""
+        if logprobs is None or not self._has_logprobs:
+            return None
+        echo, text = self._echoes[number], self._text
+        for skips in (True, False):  # of a prompt that was given as ids, special tokens are written out
+            places = text.offsets(start=0, skip_special_tokens=skips)
+            offsets = places.add(echo.tokens)
+            if places.end == len(echo.text):
+                break
+        told = zip(echo.tokens, logprobs.values, logprobs.top, strict=True)
+        return self._entries(list(told), [min(offset, len(echo.text)) for offset in offsets])
+
     def _logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        tokens = [self._text.decode([token]) for token, _, _ in logprobs]
-        offset = self._offsets.get(number, 0)
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[number] = offset
+        places = self._places.get(number)
+        if places is None:
+            start = len(self._echoes[number].text) if self._echoes else 0
+            places = self._text.offsets(start=start, skip_special_tokens=self._skips_special_tokens)
+            self._places[number] = places
+        return self._entries(logprobs, places.add(token for token, _, _ in logprobs))
+
+    def _entries(self, logprobs: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
         return {
-            "tokens": tokens,
+            "tokens": [_token_text(self._text, token) for token, _, _ in logprobs],
             "token_logprobs": [logprob for _, logprob, _ in logprobs],
             "top_logprobs": [
-                {self._text.decode([other]): value for other, value in (top or ((token, logprob),))}
+                None
+                if logprob is None
+                else {_token_text(self._text, other): value for other, value in (top or ((token, logprob),))}
                 for token, logprob, top in logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
 
 class ChatForm:
-    """/v1/chat/completions. `shape`: what each choice is made into; without, it is text."""
+    """/v1/chat/completions. `shape`: what each choice is made into; without, it is text.
 
-    def __init__(self, model: str, text: TextModel, *, shape: Shape | None = None) -> None:
+    `prompt`: its tokens, where their log-probabilities are a field of the answer.
+    """
+
+    def __init__(self, model: str, text: TextModel, *, shape: Shape | None = None, prompt: Sequence[int] = ()) -> None:
+        self._prompt = prompt
         self.answer_id = f"chatcmpl-{uuid4().hex}"
         self._text = text
         self._shape = shape
@@ -155,7 +214,7 @@ class ChatForm:
         self._held: dict[int, list[TokenLogprob]] = {}
         """With a shape, by choice: log-probabilities of tokens that were not told yet."""
 
-    def first(self, number: int) -> bytes:
+    def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return the chunk that says the role."""
         return b'%b%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n' % (
             self._head,
@@ -226,7 +285,10 @@ class ChatForm:
                     "stop_reason": None,
                 }
             )
-        return encode({**self._facts, "object": "chat.completion", "choices": told, "usage": usage, **extra})
+        body = {**self._facts, "object": "chat.completion", "choices": told, "usage": usage, **extra}
+        if self._prompt and choices[0].prompt_logprobs is not None:
+            body["prompt_logprobs"] = _prompt_entries(self._text, self._prompt, choices[0].prompt_logprobs)
+        return encode(body)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         return [
@@ -237,6 +299,32 @@ class ChatForm:
             for token, logprob, top in logprobs
         ]
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        own = self._text.bytes_of(token)
+        return {"token": own.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(own)}
+
+
+def _token_text(text: TextModel, token: int) -> str:
+    """Return the text of one token; of a part of a character its bytes, as OpenAI's API writes them."""
+    own = text.bytes_of(token)
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+
+def _prompt_entries(text: TextModel, tokens: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any] | None]:
+    """Return the log-probabilities of a prompt as vLLM does: at each place by token id; the first has none."""
+    told: list[dict[str, Any] | None] = []
+    for token, value, top, rank in zip(tokens, logprobs.values, logprobs.top, logprobs.ranks, strict=True):
+        if value is None:
+            told.append(None)
+            continue
+        ranked = {token: (value, rank)} | {other: (one, place) for place, (other, one) in enumerate(top, 1)}
+        told.append(
+            {
+                str(other): {"logprob": one, "rank": place, "decoded_token": _token_text(text, other)}
+                for other, (one, place) in ranked.items()
+            }
+        )
+    return told

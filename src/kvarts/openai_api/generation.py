@@ -24,7 +24,7 @@ from kvarts.openai_api.bodies import (
 )
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import Cut, Failure
-from kvarts.openai_api.forms import ChatForm, CompletionForm, Form, Whole, usage_of
+from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
@@ -106,7 +106,7 @@ def asks_of(
                 if served.limits.default_tokens is not None and not body.ignore_eos:
                     natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
                     most, ends_itself = min(room, natural), natural <= room
-            if most < 1:
+            if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
             params = body.params(most, top_logprobs=top_logprobs)
             if seed is not None and copy:
@@ -124,8 +124,8 @@ def asks_of(
     return asks
 
 
-def completion_asks(served: Served, body: CompletionBody, request_id: str) -> tuple[list[Ask], list[str]]:
-    """Return the requests of a completion, and the text that goes before each choice, if prompts are echoed."""
+def completion_asks(served: Served, body: CompletionBody, request_id: str) -> tuple[list[Ask], list[Echo]]:
+    """Return the requests of a completion, and what goes before each choice, if prompts are echoed."""
     if (body.response_format or {}).get("type", "text") != "text":
         raise ApiError(400, "is of chat completions: a completion is text", param="response_format")
     adds = body.add_special_tokens is not False
@@ -139,7 +139,8 @@ def completion_asks(served: Served, body: CompletionBody, request_id: str) -> tu
     echoes = []
     if body.echo:
         texts = [prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in body.prompts()]
-        echoes = [text for text in texts for _ in range(body.num_choices)]
+        pairs = zip(texts, prompts, strict=True)
+        echoes = [Echo(text, tokens) for text, tokens in pairs for _ in range(body.num_choices)]
     return asks, echoes
 
 
@@ -244,7 +245,14 @@ class Generating:
         body = decoded(exchange.payload, CompletionBody)
         served = self._models.of(body.model)
         asks, echoes = completion_asks(served, body, exchange.request_id)
-        form = CompletionForm(body.model or served.names[0], served.text, echoes)
+        form = CompletionForm(
+            body.model or served.names[0],
+            served.text,
+            echoes,
+            prompts=[ask.tokens for ask in asks] if body.prompt_logprobs is not None else (),
+            has_logprobs=body.top_logprobs is not None,
+            skips_special_tokens=body.skip_special_tokens is not False,
+        )
         await self._answer(served, exchange, body, asks, form)
 
     async def chat(self, exchange: Exchange) -> None:
@@ -252,7 +260,8 @@ class Generating:
         body = decoded(exchange.payload, ChatBody)
         served = self._models.of(body.model)
         asks = chat_asks(served, body, exchange.request_id)
-        form = ChatForm(body.model or served.names[0], served.text, shape=shape_of(served, body))
+        prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
+        form = ChatForm(body.model or served.names[0], served.text, shape=shape_of(served, body), prompt=prompt)
         await self._answer(served, exchange, body, asks, form)
 
     async def _answer(
@@ -285,6 +294,7 @@ async def _collect(take: Any, wholes: list[Whole]) -> None:
     while num_open:
         for choice, text, _, finish_reason, logprobs in await take():
             whole = wholes[choice.number]
+            whole.prompt_logprobs = choice.prompt_logprobs
             whole.texts.append(text)
             whole.logprobs += logprobs
             if finish_reason is not None:
@@ -389,7 +399,7 @@ class _Stream:
         number = choice.number
         if number not in self._begun:
             self._begun.add(number)
-            parts.append(self._form.first(number))
+            parts.append(self._form.first(number, choice.prompt_logprobs))
         if finish_reason is not None:
             self._num_open -= 1
             finish_reason = _told_reason(finish_reason)

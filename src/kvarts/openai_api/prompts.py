@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvarts.llm.token_bytes import TextOffsets, TokenBytes
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.words import WordTokenizer
 
@@ -37,6 +38,12 @@ class TextModel(Protocol):
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`."""
 
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
+
+    def offsets(self, *, start: int, skip_special_tokens: bool) -> TextOffsets:
+        """Return what finds the places of tokens in their text, which begins at `start`."""
+
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         """Return the prompt of a conversation.
 
@@ -55,6 +62,11 @@ class WordText:
         self._words = WordTokenizer()
         self.generation_tokenizer: Any = self._words
         self.decode = self._words.decode
+        self.bytes_of = self._words.bytes_of
+
+    def offsets(self, *, start: int, skip_special_tokens: bool) -> TextOffsets:
+        """Return what finds the places of tokens in their text."""
+        return TextOffsets(self.bytes_of, start=start)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of `text`; there are no others to add."""
@@ -88,6 +100,8 @@ class HubText:
         self.end_ids = frozenset(end_ids)
         self.generation_tokenizer: Any = tokenizer
         self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
+        self.bytes_of = self._bytes.of
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of `text`. Raise ApiError without a tokenizer."""
@@ -96,6 +110,15 @@ class HubText:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`; nothing without a tokenizer."""
         return "" if self._tokenizer is None else str(self._tokenizer.decode(list(tokens)))
+
+    def offsets(self, *, start: int, skip_special_tokens: bool) -> TextOffsets:
+        """Return what finds the places of tokens in their text."""
+        return TextOffsets(
+            self.bytes_of,
+            start=start,
+            skipped=self._bytes.special_ids if skip_special_tokens else (),
+            drops_first_space=self._bytes.drops_first_space,
+        )
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         """Return the prompt of a conversation by the model's template, or by the one that is asked for.

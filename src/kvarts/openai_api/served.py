@@ -385,7 +385,7 @@ class _Begin:
                 index,
                 Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt),
                 num_prompt_tokens=len(ask.tokens),
-                max_tokens=ask.params.max_tokens,
+                max_tokens=max(1, ask.params.max_tokens),
                 arrival_ns=now_ns,
                 priority=ask.priority,
                 request_id=ask.request_id,

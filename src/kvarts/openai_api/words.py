@@ -90,16 +90,17 @@ class WordTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`."""
-        return b"".join(self._bytes_of(token) for token in tokens).decode("utf-8", "replace")
+        return b"".join(self.bytes_of(token) for token in tokens).decode("utf-8", "replace")
 
     def piece(self, token: int) -> str:
         """Return the text of one token."""
         if token < SPECIALS:
             return _PIECES[token]
-        return self._bytes_of(token).decode("utf-8", "replace")
+        return self.bytes_of(token).decode("utf-8", "replace")
 
     @staticmethod
-    def _bytes_of(token: int) -> bytes:
+    def bytes_of(token: int) -> bytes:
+        """Return the bytes of one token."""
         if token < SPECIALS:
             return _PIECES[token].encode()
         if token < BYTES:

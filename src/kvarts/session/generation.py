@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from kvarts.llm.listener import Gone
+from kvarts.llm.listener import Gone, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.session.errors import SessionNotReadyError
 from kvarts.session.session import Session
 from kvarts.session.streams import UpdateStream
@@ -54,7 +54,10 @@ class AppendTurn:
         """Note the end."""
         assert self._request is not None
         self._turns.end(self._session, self._request)
-        self._done(CancelledError() if completion.finish_reason == "cancelled" else None)
+        if completion.error is not None:
+            self._done(RequestFailedError(completion.error))
+        else:
+            self._done(CancelledError() if completion.finish_reason == "cancelled" else None)
 
     def fail(self, error: BaseException) -> None:
         """Note that it will never end."""
@@ -129,18 +132,24 @@ class GenerationTurn:
 
     def update(self, generation: Generation) -> None:
         """Send the tokens of a step."""
-        likeliest: Likeliest | None = None
+        logprobs: Logprobs | None = None
         if self._params.logprobs:
             assert self._engine is not None
-            likeliest = self._engine.likeliest(generation.request.index)
-        self._send(generation.tokens, likeliest)
+            logprobs = self._engine.logprobs(generation.request.index)
+        self._send(generation.tokens, logprobs)
 
     def end(self, completion: Completion) -> None:
         """Send the rest, and compute the KV of the last token."""
         assert self._request is not None
         session, tokens = self._session, completion.tokens
         self._turns.end(session, self._request)
-        self._send(list(tokens), completion.likeliest if self._params.logprobs else None)
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = Logprobs(list(completion.logprobs), list(completion.top_logprobs))
+        self._send(list(tokens), logprobs)
+        if completion.error is not None:
+            self._finish(RequestFailedError(completion.error))
+            return
         reason = {"stop": StopReason.EOS, "length": StopReason.MAX_TOKENS, "cancelled": StopReason.CANCELLED}[
             completion.finish_reason
         ]
@@ -171,17 +180,18 @@ class GenerationTurn:
         else:
             self._written.add_done_callback(lambda _: _put(self._stream, self._write_error or last))
 
-    def _send(self, tokens: list[int], likeliest: Likeliest | None) -> None:
+    def _send(self, tokens: list[int], logprobs: Logprobs | None) -> None:
         start = self._num_sent
         if len(tokens) <= start:
             return
         if not start:
             self._first_ns = self._now_ns()
         new = tokens[start:]
-        if likeliest is None:
+        if logprobs is None:
             told = [Token(token) for token in new]
         else:
-            told = [Token(token, *of_token) for token, of_token in zip(new, likeliest[start:], strict=True)]
+            of_tokens = zip(new, logprobs.values[start : len(tokens)], logprobs.top[start : len(tokens)], strict=True)
+            told = [Token(*of_token) for of_token in of_tokens]
         if self._write is None:
             self._stream.put(*told)
         else:

@@ -9,6 +9,7 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_SECONDS, MOST_UINT32, check_number, check_whole
+from kvarts.sampling import TopLogprobs
 
 __all__ = [
     "Done",
@@ -135,11 +136,11 @@ class Truncated(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A generated token. `logprob`, and the `likeliest` tokens in its place with theirs: where they are asked for."""
+    """A generated token. `logprob`, and `top_logprobs` of the likeliest in its place: where they are asked for."""
 
     token_id: int
     logprob: float | None = None
-    likeliest: tuple[tuple[int, float], ...] = ()
+    top_logprobs: TopLogprobs = ()
 
 
 class Done(msgspec.Struct, frozen=True):

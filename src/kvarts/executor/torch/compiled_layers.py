@@ -6,7 +6,7 @@ is compiled knows nothing of a model: that it computes the same is found out by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,16 +99,27 @@ class CompiledLayers:
     # A step ----------------------------------------------------------------------------------------------------
 
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, every: Sequence[AttentionMetadata], where: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the logits of the tokens at `where`; the backends have begun the step, `every` by page table."""
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        every: Sequence[AttentionMetadata],
+        wheres: Sequence[torch.Tensor],
+    ) -> Iterator[torch.Tensor]:
+        """Run all layers, and return the logits of the tokens at each of `wheres`, which are computed one by one.
+
+        The backends have begun the step, `every` by page table. All are to be taken before the next step.
+        """
         self.begin(tokens, positions, every)
         for number in range(len(self._works)):
             self.run_layer(number)
-        logits = self.finish(len(tokens), where)
+        self.add_and_norm()
+        return self._at_each(len(tokens), wheres)
+
+    def _at_each(self, count: int, wheres: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for where in wheres:
+            yield self.head(count, where)
         if self._num_room > KEPT_TOKENS:
             self._make_room(0)
-        return logits
 
     def begin(self, tokens: torch.Tensor, positions: torch.Tensor, every: Sequence[AttentionMetadata]) -> None:
         """Prepare for a step: embeddings, rotations, and where keys and values go, `every` by page table."""
@@ -189,12 +200,15 @@ class CompiledLayers:
         """Return what the MLP of the layer that was run last made."""
         return self.room["delta"][:count] if self.has_own_matrices else self._delta
 
-    def finish(self, count: int, where: torch.Tensor) -> torch.Tensor:
+    def add_and_norm(self) -> None:
+        """Add what the last MLP made, and apply the norm after all layers."""
+        self._counters.fill(0)
+        self._last[[self._places.FIRST, self._places.LAST]] = self._places.ADD_AND_NORM
+        self._team.run(self._kernel, self._last.ctypes.data, self._num_threads)
+
+    def head(self, count: int, where: torch.Tensor) -> torch.Tensor:
         """Return the logits of the tokens at `where`, of the `count` of the step."""
         places, room, step = self._places, self.room, self._step
-        self._counters.fill(0)
-        self._last[[places.FIRST, places.LAST]] = places.ADD_AND_NORM
-        self._team.run(self._kernel, self._last.ctypes.data, self._num_threads)
         chosen = room["normed"][:count].index_select(0, where)
         if not self.has_own_matrices:
             logits: torch.Tensor = self._parts.head(chosen)
@@ -203,6 +217,7 @@ class CompiledLayers:
         changed = [places.TOKENS, places.SOURCES, places.TARGETS]
         before = step[changed]
         step[changed] = len(chosen), chosen.data_ptr(), logits.data_ptr()
+        self._counters.fill(0)
         self._last[[places.FIRST, places.LAST]] = places.MULTIPLY
         num_numbers = len(chosen) * self._parts.head.in_features * self._parts.head.out_features
         self._team.run(self._kernel, self._last.ctypes.data, num_threads(num_numbers))

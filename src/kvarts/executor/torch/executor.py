@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.executor.copier import PageCopier, PageStore
-from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, RowTables
+from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, RowTables
 from kvarts.executor.group_tables import GroupTables
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.state_tables import StateTables
@@ -33,6 +33,9 @@ from kvarts.kv.transfer import TransferReport
 from kvarts.sched.plan import StepPlan, StepResult
 
 __all__ = ["TorchExecutor"]
+
+SCORED_TOKENS = 256
+"""Tokens of prompts of which log-probabilities are computed at once."""
 
 
 class TorchExecutor:
@@ -134,7 +137,8 @@ class TorchExecutor:
                         self._grouped.begin_all(every)
                     else:
                         self._attention.begin(metadata)
-                    self._logits(batch, every).argmax(dim=-1).tolist()
+                    (logits,) = self._logits(batch, every, [zeros])
+                    logits.argmax(dim=-1).tolist()
                 taken_ns.append(self._clock.now_ns() - start_ns)
             timed.append((count, min(taken_ns) / 1e9))
         return timed
@@ -161,7 +165,12 @@ class TorchExecutor:
             every = self._begin(batch)
             if self._states is not None:
                 self._states.begin(self._state_tables.batch(plan))
-            logits = self._logits(batch, every)
+            scored = self._scored(plan, batch) if self._sampler.num_scored else []
+            where = [np.array(batch.sampled_at or [0], np.int64), *(places for *_, places in scored)]
+            all_logits = self._logits(batch, every, where)
+            logits = next(all_logits)
+            for (request, start, _), of_prompt in zip(scored, all_logits, strict=True):
+                self._sampler.score(request, start, of_prompt)
             if batch.sampled_rows:
                 if batch.drafts:
                     chosen, ends, counts = self._sampler.sample_drafted(batch.requests, logits, batch.drafts)
@@ -203,20 +212,37 @@ class TorchExecutor:
         self.slots.write(batch.slots, batch.positions)
         return [metadata]
 
-    def _logits(self, batch: FlatBatch, every: Sequence[AttentionMetadata]) -> torch.Tensor:
-        """Return the logits at `batch.sampled_at`; a step of unfinished chunks computes one all the same.
+    def _scored(self, plan: StepPlan, batch: FlatBatch) -> list[tuple[int, int, Ints]]:
+        """Return (request, position, places in the batch) of the stretches of prompts that are to be scored.
+
+        A few at a time: logits of a large vocabulary are many bytes per token.
+        """
+        scored = []
+        of_chunks = batch.chunks[len(batch.chunks) - len(plan.batch.chunks) :]  # decodes that rotate late come first
+        for chunk, flat in zip(plan.batch.chunks, of_chunks, strict=True):
+            num_prompt_tokens = self._sampler.num_to_score(chunk.request_index)
+            last = min(chunk.end, num_prompt_tokens - 1)
+            for start in range(chunk.start, last, SCORED_TOKENS):
+                places = np.arange(start, min(start + SCORED_TOKENS, last)) - chunk.start + flat.first
+                scored.append((chunk.request_index, start, places))
+        return scored
+
+    def _logits(
+        self, batch: FlatBatch, every: Sequence[AttentionMetadata], wheres: Sequence[Ints]
+    ) -> Iterator[torch.Tensor]:
+        """Run the model, and return the logits at each of `wheres`, places in the batch, one after the other.
 
         `every`: what attention knows of the step, by page table.
         """
         metadata = every[0]
-        where = metadata.tensor(np.array(batch.sampled_at or [0], np.int64))
+        where = metadata.tensor(np.concatenate(wheres))
         keep = {"logits_to_keep": where} if self._facts.keeps_logits else {}
         switch = self._facts.switch
         chosen = nullcontext() if switch is None else switch.chosen(self._are_long(batch))
         if self._layers is not None:
             with chosen:
                 tokens, positions = metadata.tensor(batch.tokens), metadata.tensor(batch.rotated_positions)
-                return self._layers.logits(tokens, positions, every, where)
+                return self._layers.logits(tokens, positions, every, [metadata.tensor(one) for one in wheres])
         with attending(self._attention), keeping(self._states), chosen:
             logits: torch.Tensor = self._model(
                 input_ids=metadata.tensor(batch.tokens)[None],
@@ -224,7 +250,7 @@ class TorchExecutor:
                 use_cache=False,
                 **keep,
             ).logits[0]
-        return logits if keep else logits[where]
+        return iter((logits if keep else logits[where]).split([len(one) for one in wheres]))
 
     def _are_long(self, batch: FlatBatch) -> torch.Tensor:
         """Return for each token whether its sequence is one of those that are rotated as long ones."""

@@ -197,10 +197,11 @@ class _Proof:
             self._expect(layers.delta(count), ran.made[number], f"the MLP {of_layer}")
             self._expect(room["hidden"][:count] + layers.delta(count), ended, f"states {of_layer}")
         layers.set_hidden(ran.last[0])
-        self._expect(layers.finish(count, every), ran.logits, "logits")
+        layers.add_and_norm()
+        self._expect(layers.head(count, every), ran.logits, "logits")
         self._backend.begin(batch.metadata)
         with self._chosen(batch):
-            all_layers = layers.logits(batch.tokens, batch.positions, [batch.metadata], every)
+            (all_layers,) = layers.logits(batch.tokens, batch.positions, [batch.metadata], [every])
         self._expect(all_layers, ran.logits, "logits after all layers", SEVERAL)
 
     def _expect(self, mine: torch.Tensor, theirs: torch.Tensor, what: str, several: float = 1.0) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,9 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 
 __all__ = ["BatchSampler", "Sampler", "SamplingParams", "TokenSampler"]
+
+_log = logging.getLogger(__name__)
 
 USUAL_TEMPERATURES = 1e-3, 1e3
 """Between these, scores are divided in 32 bits, as transformers does."""
@@ -29,7 +31,20 @@ Flags = npt.NDArray[np.bool_]
 
 
 class TokenSampler(Protocol):
-    """Chooses tokens. What it has to know of a request it was told before the first chunk of that request."""
+    """Chooses tokens. What it has to know of a request it was told before the first chunk of that request.
+
+    Promises that whatever goes wrong for one request ends that request, by a token that is an end, and raises nothing.
+    """
+
+    @property
+    def num_scored(self) -> int:
+        """How many requests under way want the log-probabilities of their prompts."""
+
+    def num_to_score(self, request_index: int) -> int:
+        """Return how many tokens have the prompt of a request that wants their log-probabilities; 0 for others."""
+
+    def score(self, request_index: int, start: int, logits: torch.Tensor) -> None:
+        """Note what follows the positions from `start` on of such a prompt. `logits` [positions, vocabulary]."""
 
     def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Tokens, Flags]:
         """Return a token for each request, and whether that token ends it. `logits` [requests, vocabulary]."""
@@ -54,6 +69,8 @@ class BatchSampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._requests: dict[int, _Sampled] = {}
+        self.num_scored = 0
+        """How many of them want the log-probabilities of their prompts."""
 
     def add(
         self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
@@ -61,16 +78,28 @@ class BatchSampler:
         """Sample for a request from now on. `stop_ids`: tokens that end it, beside those that `params` name."""
         ends = frozenset(params.stop_token_ids) | frozenset(stop_ids)
         sampler = None if params.is_argmax else Sampler(params, request_index, self._device, len(prompt), ends)
-        self._requests[request_index] = _Sampled(sampler, ends, [] if sampler is None else list(prompt), [], [])
+        scores = None if params.prompt_logprobs is None else _PromptScores(prompt, params.prompt_logprobs)
+        self._requests[request_index] = _Sampled(sampler, ends, prompt, scores)
+        self.num_scored += scores is not None
 
-    def drop(self, request_index: int) -> tuple[float, ...]:
-        """Forget a request, and return the log-probabilities of its tokens; none if the largest logit decided."""
-        return tuple(self._requests.pop(request_index).logprobs)
+    def drop(self, request_index: int) -> None:
+        """Forget a request, if it was added."""
+        request = self._requests.pop(request_index, None)
+        if request is not None:
+            self.num_scored -= request.scores is not None
 
-    def likeliest(self, request_index: int) -> Likeliest:
-        """Return, for each token of a request so far, its log-probability and the likeliest tokens in its place."""
-        request = self._requests[request_index]
-        return list(zip(request.logprobs, request.likeliest, strict=True))
+    def logprobs(self, request_index: int) -> Logprobs:
+        """Return the log-probabilities of the tokens of a request so far; none if the largest logit decides."""
+        return self._requests[request_index].logprobs
+
+    def prompt_logprobs(self, request_index: int) -> Logprobs | None:
+        """Return those of its prompt, as far as they are computed; None if they were not asked for."""
+        scores = self._requests[request_index].scores
+        return None if scores is None else scores.logprobs
+
+    def error(self, request_index: int) -> Exception | None:
+        """Return what went wrong for a request; its last token is no token of its then."""
+        return self._requests[request_index].error
 
     def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Tokens, Flags]:
         """Return a token for each request, and whether that token ends it."""
@@ -80,7 +109,7 @@ class BatchSampler:
             request = self._requests[index]
             if request.sampler is not None:
                 tokens[place] = request.choose(request.sampler, logits[place])
-            ends.append(tokens[place] in request.stop_ids)
+            ends.append(request.is_end(tokens[place]))
         return np.array(tokens, np.int64), np.array(ends, np.bool_)
 
     def sample_drafted(
@@ -97,7 +126,7 @@ class BatchSampler:
                 token = largest[first + num_accepted]
                 if request.sampler is not None:
                     token = request.choose(request.sampler, logits[first + num_accepted])
-                is_end = token in request.stop_ids
+                is_end = request.is_end(token)
                 if is_end or num_accepted == len(draft) or token != draft[num_accepted]:
                     break
                 num_accepted += 1
@@ -107,23 +136,86 @@ class BatchSampler:
             first += len(draft) + 1
         return np.array(tokens, np.int64), np.array(ends, np.bool_), accepted
 
+    def num_to_score(self, request_index: int) -> int:
+        """Return how many tokens have the prompt of a request that wants their log-probabilities; 0 for others."""
+        scores = self._requests[request_index].scores
+        return 0 if scores is None else len(scores.prompt)
 
-class _Sampled(msgspec.Struct):
-    """A request: `known` are its prompt and its tokens so far, kept up to date only where there is a sampler."""
+    def score(self, request_index: int, start: int, logits: torch.Tensor) -> None:
+        """Note what follows the positions from `start` on of a prompt."""
+        request = self._requests[request_index]
+        assert request.scores is not None
+        try:
+            request.scores.note(start, logits)
+        except Exception as error:  # it is this request's, whatever it is
+            request.fail(request_index, error)
 
-    sampler: Sampler | None
-    stop_ids: frozenset[int]
-    known: list[int]
-    logprobs: list[float]
-    likeliest: list[tuple[tuple[int, float], ...]]
+
+class _PromptScores:
+    """The log-probabilities of a prompt, noted chunk by chunk, in any order."""
+
+    def __init__(self, prompt: Sequence[int], num_top: int) -> None:
+        self.prompt = prompt
+        self._num_top = num_top
+        count = len(prompt)
+        self.logprobs = Logprobs([None] * count, [()] * count, [0] * count)
+
+    def note(self, start: int, logits: torch.Tensor) -> None:
+        """Note the tokens after positions [start, start + rows of `logits`)."""
+        first, last = start + 1, start + 1 + len(logits)
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        tokens = torch.tensor(list(self.prompt[first:last]), dtype=torch.int64, device=logits.device)
+        own = logprobs.gather(1, tokens[:, None])
+        told = self.logprobs
+        told.values[first:last] = own[:, 0].tolist()
+        told.ranks[first:last] = (logprobs >= own).sum(dim=-1).tolist()
+        if self._num_top:
+            top = logprobs.topk(min(self._num_top, logprobs.shape[-1]), dim=-1)
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            told.top[first:last] = [tuple(zip(*pair, strict=True)) for pair in pairs]
+
+
+class _Sampled:
+    """A request. `known`: its prompt and its tokens so far, kept up to date only where there is a sampler."""
+
+    __slots__ = ("error", "known", "logprobs", "sampler", "scores", "stop_ids")
+
+    def __init__(
+        self,
+        sampler: Sampler | None,
+        stop_ids: frozenset[int],
+        prompt: Sequence[int],
+        scores: _PromptScores | None,
+    ) -> None:
+        self.sampler = sampler
+        self.stop_ids = stop_ids
+        self.known: list[int] = [] if sampler is None else list(prompt)
+        self.scores = scores
+        self.logprobs = Logprobs()
+        self.error: Exception | None = None
+
+    def is_end(self, token: int) -> bool:
+        """Return whether the request ends with `token`."""
+        return token in self.stop_ids or self.error is not None
 
     def choose(self, sampler: Sampler, logits: torch.Tensor) -> int:
         """Return the next token, and keep it with its log-probability. `logits` [vocabulary]."""
-        token, logprob, likeliest = sampler.choose(logits, torch.tensor(self.known, device=logits.device))
+        if self.error is not None:
+            return 0
+        try:
+            token, logprob, top = sampler.choose(logits, torch.tensor(self.known, device=logits.device))
+        except Exception as error:  # it is this request's, whatever it is
+            self.fail(sampler.index, error)
+            return 0
         self.known.append(token)
-        self.logprobs.append(logprob)
-        self.likeliest.append(likeliest)
+        self.logprobs.values.append(logprob)
+        self.logprobs.top.append(top)
         return token
+
+    def fail(self, request_index: int, error: Exception) -> None:
+        """Note an error that ends the request."""
+        _log.error("request %d: sampling failed", request_index, exc_info=error)
+        self.error = error
 
 
 class Sampler:
@@ -140,6 +232,7 @@ class Sampler:
         num_prompt_tokens: int = 0,
         stop_ids: Collection[int] = (),
     ) -> None:
+        self.index = index
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
@@ -161,7 +254,7 @@ class Sampler:
             if params.min_p > 0.0:
                 self._processors.append(MinPLogitsWarper(params.min_p))
 
-    def choose(self, logits: torch.Tensor, known: torch.Tensor) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+    def choose(self, logits: torch.Tensor, known: torch.Tensor) -> tuple[int, float, TopLogprobs]:
         """Return a token, its log-probability before any processing, and the likeliest tokens with theirs.
 
         `logits` [vocabulary], `known` [tokens].
@@ -183,11 +276,11 @@ class Sampler:
         else:
             token = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
         logprobs = torch.log_softmax(logits, dim=-1)
-        likeliest: tuple[tuple[int, float], ...] = ()
+        top: TopLogprobs = ()
         if params.top_logprobs:
-            top = logprobs.topk(min(params.top_logprobs, len(logprobs)))
-            likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        return token, float(logprobs[token]), likeliest
+            found = logprobs.topk(min(params.top_logprobs, len(logprobs)))
+            top = tuple(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+        return token, float(logprobs[token]), top
 
 
 class _AnyTemperature:

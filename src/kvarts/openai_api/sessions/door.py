@@ -24,7 +24,7 @@ from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.served import Ask, Served
 from kvarts.request import Request
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.session.errors import (
     SessionBusyError,
     SessionNotReadyError,
@@ -110,7 +110,7 @@ class SessionsDoor:
             0,
             Content.from_tokens(ask.tokens[-1:], page_size=page_size, owner=0),
             num_prompt_tokens=len(ask.tokens),
-            max_tokens=ask.params.max_tokens,
+            max_tokens=max(1, ask.params.max_tokens),
         )
         generation = Generation(request, ask.params, self._served.text.generation_tokenizer)
         choice.request = request
@@ -207,8 +207,8 @@ class SessionsDoor:
             priority=ask.priority,
             begun=under_way.append,
         )
-        told: Likeliest = []
-        choice.likeliest = lambda: told
+        told = Logprobs()
+        choice.logprobs = lambda: told
         held: int | None = None  # a token that may be an end, of which the text is no part of the answer
         async with aclosing(updates):
             async for update in updates:
@@ -216,7 +216,8 @@ class SessionsDoor:
                     _copy(under_way[0], generation.request)
                 if isinstance(update, Token):
                     if update.logprob is not None:
-                        told.append((update.logprob, update.likeliest))
+                        told.values.append(update.logprob)
+                        told.top.append(update.top_logprobs)
                     if held is not None and generation.take(held):
                         break
                     held = update.token_id
@@ -229,7 +230,7 @@ class SessionsDoor:
                     if held is not None:
                         generation.take(held, is_end=update.stop_reason is StopReason.EOS)
                     generation.finish(REASONS[update.stop_reason])
-        choice.end(generation.completion(likeliest=told[: len(generation.tokens)]))
+        choice.end(generation.completion(told.until(len(generation.tokens))))
 
     def _may_end(self, token: int, ask: Ask) -> bool:
         return token in ask.params.stop_token_ids or token in self._served.text.end_ids

@@ -15,7 +15,7 @@ from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.text import Generation
 from kvarts.openai_api.served import Health
 from kvarts.request import Request
-from kvarts.sampling import Likeliest, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams
 from kvarts.sched.plan import Batch
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.device import SharedDevice
@@ -142,15 +142,23 @@ class SamplingOfModels:
         """Sample for a request from now on; tokens in `stop_ids` end it."""
         self._executors[self._name(request_index)].add(request_index, params, prompt, stop_ids)
 
-    def drop(self, request_index: int) -> tuple[float, ...]:
-        """Forget a request, and return the log-probabilities of its tokens."""
-        logprobs = self._executors[self._name(request_index)].drop(request_index)
-        self._models.forget(request_index)
-        return logprobs
+    def drop(self, request_index: int) -> None:
+        """Forget a request, if it was added."""
+        name = self._models.of(request_index)
+        if name is not None:
+            self._executors[name].drop(request_index)
+            self._models.forget(request_index)
 
-    def likeliest(self, request_index: int) -> Likeliest:
+    def logprobs(self, request_index: int) -> Logprobs:
         """Return the log-probabilities of the tokens of a request so far."""
-        return self._executors[self._name(request_index)].likeliest(request_index)
+        return self._executors[self._name(request_index)].logprobs(request_index)
+
+    def prompt_logprobs(self, request_index: int) -> Logprobs | None:
+        """Return those of its prompt."""
+        return self._executors[self._name(request_index)].prompt_logprobs(request_index)
+
+    def error(self, request_index: int) -> None:
+        """Return None: nothing goes wrong."""
 
     def of_generations(self) -> GenerationsOfModels:
         """Return the generations of the same requests."""
@@ -178,9 +186,10 @@ class GenerationsOfModels:
         name = self._models.of(request_index)
         return None if name is None else self._generations[name].get(request_index)
 
-    def drop(self, request_index: int) -> Generation:
-        """Forget a request, and return its tokens and text."""
-        return self._of(request_index).drop(request_index)
+    def drop(self, request_index: int) -> Generation | None:
+        """Forget a request, and return its tokens and text; None if it was not added."""
+        name = self._models.of(request_index)
+        return None if name is None else self._generations[name].drop(request_index)
 
     def _of(self, request_index: int) -> DetokenizingExecutor:
         name = self._models.of(request_index)

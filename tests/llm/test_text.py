@@ -1,0 +1,95 @@
+"""Text of tokens, as they come: whatever the tokens, there is a text, and it is the tokenizer's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="real models need kvarts[torch]")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.content import Content
+from kvarts.llm.text import Generation
+from kvarts.llm.token_bytes import TextOffsets, TokenBytes
+from kvarts.request import Request
+from kvarts.sampling import SamplingParams
+
+from builders.byte_fallback import BYTES, byte_fallback_tokenizer
+
+WORDS = ("as", "\u2581as", "\u2581\u00e9t\u00e9", "\U0001f600")
+TOKENIZER = byte_fallback_tokenizer(WORDS)
+FIRST_WORD = BYTES + 257
+SPECIALS = (0, 1, 2)
+
+
+def generation(tokenizer: Any = TOKENIZER, **settings: Any) -> Generation:
+    request = Request(0, Content.from_tokens([1], page_size=4, owner=0), num_prompt_tokens=1, max_tokens=100)
+    return Generation(request, SamplingParams(max_tokens=100, **settings), tokenizer)
+
+
+def said(tokens: list[int], tokenizer: Any = TOKENIZER) -> str:
+    made = generation(tokenizer)
+    for token in tokens:
+        assert not made.take(token)
+    assert made.error is None
+    return made.text
+
+
+def byte(value: int) -> int:
+    return BYTES + value
+
+
+def test_bytes_that_never_become_a_character_end_nothing() -> None:
+    """What was read stays; the bytes after it are what a decoder makes of them alone."""
+    assert said([byte(0x0D), byte(0xEA), FIRST_WORD]) == "\r\ufffdas"
+    assert said([FIRST_WORD, byte(0xE2), byte(0x82), FIRST_WORD + 1, byte(0xE2), byte(0x82), byte(0xAC)]) == (
+        "as\ufffd\ufffd as\u20ac"
+    )
+
+
+@given(st.lists(st.integers(BYTES, FIRST_WORD + len(WORDS) - 1), max_size=40))
+def test_any_tokens_have_a_text(tokens: list[int]) -> None:
+    """Where all bytes are characters it is that of all tokens at once; else no word is lost."""
+    text = said(tokens)
+    whole = str(TOKENIZER.decode(tokens))
+    if "\ufffd" not in whole:
+        assert text == whole
+    left = iter(text)
+    words = "".join(str(TOKENIZER.decode([token])) for token in tokens if token >= FIRST_WORD)
+    assert all(character in left for character in words)
+
+
+@given(st.lists(st.integers(0, FIRST_WORD + len(WORDS) - 1), max_size=30))
+def test_bytes_and_places_of_tokens_are_those_of_the_text(tokens: list[int]) -> None:
+    known = TokenBytes(TOKENIZER)
+    places = TextOffsets(known.of, start=5, skipped=known.special_ids)
+    offsets = places.add(tokens)
+    kept = [known.of(token) if token not in SPECIALS else b"" for token in tokens]
+    for place, offset in enumerate(offsets):
+        before = b"".join(kept[:place])
+        characters = before.decode("utf-8", "replace")
+        unfinished = len(characters) - len(characters.rstrip("\ufffd"))
+        assert 5 + len(characters) - min(unfinished, 3) <= offset <= 5 + len(characters)
+        if not unfinished:
+            assert offset == 5 + len(characters)
+
+
+def test_a_text_without_its_first_space() -> None:
+    tokenizer = byte_fallback_tokenizer(("\u2581a", "\u2581as"), strips=True)
+    known = TokenBytes(tokenizer)
+    assert known.drops_first_space and not TokenBytes(TOKENIZER).drops_first_space
+    tokens = [1, BYTES + 258, BYTES + 258]
+    places = TextOffsets(known.of, skipped=known.special_ids, drops_first_space=True)
+    assert (places.add(tokens), places.end) == ([0, 0, 2], len(tokenizer.decode(tokens, skip_special_tokens=True)))
+
+
+def test_special_tokens_have_text_where_they_are_asked_for() -> None:
+    plain, told = generation(), generation(skip_special_tokens=False, stop=("</s>",))
+    for token in (FIRST_WORD, 1):
+        assert not plain.take(token) and not told.take(token)
+    assert (plain.text, told.text) == ("as", "as<s>")
+    assert told.take(2) and told.text == "as<s>"
+    assert not plain.take(2) and plain.text == "as"
