@@ -113,7 +113,15 @@ _HOMES = {
 }
 """Each name, and the module that it is loaded from."""
 
-__all__ = list(_HOMES)
+_EXTRAS = {"LLM": "torch"}
+"""Names that need more than the core: each with its extra. A star import leaves them out."""
+
+__all__ = [name for name in _HOMES if name not in _EXTRAS]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, whether they are loaded or not."""
+    return sorted([*_HOMES, "__version__"])
 
 
 if not TYPE_CHECKING:  # to a type checker, there are no names but those above
@@ -122,5 +130,12 @@ if not TYPE_CHECKING:  # to a type checker, there are no names but those above
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(home), name)
+        try:
+            value = globals()[name] = getattr(import_module(home), name)
+        except ModuleNotFoundError as error:
+            if name not in _EXTRAS or (error.name or "").startswith("kvarts"):
+                raise
+            extra = f"kvarts[{_EXTRAS[name]}]"
+            what = f"kvarts.{name} needs {extra} ({error}). pip install '{extra}'."
+            raise ModuleNotFoundError(what, name=error.name) from error
         return value

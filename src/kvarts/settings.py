@@ -19,6 +19,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin
 import msgspec
 
 from kvarts.errors import ConfigError, parts_of
+from kvarts.samples import PREFIX
 
 __all__ = [
     "AtLeastOne",
@@ -260,9 +261,9 @@ class Given:
         return self._values[key].source
 
     def path_of(self, key: str) -> Path:
-        """Return the value as a path; what a file says is relative to the file."""
+        """Return the value as a path: relative to the file that gives it, if one does, unless it is a sample's name."""
         file = self._values[key].source.path
-        return Path(self[key]) if file is None else file.parent / self[key]
+        return Path(self[key]) if file is None or self[key].startswith(PREFIX) else file.parent / self[key]
 
     def in_table(self, table: str) -> list[str]:
         """Return the keys that were given in `table`, in their order."""

@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
+from kvarts.cli.effects import NO_REPLAY, check_effects
+from kvarts.cli.options import Command, given_by_flags, grouped, options_of
+from kvarts.cli.pages import open_option
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json
-from kvarts.cli.replay import all_sections, paths_in, read_settings
+from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs
 from kvarts.limits import MOST_PAGES, brief
+from kvarts.samples import located, sample_of
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
@@ -115,13 +118,14 @@ class _Range(click.ParamType[Any]):
         return int(ends[0]), int(ends[1])
 
 
-@click.command("plan", cls=GroupedCommand, params=_options(), no_args_is_help=False)
+@click.command("plan", cls=Command, params=_options(), no_args_is_help=False, checks_effects=True)
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with these settings by their long names, and trace or a [workload] table. Options given "
               "here win.")  # fmt: skip
 @results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
 @results("--html", "html_file", metavar="FILE", type=OUTPUT,
          help="Write a page with charts to FILE, which needs nothing else.")  # fmt: skip
+@open_option(results)
 @results("--plot", "plot_files", metavar="FILE", type=OUTPUT, multiple=True,
          help="Write the charts to FILE: a PNG if it ends in .png, else an SVG. Needs kvarts[plan].")  # fmt: skip
 @curves("--at", "sizes", metavar="PAGES", type=_Sizes(),
@@ -182,6 +186,7 @@ def plan_command(
     shares: tuple[Share, ...],
     users: tuple[int, int] | None,
     html_file: Path | None,
+    opens: bool,
     plot_files: tuple[Path, ...],
     **params: Any,
 ) -> None:
@@ -195,7 +200,13 @@ def plan_command(
 
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))
-    pictures = Pictures(html_file, plot_files)
+    pictures = Pictures(html_file, plot_files, opens=opens)
+    if trace is None and config_file is None and not shares:
+        given = over_sample_settings(given, sections)
+    replays = not curves_only and any(key in given for key in ("model", "device", "cost"))
+    is_other = curves_only or bool(shares) or rate is not None or users is not None
+    facts = () if replays or is_other else (NO_REPLAY,)
+    check_effects(click.get_current_context(), is_set=set_by(given, sections), facts=facts)
     named = [given.path_of("trace")] if "trace" in given else []
     check_outputs(pictures.paths, [*named, *paths_in(given), *(share.trace for share in shares)])
     if shares:
@@ -209,12 +220,11 @@ def plan_command(
         _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, plan_table.render_sample)
         return
     from kvarts.plan.cache import CachePlan
+    from kvarts.plan.lead import lead
 
-    if trace is None and config_file is None:
-        given = over_sample_settings(given, sections)
     check_policy(given)
     config = None
-    if not curves_only and any(key in given for key in ("model", "device", "cost")):
+    if replays:
         config = resolve_replay(given, sections)
         if config.kv_groups != "off":
             _check_groups(policies, league, prices)
@@ -242,6 +252,7 @@ def plan_command(
         of_groups = GroupHits(traffic, config)
         for point in values["at"]:
             point["group_hit_ratio"] = of_groups.hit_ratio(point["pages"])
+    values["config"] = None if config is None else config.to_builtins()
     values["command"] = asked.plan_command(*_own_options(click.get_current_context()))
     for point in values["at"]:
         point["command"] = asked.plan_command("--at", str(point["pages"]))
@@ -253,6 +264,7 @@ def plan_command(
         values["latency"] = asked.latency(plan)
     elif prices is not None:
         raise ConfigError("needs a model and a device, or a cost", field="--price", hint="Give --model and --device.")
+    values["advice"] = lead(values)
     pictures.write(values)
     if not pictures.are_printed:
         _print(values, as_json, plan_table.render)
@@ -302,8 +314,10 @@ def _sampled(
         raise ConfigError("cannot be counted in a sample", field="--outputs", hint="Leave out --outputs or --sample.")
     page_size = _page_size(given)
     reading = reading_of(given)
-    if trace is not None and trace.suffix == ".jsonl" and "workload" not in given:
-        unit_tokens = reading.pop("trace_block_size", None) or 512
+    if trace is not None and located(trace).suffix == ".jsonl" and "workload" not in given:
+        sample = sample_of(trace)
+        unit_tokens = reading.pop("trace_block_size", None) or (sample and sample.trace_block_size) or 512
+        trace = located(trace)
         reader = MooncakeReader(trace, trace_block_size=unit_tokens, **reading)
         return SampledCurve(Trace(reader, unit_tokens=unit_tokens, name=trace.name), page_size, rate).to_builtins(sizes)
     return SampledCurve(load_traffic(given, trace), page_size, rate).to_builtins(sizes)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
+import msgspec
 
 from kvarts.cli.plan_command import command_line
 from kvarts.cli.plan_policy import find_on_path
+from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
 from kvarts.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from kvarts.plan.cache import CachePlan
+    from kvarts.plan.tiers import Tier
     from kvarts.settings import Given
     from kvarts.sim.config import ReplayConfig
+    from kvarts.sim.trials import ReplayTrials
     from kvarts.traffic.trace import Trace
 
 __all__ = ["TIER_NAMES", "Asked"]
@@ -56,7 +58,7 @@ class Asked:
         self._slo_share = slo_share
         self._cost_error = cost_error
         self._options = options
-        self._num_replays = 0
+        self._progress: Progress | None = None
 
     def plan_command(self, *more: str) -> str:
         """Return the command line of a plan with what was given, and `more` options."""
@@ -83,7 +85,7 @@ class Asked:
     def league(
         self, plan: CachePlan, policies: Sequence[str], all_of_them: bool, sizes: Sequence[int] | None
     ) -> list[dict[str, Any]]:
-        """Return a row for each policy: at the sizes given, or else the knee; replayed too where there is a model."""
+        """Return a row for each policy: at the sizes given, or else the knee and half of it; replayed too."""
         from kvarts.plan.league import ALL_POLICIES, League
 
         try:
@@ -93,22 +95,24 @@ class Asked:
                 config=self._config,
                 find=find_on_path,
                 command=lambda name, pages: self.plan_command("--policy", name, "--at", str(pages)),
-                replay_command=lambda name: self._replay_command({"eviction": name}),
+                replay_command=lambda name, pages: self._replay_command({"eviction": name, "pages": pages}),
                 on_replay=self._on_replay,
             )
         except ConfigError as error:
             raise ConfigError(error.what, field="--policy", hint=error.hint) from error
-        rows = league.to_builtins(sizes if sizes is not None else [plan.main_knee])
+        rows = league.to_builtins(sizes if sizes is not None else plan.sizes_under_pressure)
         self._end_progress()
         return rows
 
     def tiers(self, plan: CachePlan, prices: dict[str, float] | None) -> dict[str, Any]:
         """Return the curve over host memory, and what the next GiB of each tier saves."""
         from kvarts.plan.tiers import Tier, TiersPlan, best_buy, prefill_s_per_token
+        from kvarts.sim.trials import ReplayTrials
 
         config = self._config
         assert config is not None
         token_bytes = self._token_bytes()
+        page_bytes = token_bytes * config.page_size
         prices = prices or {}
         tiers = [Tier(name="device", pages=config.num_pages * config.replicas, price=prices.get("device"))]
         for name, (key, default) in RATES.items():
@@ -116,15 +120,27 @@ class Asked:
             tiers.append(
                 Tier(
                     name=name,
-                    pages=self._pages_below(name, token_bytes * config.page_size),
+                    pages=self._pages_below(name, page_bytes) * config.replicas,
                     bytes_per_s=rate if isinstance(rate, int) else parse_rate(rate),
                     price=prices.get(name),
                 )
             )
+        trials = ReplayTrials(self._traffic, config, is_asked=True, on_replay=self._on_replay)
+        found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
+        also = {} if found is None else {"host": [found.num_bytes // page_bytes * config.replicas]}
         num_tokens = max(1, plan.num_prompt_tokens // max(1, len(self._traffic.requests or ())))
         s_per_token = prefill_s_per_token(config, num_tokens)
-        values = TiersPlan(plan, tiers, kv_bytes_per_token=token_bytes, s_per_token=s_per_token).to_builtins()
+        values = TiersPlan(
+            plan,
+            tiers,
+            kv_bytes_per_token=token_bytes,
+            s_per_token=s_per_token,
+            replayed=lambda tiers: _replayed(trials, tiers, page_bytes, config.replicas),
+            also=also,
+        ).to_builtins()
         values["best_buy"] = best_buy(values)
+        values["least_host"] = None if found is None else msgspec.to_builtins(found)
+        self._end_progress()
         return values
 
     def users(self, low: int, high: int) -> dict[str, Any]:
@@ -150,6 +166,7 @@ class Asked:
         values = {
             "trace": self._traffic.name,
             "setting": f"pages of {self._config.page_size} tokens, {self._config.num_pages:,} a replica",
+            "config": self._config.to_builtins(),
             "users": users.to_builtins(),
             "command": self.plan_command("--users", f"{low}..{high}"),
         }
@@ -194,10 +211,29 @@ class Asked:
         return 0
 
     def _on_replay(self) -> None:
-        self._num_replays += 1
-        if sys.stderr.isatty():
-            click.echo(f"\rkvarts: replay {self._num_replays}", err=True, nl=False)
+        if self._progress is None:
+            self._progress = Progress("planning", None, "replays")
+        self._progress.update()
 
     def _end_progress(self) -> None:
-        if sys.stderr.isatty() and self._num_replays:
-            click.echo(err=True)
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+
+
+def _replayed(trials: ReplayTrials, tiers: Sequence[Tier], page_bytes: int, replicas: int) -> dict[str, Any] | None:
+    """Return what a replay with `tiers` finds; None for files without host memory above them, which cannot be.
+
+    `tiers` are those of all replicas together.
+    """
+    host, disk = (
+        sum(tier.pages for tier in tiers if tier.name == name) // replicas * page_bytes for name in ("host", "disk")
+    )
+    if (disk and not host) or not trials.can_have_host_memory:
+        return None
+    summary = trials.replayed(host, disk)
+    return {
+        "hit_ratio": summary["prefix_hit_ratio"],
+        "hit_ratio_by_tier": summary["prefix_hit_ratio_by_tier"],
+        "ttft_ms": summary["ttft_ms"],
+    }

@@ -19,9 +19,10 @@ from kvarts.cli.paths import DIRECTORY, INPUT
 from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.printing import print_bytes, print_json
 from kvarts.cli.replay import all_sections
-from kvarts.cli.table import as_number, as_percent
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.files import read_bytes, reading
+from kvarts.report.words import number
+from kvarts.units import as_percent
 
 if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace
@@ -263,7 +264,7 @@ def _front(rows: list[dict[str, Any]], keys: list[str]) -> str:
         if row["pareto"]:
             changed = ", ".join(f"{key}={row[key]}" for key in keys if key in row)
             lines.append(
-                f"{row['kv_tokens']:>14,}{as_percent(row['hit_ratio']):>9}{as_number(row['ttft_ms_p99']):>12}"
-                f"{as_number(row['tpot_ms_p99']):>12}{as_number(row['request_throughput_per_s']):>12}  {changed}"
+                f"{row['kv_tokens']:>14,}{as_percent(row['hit_ratio']):>9}{number(row['ttft_ms_p99']):>12}"
+                f"{number(row['tpot_ms_p99']):>12}{number(row['request_throughput_per_s']):>12}  {changed}"
             )
     return "\n".join(lines) + "\n"

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import Command
+from kvarts.cli.options import Command, Group
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_bytes, print_json
-from kvarts.cli.table import as_number
 from kvarts.errors import ConfigError
+from kvarts.report.words import number
+from kvarts.samples import PREFIX, SAMPLES
 from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
@@ -50,12 +51,22 @@ def _writing(command: Callable[..., None]) -> Callable[..., None]:
     return _reading(command)
 
 
-@click.group("trace")
+@click.group("trace", cls=Group)
 def trace_command() -> None:
     """Look at traces, and make traces from traces.
 
-    A TRACE is what `kvarts replay` takes. What is made is Mooncake's JSON lines, on standard output.
+    A TRACE is what `kvarts replay` takes, or a bundled one: `sample:mooncake`. What is made is Mooncake's JSON lines,
+    on standard output.
     """
+
+
+@trace_command.command("list", cls=Command)
+def list_command() -> None:
+    """List the bundled traces: each name can stand for a TRACE in any command, and in `kvarts.load_trace`."""
+    names = {f"{PREFIX}{name}": sample.what for name, sample in SAMPLES.items()}
+    width = max(map(len, names)) + 2
+    for name, what in names.items():
+        click.echo(f"{name:<{width}}{what}")
 
 
 @trace_command.command("info", cls=Command)
@@ -197,4 +208,4 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return value if isinstance(value, str) else as_number(value)
+    return value if isinstance(value, str) else number(value)

@@ -12,6 +12,8 @@ from kvarts.report.advice import advice
 from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
+from kvarts.sim.trials import ReplayTrials
+from kvarts.units import as_memory
 
 __all__ = ["Replays", "Step", "share_kept"]
 
@@ -69,6 +71,7 @@ class Replays:
         self._command = command
         self._on_replay = on_replay
         self._found: dict[_Case, dict[str, Any]] = {}
+        self._summaries: dict[_Case, dict[str, Any]] = {}
 
     def points(self) -> list[dict[str, Any]]:
         """Return all that were made, by memory and then by rate."""
@@ -84,6 +87,21 @@ class Replays:
                 self._on_replay()
             self._found[case] = self._replayed(case)
         return self._found[case]
+
+    def advice(self, step: Step) -> str | None:
+        """Return what to try next after the replay of a step; sizes in it are found by replays."""
+        self.at(step)
+        case = self._case(step, None, None, None)
+        trials = ReplayTrials(self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True)
+        return advice(self._summaries[case], trials=trials)
+
+    def named(self, step: Step) -> str:
+        """Return a step in words: `2 x 28,392 pages (55.5 GiB)`."""
+        placement = self._config.placement
+        size = ""
+        if placement is not None:
+            size = f" ({as_memory(step.pages * self._config.page_size * placement.kv_bytes_per_token)})"
+        return f"{step.replicas} x {step.pages:,} pages{size}"
 
     def has(self, step: Step, *, router: str | None = None) -> bool:
         """Return whether a step was replayed with nothing else changed."""
@@ -109,7 +127,9 @@ class Replays:
 
     def _replayed(self, case: _Case) -> dict[str, Any]:
         step = case.step
-        summary = replay(self._plan.trace, self._config_for(case)).summary
+        config = self._config_for(case)
+        summary = replay(self._plan.trace, config).summary
+        self._summaries[case] = summary
         goodput = summary["goodput"]
         return {
             "replicas": step.replicas,
@@ -126,7 +146,6 @@ class Replays:
             "num_rejected": summary["num_rejected"],
             "num_preemptions": summary["num_preemptions"],
             "limited_by": summary["limited_by"]["cause"],
-            "advice": advice(summary),
             "command": self._command(self._changes(case)),
         }
 
@@ -148,6 +167,8 @@ class Replays:
         """Return what the command line says of a case; what is as it was given says itself."""
         config, step = self._config, case.step
         changes: dict[str, Any] = {"pages": step.pages}
+        if step.replicas == 1:
+            changes["router"] = None  # which has no effect then
         if step.replicas != 1 or config.replicas != 1:
             changes["replicas"] = step.replicas
         if step.replicas != 1:

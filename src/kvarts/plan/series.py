@@ -154,7 +154,7 @@ def _league(rows: list[dict[str, Any]]) -> list[Chart]:
         best = 100 * of_size[0]["optimum_hit_ratio"]
         charts.append(_bars(f"Policies, {size:,} pages", (HITS, "%"), bars, most=best, limit="optimum"))
     replayed = [row for row in rows if "replayed" in row]
-    if replayed:
+    for size in dict.fromkeys(row["pages"] for row in replayed):
         bars = [
             {
                 "label": row["policy"],
@@ -162,8 +162,9 @@ def _league(rows: list[dict[str, Any]]) -> list[Chart]:
                 **_point(f"{row['policy']}: TTFT mean {_ms(row['ttft_ms']['mean'])}", row["command"]),
             }
             for row in replayed
+            if row["pages"] == size
         ]
-        charts.append(_bars(f"Policies replayed, {replayed[0]['pages']:,} pages", ("TTFT mean", "ms"), bars))
+        charts.append(_bars(f"Policies replayed, {size:,} pages", ("TTFT mean", "ms"), bars))
     return charts
 
 

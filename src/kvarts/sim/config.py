@@ -11,7 +11,7 @@ import msgspec
 from kvarts.config import EngineConfig
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
 from kvarts.settings import Given, Section, SettingError, given_in, setting
-from kvarts.sim.hardware import DeviceSettings, ModelSettings, resolve_hardware
+from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
@@ -122,6 +122,7 @@ class ReplayConfig(
     of sessions between their turns; left out, a turn is a request as any other.
 
     Only Python can give `groups`, PartGroups that are counted where `kv_groups` is not off and no model says them,
+    `placement`, the names of the model and the device that `cost` and `num_pages` follow from, for reports,
     `eviction`, which makes the EvictionOrder of a replica (LruOrder unless given), and
     `admission`, which makes its AdmissionPolicy (PriorityPolicy): a class, or a function without arguments.
     """
@@ -176,6 +177,7 @@ class ReplayConfig(
     ] = "off"
     offload: TiersBelow | None = None
     sessions: SessionSettings | None = None
+    placement: Placement | None = None
     # Any, because msgspec checks types of fields: the rooms of these are imported where they are used, and it knows no
     # callables.
     groups: tuple[Any, ...] = ()
@@ -201,6 +203,7 @@ class ReplayConfig(
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
         self._check_ranks()
         self._check_groups()
+        self._check_tiers()
         for field in ("eviction", "admission"):
             if not callable(getattr(self, field)):
                 raise SettingError(
@@ -249,6 +252,16 @@ class ReplayConfig(
                 f"make {self.num_blocks:,} blocks of {self.memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
                 "num_pages",
             )
+
+    def _check_tiers(self) -> None:
+        """Refuse a tier that holds no page: it would silently be none."""
+        if self.offload is None or self.kv_groups != "off":
+            return
+        try:
+            self.offload.tiers(self.page_size)
+        except SettingError as error:
+            what, hint = error.texts
+            raise SettingError(what, *(f"offload.{field}" for field in error.fields), hint=hint) from error
 
     @property
     def tiers(self) -> dict[str, int]:
@@ -331,6 +344,9 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
+        placement = values.pop("placement")
+        if placement is not None:
+            values = {**msgspec.to_builtins(placement), **values}
         groups = values.pop("groups")
         if groups:
             values["page_bytes"] = self.memory.page_bytes
@@ -398,6 +414,8 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
     }
     if "cost" in facts:
         values["cost"] = facts["cost"]
+    if "placement" in facts:
+        values["placement"] = facts["placement"]
     if "groups" in facts:
         values["groups"] = facts["groups"]
         if not facts["groups"]:

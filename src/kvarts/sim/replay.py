@@ -22,6 +22,7 @@ from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.lockstep import GivenDuration, LockstepCost, Ranks, num_ranks_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import make_router
+from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
@@ -140,6 +141,7 @@ def replay_one(
         transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
         sessions=None if sessions is None else sessions.totals,
         num_evicted_parts=np.sum([replica.num_evicted_parts() for replica in replicas], axis=0).tolist(),
+        trials=ReplayTrials(trace, config),
     )
 
 

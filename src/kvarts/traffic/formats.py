@@ -10,6 +10,7 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.files import reading
+from kvarts.samples import located, sample_of, where_samples_are
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 
@@ -20,7 +21,7 @@ MOST_LINE_BYTES = 1 << 24
 
 
 def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_bad_lines: bool = False) -> Trace:
-    """Read a trace of any form that is known, by its name.
+    """Read a trace of any form that is known, by its name, or a bundled one: `sample:mooncake`, see `kvarts.samples`.
 
     .csv: Azure's traces of 2023, or BurstGPT. .json, .json.gz, or a directory of these: sessions of kv-cache-tester.
     A .json may be a result of `vllm bench` or GuideLLM as well. All else: JSON lines of Mooncake, also in a .json that
@@ -31,7 +32,14 @@ def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_ba
     `trace_block_size`: tokens a hash id stands for: 512 in Mooncake's form unless given, 16 in Qwen-Bailian's.
     `skip_bad_lines`: leave out and count lines that cannot be read; not for kv-cache-tester's form, which has none.
     """
-    path = Path(path)
+    sample = sample_of(path)
+    if sample is not None:
+        trace_block_size = trace_block_size or sample.trace_block_size
+    path = located(path)
+    if path.suffix == ".toml":
+        raise ConfigError("is a configuration, not a trace", path=path, hint="Use --config FILE.")
+    with reading(path, hint=where_samples_are(path)):
+        path.lstat()
     if path.suffix == ".csv":
         from kvarts.traffic.azure import load_azure
 

@@ -17,6 +17,7 @@ import msgspec
 from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
 from kvarts.limits import check_whole
+from kvarts.samples import located, sample_of, where_samples_are
 from kvarts.traffic.mooncake_request import request_of
 from kvarts.traffic.mooncake_row import MooncakeRow
 from kvarts.traffic.trace import Trace, TraceRequest
@@ -35,7 +36,7 @@ class MooncakeReader:
 
     def __init__(self, path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> None:
         check_whole(trace_block_size, "trace_block_size")
-        self.path = Path(path)
+        self.path = located(path)
         self.trace_block_size = trace_block_size
         self.skip_bad_lines = skip_bad_lines
         self.num_skipped = 0
@@ -59,7 +60,7 @@ class MooncakeReader:
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         """Iterate over blocks of whole lines, each with the number of its first line."""
-        with reading(self.path, hint="Check the path of the trace."):
+        with reading(self.path, hint=where_samples_are(self.path)):
             file = self.path.open("rb")
         with file:
             line = 1
@@ -119,23 +120,28 @@ class MooncakeReader:
         raise InputError(error.what, path=self.path, line=line, field=error.field, hint=hint) from error
 
 
-def load_mooncake(path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> Trace:
-    """Read a whole file: every line is checked before anything is replayed.
+def load_mooncake(path: Path | str, *, trace_block_size: int | None = None, skip_bad_lines: bool = False) -> Trace:
+    """Read a whole file, or a bundled one (`sample:mooncake`): every line is checked before anything is replayed.
+
+    `trace_block_size`: tokens per hash id, 512 unless given or known of a bundled file.
 
     Rows are sorted by time, equals in the order of the file, and the first arrival becomes 0. Raise InputError, also
     for a file without rows.
     """
+    sample = sample_of(path)
+    trace_block_size = trace_block_size or (sample and sample.trace_block_size) or 512
+    path = located(path)
     reader = MooncakeReader(path, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
     requests = list(reader)
     if not requests:
         what = "has no requests" if not reader.num_skipped else f"has no readable line in {reader.num_skipped}"
         raise InputError(what, path=path, hint="A trace has one JSON object a line.")
-    requests = _in_arrival_order(requests, Path(path))
+    requests = _in_arrival_order(requests, path)
     return Trace(
         requests,
         unit_tokens=trace_block_size,
         has_output_tokens=reader.has_output_tokens,
-        name=Path(path).name,
+        name=path.name,
         num_skipped_lines=reader.num_skipped,
     )
 
