@@ -237,6 +237,9 @@ def plan_command(
     asked = Asked(given, trace, config_file, traffic, config, slo_share, cost_error, outputs)
     if users is not None:
         values = asked.users(*users)
+        values["command"] = asked.plan_command(
+            "--users", f"{users[0]}..{users[1]}", *_own_options(click.get_current_context())
+        )
         pictures.write(values)
         if not pictures.are_printed:
             _print(values, as_json, plan_table.render_users)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,10 +138,23 @@ class Asked:
             replayed=lambda tiers: _replayed(trials, tiers, page_bytes, config.replicas),
             also=also,
         ).to_builtins()
+        for curve in ("curve", "disk_curve"):
+            for point in values[curve]:
+                point["command"] = self._tiers_command(point["pages"])
         values["best_buy"] = best_buy(values)
         values["least_host"] = None if found is None else msgspec.to_builtins(found)
         self._end_progress()
         return values
+
+    def _tiers_command(self, pages: Mapping[str, int]) -> str:
+        """Return what replays with so many pages of all replicas in each tier; the plan where no replay can."""
+        assert self._config is not None
+        replicas = self._config.replicas
+        below = {name: pages[name] // replicas for name in RATES if pages[name]}
+        if "disk" in below and "host" not in below:
+            return self.plan_command()
+        changes: dict[str, Any] = {f"offload.{name}_memory": False for name in RATES}
+        return self._replay_command({**changes, **{f"offload.{name}_pages": size for name, size in below.items()}})
 
     def users(self, low: int, high: int) -> dict[str, Any]:
         """Return how many users fit."""
@@ -168,7 +181,6 @@ class Asked:
             "setting": f"pages of {self._config.page_size} tokens, {self._config.num_pages:,} a replica",
             "config": self._config.to_builtins(),
             "users": users.to_builtins(),
-            "command": self.plan_command("--users", f"{low}..{high}"),
         }
         self._end_progress()
         return values

@@ -141,13 +141,14 @@ def page_data(run: RunDirectory, overviews: Mapping[Path, Overview | None]) -> d
         "title": f"Replay of {title}",
         "subtitle": f"{models}{count(num_requests)} requests in {count(num_steps)} steps",
         "source": "Made by kvarts; charts by uPlot (MIT licence).",
+        "advice": f"{runs[0].summary.advice}." if len(runs) == 1 and runs[0].summary.advice else "",
         "about": _about(runs[0].about()),
         "parts": [
             {
                 "name": each.path.name if has_models else "",
                 "facts": [("trace", each.summary.trace or "-"), *facts(each.summary)]
                 if has_models
-                else facts(each.summary),
+                else [fact for fact in facts(each.summary) if fact[0] != "try next"],  # it stands above them
                 "config": _flat(each.summary.config),
                 **_part(each, overviews.get(each.path), most_rows),
             }
