@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvarts.kv.tree import PrefixTree as PrefixTree
     from kvarts.llm.llm import LLM as LLM
     from kvarts.offload.config import OffloadConfig as OffloadConfig
+    from kvarts.plan import Plan as Plan
+    from kvarts.plan import plan as plan
     from kvarts.record.journal import JournalWriter as JournalWriter
     from kvarts.record.live import LiveTimeline as LiveTimeline
     from kvarts.record.timeline import Timeline as Timeline
@@ -86,6 +88,7 @@ _HOMES = {
     "PageCache": "kvarts.kv.cache",
     "PageError": "kvarts.kv.pool",
     "PageLedger": "kvarts.audit.ledger",
+    "Plan": "kvarts.plan",
     "PolynomialCost": "kvarts.executor.cost",
     "PrefixTree": "kvarts.kv.tree",
     "ReplayConfig": "kvarts.sim.config",
@@ -104,6 +107,7 @@ _HOMES = {
     "load_journal": "kvarts.explain.reading",
     "load_mooncake": "kvarts.traffic.mooncake",
     "load_trace": "kvarts.traffic.formats",
+    "plan": "kvarts.plan",
     "replay": "kvarts.sim.replay",
     "story_of_block": "kvarts.explain.story",
     "story_of_request": "kvarts.explain.story",

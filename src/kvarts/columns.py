@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Column", "Rows", "append_packed"]
+__all__ = ["Column", "Rows", "append_packed", "to_frame"]
 
 Column = npt.NDArray[Any]
 
@@ -48,3 +48,12 @@ class Rows:
         self._pack()
         packed, self._packed = self._packed, array("q")
         return np.ascontiguousarray(np.frombuffer(packed, np.int64).reshape(-1, self._width).T)
+
+
+def to_frame(columns: Mapping[str, Any]) -> Any:
+    """Return `columns` as a pandas.DataFrame. Raise ModuleNotFoundError, with what to do, without pandas."""
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("to_pandas needs pandas: pip install pandas", name=error.name) from error
+    return pd.DataFrame(dict(columns))

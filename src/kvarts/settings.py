@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 
-from kvarts.errors import ConfigError, parts_of
+from kvarts.errors import ConfigError, did_you_mean, parts_of
 from kvarts.samples import PREFIX
 
 __all__ = [
@@ -26,11 +26,14 @@ __all__ = [
     "Flags",
     "Given",
     "Keys",
+    "Keywords",
     "Section",
     "Setting",
     "SettingError",
     "Source",
+    "given_by_keywords",
     "given_in",
+    "keyword_of",
     "parts_of_error",
     "setting",
     "settings_of",
@@ -223,6 +226,21 @@ class _Within(msgspec.Struct, frozen=True):
         return self.source.spell(self.setting, f"{setting.key}.{inner}" if inner else setting.key)
 
 
+class Keywords(msgspec.Struct, frozen=True):
+    """Arguments of a call in Python, by the names that options have on the command line."""
+
+    path: None = None
+
+    def spell(self, setting: Setting, inner: str = "") -> str:
+        """Return the argument."""
+        return f"{keyword_of(setting)}.{inner}" if inner else keyword_of(setting)
+
+
+def keyword_of(setting: Setting) -> str:
+    """Return the name of a setting as an argument: `host_memory` for `--host-memory`; its key if it has no option."""
+    return (setting.flag or setting.key).removeprefix("--").replace("-", "_").replace(".", "_")
+
+
 # What was given -------------------------------------------------------------------------------------------
 
 
@@ -394,6 +412,20 @@ def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path 
             }
             for last, leaf in _table(item, key, path).items():
                 _add(given, of_name, f"{key}.{last}", leaf, source, _in_table(of_name, key))
+    return given
+
+
+def given_by_keywords(values: Mapping[str, Any], sections: Sequence[Section]) -> Given:
+    """Take in `values` by the names of options. Raise ConfigError for one that no section has."""
+    given = Given()
+    settings = [setting for section in sections if not section.is_named for setting in section.settings]
+    known = {keyword_of(setting): setting for setting in settings}
+    known.update({setting.field: setting for setting in settings if "." not in setting.key})
+    for name, value in values.items():
+        if name not in known:
+            hint = did_you_mean(name, known) or f"Known: {', '.join(sorted(map(keyword_of, settings)))}."
+            raise ConfigError("unknown setting", field=name, hint=hint)
+        given.add(known[name], value, Keywords())
     return given
 
 

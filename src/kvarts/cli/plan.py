@@ -196,7 +196,7 @@ def plan_command(
     cost, it is replayed at some sizes as well, and with an SLO the least that keeps it is found, and the largest rate.
     The plan goes to standard output, everything else to standard error.
     """
-    from kvarts.cli import plan_table
+    from kvarts.plan import tables
 
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))
@@ -212,77 +212,44 @@ def plan_command(
     if shares:
         if pictures.paths:
             raise ConfigError("has nothing to draw here", field="share", hint="Leave out --html and --plot.")
-        _print(divided(shares, given, _page_size(given)), as_json, plan_table.render_shares)
+        _print(divided(shares, given, _page_size(given)), as_json, tables.render_shares)
         return
     if rate is not None:
         if pictures.paths:
             raise ConfigError("has nothing to draw", field="sample", hint="Leave out --html and --plot.")
-        _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, plan_table.render_sample)
+        _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, tables.render_sample)
         return
-    from kvarts.plan.cache import CachePlan
-    from kvarts.plan.lead import lead
-
     check_policy(given)
     config = None
     if replays:
         config = resolve_replay(given, sections)
-        if config.kv_groups != "off":
-            _check_groups(policies, league, prices)
     traffic = load_traffic(given, trace)
     if config is not None:
         config = with_policy(config, given, traffic)
     if not traffic.knows_prefixes:
         click.echo("kvarts: the trace does not tell what prompts have in common: no curve rises above 0", err=True)
     outputs = ["--outputs"] if count_outputs else []
-    asked = Asked(given, trace, config_file, traffic, config, slo_share, cost_error, outputs)
+    own = _own_options(click.get_current_context())
+    asked = Asked(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
     if users is not None:
         values = asked.users(*users)
-        values["command"] = asked.plan_command(
-            "--users", f"{users[0]}..{users[1]}", *_own_options(click.get_current_context())
-        )
+        values["command"] = asked.plan("--users", f"{users[0]}..{users[1]}", *own)
         pictures.write(values)
         if not pictures.are_printed:
-            _print(values, as_json, plan_table.render_users)
+            _print(values, as_json, tables.render_users)
         return
-    plan = CachePlan(traffic, _page_size(given), count_outputs=count_outputs)
-    looked_at = sizes
-    if sizes is None and config is not None:
-        sizes = sorted({*plan.default_sizes(), config.num_pages})
-    values = plan.to_builtins(sizes)
-    if config is not None and config.kv_groups != "off":
-        from kvarts.plan.group_hits import GroupHits
+    from kvarts.plan.league import ALL_POLICIES
 
-        of_groups = GroupHits(traffic, config)
-        for point in values["at"]:
-            point["group_hit_ratio"] = of_groups.hit_ratio(point["pages"])
-    values["config"] = None if config is None else config.to_builtins()
-    values["command"] = asked.plan_command(*_own_options(click.get_current_context()))
-    for point in values["at"]:
-        point["command"] = asked.plan_command("--at", str(point["pages"]))
-    if policies or league:
-        values["league"] = asked.league(plan, policies, league, looked_at)
-    if config is not None:
-        if config.kv_groups == "off":  # tiers keep whole pages
-            values["tiers"] = asked.tiers(plan, prices)
-        values["latency"] = asked.latency(plan)
-    elif prices is not None:
-        raise ConfigError("needs a model and a device, or a cost", field="--price", hint="Give --model and --device.")
-    values["advice"] = lead(values)
+    values = asked.make(
+        sizes=sizes,
+        page_size=_page_size(given),
+        count_outputs=count_outputs,
+        policies=[*(ALL_POLICIES if league else ()), *policies],
+        prices=prices,
+    ).values
     pictures.write(values)
     if not pictures.are_printed:
-        _print(values, as_json, plan_table.render)
-
-
-def _check_groups(policies: tuple[str, ...], league: bool, prices: dict[str, float] | None) -> None:
-    """Raise ConfigError for what is planned in whole pages only."""
-    asked = {"--policy": policies, "--league": league, "--price": prices}
-    for field, value in asked.items():
-        if value:
-            raise ConfigError(
-                "is not counted by KV group yet: only replays are",
-                field=field,
-                hint="Leave it out, or set --kv-groups to off.",
-            )
+        _print(values, as_json, tables.render)
 
 
 def _own_options(context: click.Context) -> list[str]:

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from kvarts.cli.plan_command import command_line
 from kvarts.cli.plan_policy import find_on_path
 from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
-from kvarts.units import parse_bytes, parse_rate
+from kvarts.settings import SettingError, parts_of_error
 
 if TYPE_CHECKING:
-    from kvarts.plan.cache import CachePlan
-    from kvarts.plan.tiers import Tier
+    from kvarts.plan.planning import Plan
     from kvarts.settings import Given
     from kvarts.sim.config import ReplayConfig
-    from kvarts.sim.trials import ReplayTrials
     from kvarts.traffic.trace import Trace
 
 __all__ = ["TIER_NAMES", "Asked"]
 
 TIER_NAMES = ("device", "host", "disk")
-RATES = {"host": ("offload.h2d", "50GB/s"), "disk": ("offload.disk_read", "5GB/s")}
-TOKEN_BYTES = 131_072
-"""Of Llama 3.1 8B in 16 bits, where nothing says it."""
-SHORTEST, LONGEST = 1, 200
 
 
 class Asked:
     """Everything that was given, and the trace. `config`: None where nothing is replayed.
 
-    `options`: those of the command itself that belong into the command line of any part of the plan.
+    `options`: those of the command itself that belong into the command line of any part of the plan; `own`: its other
+    options.
     """
 
     def __init__(
@@ -49,6 +43,7 @@ class Asked:
         slo_share: float,
         cost_error: float,
         options: Sequence[str],
+        own: Sequence[str],
     ) -> None:
         self._given = given
         self._trace = trace
@@ -58,103 +53,61 @@ class Asked:
         self._slo_share = slo_share
         self._cost_error = cost_error
         self._options = options
+        self._own = own
         self._progress: Progress | None = None
 
-    def plan_command(self, *more: str) -> str:
-        """Return the command line of a plan with what was given, and `more` options."""
-        words = shlex.split(self._replay_command({}))
-        return shlex.join(["kvarts", "plan", *words[2:], *self._options, *more])
+    def plan(self, *more: str) -> str:
+        """Return the command line of the plan; with `more` options, of what these ask for, on the same trace."""
+        words = shlex.split(self.replay({}))
+        return shlex.join(["kvarts", "plan", *words[2:], *self._options, *(more or self._own)])
 
-    def latency(self, plan: CachePlan) -> dict[str, Any]:
-        """Return replays, options, and the largest rate."""
-        from kvarts.plan.latency import LatencyPlan
+    def replay(self, changes: Mapping[str, Any]) -> str:
+        """Return the command line of a replay with `changes`."""
+        return command_line(self._given, all_sections(), self._trace, self._config_file, changes)
 
-        assert self._config is not None
-        found = LatencyPlan(
-            plan,
-            self._config,
-            command=self._replay_command,
-            slo_share=self._slo_share,
-            cost_error=self._cost_error,
-            router=self._given["router"] if "router" in self._given else "prefix",  # noqa: SIM401  (no dict)
-            on_replay=self._on_replay,
-        ).to_builtins()
-        self._end_progress()
-        return found
-
-    def league(
-        self, plan: CachePlan, policies: Sequence[str], all_of_them: bool, sizes: Sequence[int] | None
-    ) -> list[dict[str, Any]]:
-        """Return a row for each policy: at the sizes given, or else the knee and half of it; replayed too."""
-        from kvarts.plan.league import ALL_POLICIES, League
+    def make(
+        self,
+        *,
+        sizes: Sequence[int] | None,
+        page_size: int,
+        count_outputs: bool,
+        policies: Sequence[str],
+        prices: dict[str, float] | None,
+    ) -> Plan:
+        """Return the plan. Raise ConfigError that names options."""
+        from kvarts.plan.planning import make_plan
 
         try:
-            league = League(
-                plan,
-                [*(ALL_POLICIES if all_of_them else ()), *policies],
-                config=self._config,
-                find=find_on_path,
-                command=lambda name, pages: self.plan_command("--policy", name, "--at", str(pages)),
-                replay_command=lambda name, pages: self._replay_command({"eviction": name, "pages": pages}),
+            return make_plan(
+                self._traffic,
+                self._config,
+                at=sizes,
+                page_size=page_size,
+                count_outputs=count_outputs,
+                policies=policies,
+                slo_share=self._slo_share,
+                cost_error=self._cost_error,
+                router=self._given["router"] if "router" in self._given else "prefix",  # noqa: SIM401  (no dict)
+                prices=prices,
+                kv_bytes_per_token=None if self._config is None else self._token_bytes(),
+                find_policy=find_on_path,
+                commands=self,
                 on_replay=self._on_replay,
             )
-        except ConfigError as error:
-            raise ConfigError(error.what, field="--policy", hint=error.hint) from error
-        rows = league.to_builtins(sizes if sizes is not None else plan.sizes_under_pressure)
-        self._end_progress()
-        return rows
+        except SettingError as error:
+            raise self._as_options(error) from error
+        finally:
+            self._end_progress()
 
-    def tiers(self, plan: CachePlan, prices: dict[str, float] | None) -> dict[str, Any]:
-        """Return the curve over host memory, and what the next GiB of each tier saves."""
-        from kvarts.plan.tiers import Tier, TiersPlan, best_buy, prefill_s_per_token
-        from kvarts.sim.trials import ReplayTrials
+    def _as_options(self, error: SettingError) -> ConfigError:
+        """Return `error` with options in place of the arguments of a plan."""
+        options = {"policy": "--league"} if "--league" in self._own and "--policy" not in self._own else {}
 
-        config = self._config
-        assert config is not None
-        token_bytes = self._token_bytes()
-        page_bytes = token_bytes * config.page_size
-        prices = prices or {}
-        tiers = [Tier(name="device", pages=config.num_pages * config.replicas, price=prices.get("device"))]
-        for name, (key, default) in RATES.items():
-            rate = self._given[key] if key in self._given else default  # noqa: SIM401  (no dict)
-            tiers.append(
-                Tier(
-                    name=name,
-                    pages=self._pages_below(name, page_bytes) * config.replicas,
-                    bytes_per_s=rate if isinstance(rate, int) else parse_rate(rate),
-                    price=prices.get(name),
-                )
-            )
-        trials = ReplayTrials(self._traffic, config, is_asked=True, on_replay=self._on_replay)
-        found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
-        also = {} if found is None else {"host": [found.num_bytes // page_bytes * config.replicas]}
-        num_tokens = max(1, plan.num_prompt_tokens // max(1, len(self._traffic.requests or ())))
-        s_per_token = prefill_s_per_token(config, num_tokens)
-        values = TiersPlan(
-            plan,
-            tiers,
-            kv_bytes_per_token=token_bytes,
-            s_per_token=s_per_token,
-            replayed=lambda tiers: _replayed(trials, tiers, page_bytes, config.replicas),
-            also=also,
-        ).to_builtins()
-        for curve in ("curve", "disk_curve"):
-            for point in values[curve]:
-                point["command"] = self._tiers_command(point["pages"])
-        values["best_buy"] = best_buy(values)
-        values["least_host"] = None if found is None else msgspec.to_builtins(found)
-        self._end_progress()
-        return values
+        def spelled(text: str) -> str:
+            return re.sub(r"\{(\w+)\}", lambda match: _option(match[1]), text)
 
-    def _tiers_command(self, pages: Mapping[str, int]) -> str:
-        """Return what replays with so many pages of all replicas in each tier; the plan where no replay can."""
-        assert self._config is not None
-        replicas = self._config.replicas
-        below = {name: pages[name] // replicas for name in RATES if pages[name]}
-        if "disk" in below and "host" not in below:
-            return self.plan_command()
-        changes: dict[str, Any] = {f"offload.{name}_memory": False for name in RATES}
-        return self._replay_command({**changes, **{f"offload.{name}_pages": size for name, size in below.items()}})
+        what, hint, (field, *_) = parts_of_error(error)
+        return ConfigError(spelled(what), field=options.get(field, _option(field)), hint=hint and spelled(hint))
 
     def users(self, low: int, high: int) -> dict[str, Any]:
         """Return how many users fit."""
@@ -187,7 +140,7 @@ class Asked:
 
     def _users_command(self, users: int, copies: int) -> str:
         if copies == 1:
-            return self._replay_command({"concurrency": users})
+            return self.replay({"concurrency": users})
         if self._trace is None:
             return f"kvarts plan --users {users}"
         # What the trace is copied to says itself nothing about its ids.
@@ -201,26 +154,14 @@ class Asked:
         scale = ["kvarts", "trace", "scale", str(self._trace), "--copies", str(copies), "-o", "users.jsonl"]
         return f"{shlex.join(scale)} && {again}"
 
-    def _replay_command(self, changes: dict[str, Any]) -> str:
-        return command_line(self._given, all_sections(), self._trace, self._config_file, changes)
-
-    def _token_bytes(self) -> int:
+    def _token_bytes(self) -> int | None:
         from kvarts.sim.hardware import resolve_hardware
 
         facts = resolve_hardware(self._given)
         if "kv_bytes_per_token" in facts:
             return int(facts["kv_bytes_per_token"])
         key = "offload.kv_bytes_per_token"
-        return int(self._given[key]) if key in self._given else TOKEN_BYTES
-
-    def _pages_below(self, name: str, page_bytes: int) -> int:
-        pages, memory = f"offload.{name}_pages", f"offload.{name}_memory"
-        if pages in self._given:
-            return int(self._given[pages])
-        if memory in self._given:
-            size = self._given[memory]
-            return (size if isinstance(size, int) else parse_bytes(size)) // page_bytes
-        return 0
+        return int(self._given[key]) if key in self._given else None
 
     def _on_replay(self) -> None:
         if self._progress is None:
@@ -233,19 +174,5 @@ class Asked:
             self._progress = None
 
 
-def _replayed(trials: ReplayTrials, tiers: Sequence[Tier], page_bytes: int, replicas: int) -> dict[str, Any] | None:
-    """Return what a replay with `tiers` finds; None for files without host memory above them, which cannot be.
-
-    `tiers` are those of all replicas together.
-    """
-    host, disk = (
-        sum(tier.pages for tier in tiers if tier.name == name) // replicas * page_bytes for name in ("host", "disk")
-    )
-    if (disk and not host) or not trials.can_have_host_memory:
-        return None
-    summary = trials.replayed(host, disk)
-    return {
-        "hit_ratio": summary["prefix_hit_ratio"],
-        "hit_ratio_by_tier": summary["prefix_hit_ratio_by_tier"],
-        "ttft_ms": summary["ttft_ms"],
-    }
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

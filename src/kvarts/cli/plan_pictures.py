@@ -21,9 +21,9 @@ class Pictures:
         self._plot_files = plot_files
         self.paths = [*plot_files, *([html_file] if html_file is not None else [])]
         if plot_files:
-            from kvarts.plan.pictures import check_installed
+            from kvarts.report.pictures import check_installed
 
-            check_installed()
+            check_installed("--plot")
         for path in self.paths:
             check_writable(path)
 

@@ -66,12 +66,13 @@ def sweep_command(
     from kvarts.directories import own_directory
     from kvarts.files import read_toml, write_whole
     from kvarts.plan.page import render_page
-    from kvarts.plan.pictures import check_installed, draw
+    from kvarts.plan.pictures import draw
     from kvarts.plan.sweep import pareto, points_of, run_sweep, with_changes
     from kvarts.plan.sweep_page import sweep_values
+    from kvarts.report.pictures import check_installed
 
     if with_pictures:
-        check_installed()
+        check_installed("--plot")
     values = read_toml(config_file, hint="Check the path of the configuration.")
     changes = points_of(values, config_file)
     points = [

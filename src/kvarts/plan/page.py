@@ -7,11 +7,11 @@ from typing import Any
 
 from kvarts.plan.series import charts_of
 from kvarts.plan.sweep_page import sweep_table
-from kvarts.report.page import fill_page
+from kvarts.report.page import fill_page, table_html
 from kvarts.report.words import duration, opening, page_bytes_of
 from kvarts.units import as_memory, as_percent
 
-__all__ = ["render_page"]
+__all__ = ["render_page", "summary_html"]
 
 OPTION_HEADS = (
     "",
@@ -33,6 +33,26 @@ def render_page(values: dict[str, Any]) -> bytes:
     template = (assets / "plan.html").read_text(encoding="utf-8")
     script = (assets / "plan.js").read_text(encoding="utf-8")
     return fill_page(template, {"plan.js": script}, _data(values))
+
+
+def summary_html(values: dict[str, Any]) -> str:
+    """Return the sentence of a plan and its table of options, or of sizes, as a part of a page: for notebooks."""
+    data = _data(values)
+    if data["options"]:
+        heads, rows = data["option_heads"], [option["cells"] for option in data["options"]]
+    else:
+        heads = ("", ">pages", ">hits", ">optimum")
+        knees = {point["pages"] for point in values["knees"]}
+        rows = [
+            [
+                "knee" if point["pages"] in knees else "",
+                f"{point['pages']:,}",
+                as_percent(point["hit_ratio"]),
+                as_percent(point["optimum_hit_ratio"]),
+            ]
+            for point in values["at"]
+        ]
+    return table_html(data["title"], [data["subtitle"], data["verdict"]], heads, rows)
 
 
 def _data(values: dict[str, Any]) -> dict[str, Any]:

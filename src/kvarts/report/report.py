@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import fsum, isnan
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.columns import Column
+from kvarts.columns import Column, to_frame
+from kvarts.errors import ConfigError
 from kvarts.events import Blocked
 from kvarts.kv.transfer import TransferTotals
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.run_config import RunConfig
+from kvarts.report.run_values import RunReport
 from kvarts.report.steps import StepLog
+from kvarts.report.words import facts
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.working_set import working_set_pages
+from kvarts.units import as_duration, as_percent
 
 __all__ = ["REPORT_VERSION", "Report"]
 
@@ -130,6 +134,36 @@ class Report:
     def request_ids(self) -> list[str]:
         """The outside name of each request, by index."""
         return self._request_log.request_ids()
+
+    # For people -------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        ttft, hits = summary["ttft_ms"], summary["prefix_hit_ratio"]
+        ended = f"{summary['num_completed']:,} of {summary['num_requests']:,} requests completed"
+        return (
+            f"<Report on {self.trace_name}: {ended}; "
+            f"TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "
+            f"{as_percent(hits)} prefix hits; limited by {summary['limited_by']['cause'].replace('_', ' ')}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from kvarts.report.page import table_html
+
+        summary = msgspec.convert({**self.summary, "advice": self.advice}, RunReport)
+        return table_html(f"Replay of {self.trace_name}", [], [], facts(summary))
+
+    def to_pandas(self, rows: Literal["requests", "steps"] = "requests") -> Any:
+        """Return `requests`, or `steps`, as a pandas.DataFrame."""
+        if rows not in ("requests", "steps"):
+            raise ConfigError(f"must be 'requests' or 'steps', got {rows!r}", field="rows")
+        return to_frame(self.requests if rows == "requests" else self.steps)
+
+    def plot(self) -> Any:
+        """Return KV use, queues, latencies and hits as a matplotlib Figure. Raise ConfigError without matplotlib."""
+        from kvarts.report.pictures import figure_of
+
+        return figure_of(self)
 
     # Advice -----------------------------------------------------------------------------------------------
 

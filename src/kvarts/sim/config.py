@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
 
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
-from kvarts.settings import Given, Section, SettingError, given_in, setting
+from kvarts.rooms import from_room
+from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
@@ -62,6 +65,9 @@ class TiersBelow(Protocol):
 
     def tiers(self, page_size: int) -> dict[str, int]:
         """Return the pages of each tier, the fastest first, by its name."""
+
+    def bytes_per_s(self, field: str) -> int:
+        """Return the bandwidth of a channel, such as `h2d`."""
 
     def for_model(self, kv_bytes_per_token: int) -> TiersBelow:
         """Return the same for a model with tokens of `kv_bytes_per_token` bytes."""
@@ -183,6 +189,20 @@ class ReplayConfig(
     groups: tuple[Any, ...] = ()
     eviction: Any = msgspec.field(default_factory=_default_eviction)
     admission: Any = msgspec.field(default_factory=_default_admission)
+
+    @classmethod
+    def for_device(cls, model: str, device: str, **settings: Any) -> ReplayConfig:
+        """Return the configuration of `model` on `device`: step times of a roofline, and as many pages as fit.
+
+        `model` and `device` are presets, or files as the command line takes them; `kvarts model list` lists both.
+        `settings` are the options of `kvarts replay` by their names: `replicas=2`, `kv_memory="40GiB"`,
+        `host_memory="96GiB"`, `tensor_parallel=2`, `slo_ttft_ms=3000`. `eviction`, `admission` and `slo` are objects.
+        Raise ConfigError that names the argument.
+        """
+        objects = {name: settings.pop(name) for name in ("admission", "eviction", "slo") if name in settings}
+        sections = [*SECTIONS, *_optional_sections()]
+        given = given_by_keywords({"model": model, "device": device, **settings}, sections)
+        return msgspec.structs.replace(resolve_replay(given, sections), **objects)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -394,6 +414,19 @@ SECTIONS = (
     Section(struct=Slo, title="Goodput", table="slo"),
 )
 """What can be said of a replay of one model; parts add to it what they know, such as tiers."""
+
+
+OPTIONAL = (("offload.config", "OffloadConfig", "offload"), ("session.replayed.config", "SessionReplay", "sessions"))
+"""Modules of rooms that may be missing, with structs of settings and their tables."""
+
+
+def _optional_sections() -> list[Section]:
+    """Return the settings of the optional rooms that are installed."""
+    found = []
+    for module, struct, table in OPTIONAL:
+        with suppress(ConfigError):
+            found.append(Section(struct=from_room(module, struct, field=table), title="", table=table))
+    return found
 
 
 def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> ReplayConfig:
