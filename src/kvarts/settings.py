@@ -31,6 +31,7 @@ __all__ = [
     "Setting",
     "SettingError",
     "Source",
+    "Words",
     "given_by_keywords",
     "given_in",
     "keyword_of",
@@ -66,6 +67,20 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     is_name: bool = False
 
 
+class Words(msgspec.Struct, frozen=True, kw_only=True):
+    """What `setting` says of a field. In a signature it reads as the first sentence of its help."""
+
+    help: str
+    flag: str | None
+    metavar: str | None
+    default: str | None
+    replaces: tuple[str, ...]
+    kind: Any
+
+    def __repr__(self) -> str:
+        return repr(self.help.split(". ")[0].rstrip("."))
+
+
 def setting(
     help: str,  # noqa: A002
     *,
@@ -73,14 +88,15 @@ def setting(
     metavar: str | None = None,
     default: str | None = None,
     replaces: tuple[str, ...] = (),
-) -> msgspec.Meta:
+    kind: Any = None,
+) -> Words:
     """Return the annotation that makes the field of a struct a setting.
 
-    `flag`: left out, it is made from the key; None: there is none. `default`: what the help says where the field's
-    default does not say it. `replaces`: fields of the same struct, or keys, see Setting.
+    `kind`: the type of what files and options give, where that is not the field's type. `flag`: left out, it is made
+    from the key; None: there is none. `default`: what the help says where the field's default does not say it.
+    `replaces`: fields of the same struct, or keys, see Setting.
     """
-    extra = {"flag": flag, "metavar": metavar, "default": default, "replaces": replaces}
-    return msgspec.Meta(description=help, extra=extra)
+    return Words(help=help, flag=flag, metavar=metavar, default=default, replaces=replaces, kind=kind)
 
 
 @cache
@@ -89,35 +105,32 @@ def settings_of(struct: type[msgspec.Struct], table: str = "") -> tuple[Setting,
     found = []
     prefix = f"{table}." if table else ""
     for field in msgspec.structs.fields(struct):
-        kind, meta = _parted(field.type)
-        if meta is None:
+        words = _words_of(field.type)
+        if words is None:
             continue
-        extra = meta.extra or {}
         key = prefix + field.encode_name
         default = field.default if field.default_factory is msgspec.NODEFAULT else None
         found.append(
             Setting(
                 field=field.name,
                 key=key,
-                kind=kind,
-                help=meta.description or "",
+                kind=field.type if words.kind is None else words.kind,
+                help=words.help,
                 default=default,
-                default_text=extra["default"],
-                flag="--" + key.replace(".", "-").replace("_", "-") if extra["flag"] == "" else extra["flag"],
-                metavar=extra["metavar"],
-                replaces=tuple(prefix + name for name in extra["replaces"]),
+                default_text=words.default,
+                flag="--" + key.replace(".", "-").replace("_", "-") if words.flag == "" else words.flag,
+                metavar=words.metavar,
+                replaces=tuple(prefix + name for name in words.replaces),
             )
         )
     return tuple(found)
 
 
-def _parted(kind: Any) -> tuple[Any, msgspec.Meta | None]:
-    """Return the type with its bounds, and what `setting` said of it."""
-    if get_origin(kind) is Annotated:
-        for meta in get_args(kind)[1:]:
-            if isinstance(meta, msgspec.Meta) and meta.extra is not None and "flag" in meta.extra:
-                return kind, meta
-    return kind, None
+def _words_of(kind: Any) -> Words | None:
+    """Return what `setting` said of a field of type `kind`; None for a field that is no setting."""
+    if get_origin(kind) is not Annotated:
+        return None
+    return next((meta for meta in get_args(kind)[1:] if isinstance(meta, Words)), None)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

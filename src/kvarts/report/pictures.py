@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvarts.columns import Column
 from kvarts.errors import ConfigError
 from kvarts.report.words import LATENCIES
 from kvarts.units import as_duration
@@ -40,14 +41,16 @@ def figure_of(report: Report) -> Any:
     steps = report.steps
     replicas = np.asarray(steps["replica"])
     for replica in np.unique(replicas).tolist():
-        mine = replicas == replica
+        mine = {field: column[replicas == replica] for field, column in steps.items()}
         name = f", replica {replica}" if replicas.max() else ""
-        seconds = steps["start_ms"][mine] / 1e3
-        used, cached = steps["used_pages"][mine], steps["cached_pages"][mine]
-        memory.step(seconds, used + cached, where="post", label=f"used and cached{name}", linewidth=0.8)
-        memory.step(seconds, used, where="post", label=f"used{name}", linewidth=0.8)
-        queues.step(seconds, steps["running"][mine], where="post", label=f"running{name}", linewidth=0.8)
-        queues.step(seconds, steps["waiting"][mine], where="post", label=f"waiting{name}", linewidth=0.8)
+        resident = mine["used_pages"] + mine["cached_pages"]
+        for axes, label, values, idle in (
+            (memory, "used and cached", resident, resident),
+            (memory, "used", mine["used_pages"], None),
+            (queues, "running", mine["running"], None),
+            (queues, "waiting", mine["waiting"], None),
+        ):
+            axes.step(*_until_idle(mine, values, idle), where="post", label=label + name, linewidth=0.8)
     memory.set_ylabel("KV pages")
     queues.set_ylabel("requests")
     _hits(hits, report)
@@ -60,6 +63,16 @@ def figure_of(report: Report) -> Any:
         if axes.get_legend_handles_labels()[1]:
             axes.legend(loc="upper right")
     return figure
+
+
+def _until_idle(steps: dict[str, Column], values: Column, idle: Column | None) -> tuple[Column, Column]:
+    """Return times in seconds and values: those of each step, and `idle`, or 0, from its end if the next is later."""
+    start, end = steps["start_ms"], steps["start_ms"] + steps["duration_ms"]
+    pauses = np.flatnonzero(np.append(start[1:] > end[:-1] + 1e-6, len(end) > 0))
+    after = np.zeros(len(pauses)) if idle is None else idle[pauses]
+    times = np.concatenate([start, end[pauses]]) / 1e3
+    order = np.argsort(times, kind="stable")
+    return times[order], np.concatenate([values, after])[order]
 
 
 def _hits(axes: Any, report: Report) -> None:

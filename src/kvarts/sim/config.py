@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
-    from kvarts.kv.group_memory import GroupMemory
+    from kvarts.kv.group_memory import GroupMemory, PartGroup
     from kvarts.kv.tiered_pages import TieredPages
     from kvarts.kv.transfer import PrefillTimes
     from kvarts.report.report import Report
@@ -37,6 +37,26 @@ __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
+if TYPE_CHECKING:
+    StepTimes = Any  # a CostModel, or a callable: which of them is asked where it is used
+    EvictionMaker = Callable[[], EvictionOrder]
+    AdmissionMaker = Callable[[], AdmissionPolicy]
+    PartGroups = tuple[PartGroup, ...]
+else:  # the rooms of these are imported where they are used: help prints these names and their texts
+
+    class StepTimes:
+        """A cost model, or a function of a Batch that returns the milliseconds of the step."""
+
+    class EvictionMaker:
+        """Makes the EvictionOrder of a replica: a class, or a function without arguments."""
+
+    class AdmissionMaker:
+        """Makes the AdmissionPolicy of a replica: a class, or a function without arguments."""
+
+    class PartGroups:
+        """A tuple of PartGroups."""
+
+
 RouterName = Literal["round-robin", "least-loaded", "prefix"]
 KvGroupsName = Literal["off", "all", "tails"]
 
@@ -134,12 +154,13 @@ class ReplayConfig(
     """
 
     cost: Annotated[
-        Any,
+        StepTimes,
         setting(
             "How long a step takes: polynomial, or linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,"
             "context_token_ms=0, or a file that `kvarts calibrate` wrote.",
             metavar="MODEL",
             default="polynomial; with --device, its roofline",
+            kind=Any,
         ),
     ] = msgspec.field(default_factory=_default_cost)
     cost_factor: Annotated[
@@ -184,11 +205,9 @@ class ReplayConfig(
     offload: TiersBelow | None = None
     sessions: SessionSettings | None = None
     placement: Placement | None = None
-    # Any, because msgspec checks types of fields: the rooms of these are imported where they are used, and it knows no
-    # callables.
-    groups: tuple[Any, ...] = ()
-    eviction: Any = msgspec.field(default_factory=_default_eviction)
-    admission: Any = msgspec.field(default_factory=_default_admission)
+    groups: PartGroups = ()
+    eviction: EvictionMaker = msgspec.field(default_factory=_default_eviction)
+    admission: AdmissionMaker = msgspec.field(default_factory=_default_admission)
 
     @classmethod
     def for_device(cls, model: str, device: str, **settings: Any) -> ReplayConfig:
