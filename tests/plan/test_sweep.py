@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvarts.directories import own_directory
 from kvarts.errors import InputError
-from kvarts.plan.sweep import pareto, points_of, run_sweep
+from kvarts.plan.sweep import fronts, load_of, pareto, points_of, run_sweep
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 CONFIG = """
@@ -198,3 +200,23 @@ def test_a_point_that_cannot_run_is_named_before_any_runs(
     assert "pages = 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert run_command("sweep", tmp_path / "nowhere.toml", "-o", tmp_path / "out") == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
+def test_each_load_has_a_front_of_its_own_and_equal_points_stand_on_it_once(
+    points: list[tuple[int, int, int]],
+) -> None:
+    changes = [{"speedup": load, "name": place} for place, (load, _, _) in enumerate(points)]
+    rows = [{**changed, "kv": kv, "ttft": ttft} for changed, (_, kv, ttft) in zip(changes, points, strict=True)]
+    found = fronts(rows, changes, ("kv", "ttft"))
+    for place, (load, kv, ttft) in enumerate(points):
+        others = [other for other in points if other[0] == load]
+        is_beaten = any(o[1:] != (kv, ttft) and o[1] <= kv and o[2] <= ttft for o in others)
+        first = points.index((load, kv, ttft))
+        assert found[place]["same_as"] == (None if first == place else first)
+        assert found[place]["pareto"] == (not is_beaten and first == place)
+
+
+def test_what_arrives_and_when_is_the_load() -> None:
+    changed = ("speedup", "concurrency", "workload.num_sessions", "trace", "num_pages", "eviction")
+    assert load_of(changed) == ["speedup", "concurrency", "workload.num_sessions", "trace"]
