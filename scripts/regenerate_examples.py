@@ -21,7 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "src" / "kvarts" / "data"
+IN_ORDER = {"first-ten-minutes.md"}
+"""Pages of which all examples run in one folder, `python` blocks too; `...` alone stands for what was not seen yet."""
 CONSOLE = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
 SAMPLES = {
     "trace.jsonl": "mooncake-conversation-1000.jsonl",
     "mooncake-conversation-1000.jsonl": "mooncake-conversation-1000.jsonl",
@@ -43,13 +46,14 @@ def printed(line: str, folder: Path) -> str:
     words = [sys.executable, "-m", *shlex.split(line)]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"{line}: exit code {done.returncode}: {done.stderr.strip()[-200:]}", file=sys.stderr)
+        print(f"{line}: exit code {done.returncode}", file=sys.stderr)
+        return done.stdout + done.stderr
     return done.stdout
 
 
 def renewed(expected: str, output: str) -> str:
     """Return `expected` with the lines of `output` that are most like its own; `...` stays where it is."""
-    if "..." not in expected:
+    if "..." not in expected or expected == "...\n":
         return output if not expected.endswith("\n\n") else output + "\n"
     lines = output.splitlines()
     kept, start = [], 0
@@ -78,6 +82,9 @@ def regenerate(page: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
+        if page.name in IN_ORDER:
+            for code in PYTHON.findall(page.read_text()):
+                subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
 
         def of_block(match: re.Match[str]) -> str:
             first, *commands = re.split(r"^\$ ", match[1], flags=re.MULTILINE)
