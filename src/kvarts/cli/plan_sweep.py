@@ -200,7 +200,7 @@ def _frozen(values: dict[str, Any]) -> str:
     """Return what of a point says how its traffic is read, as a text."""
     import msgspec
 
-    keys = ("trace", "trace_block_size", "skip_bad_lines", "workload")
+    keys = ("trace", "trace_block_size", "skip_bad_lines", "session_turns", "workload")
     return msgspec.json.encode({key: values[key] for key in keys if key in values}).decode()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from kvarts.plan.sweep import load_of
 from kvarts.report.words import duration, percent
 from kvarts.units import as_memory
 
@@ -87,7 +88,7 @@ def sweep_table(sweep: dict[str, Any]) -> dict[str, Any]:
     def place(key: str) -> tuple[bool, bool, int]:
         num_values = len({value for point in points for value in point["settings"][key]})
         is_mixed = any(len(point["settings"][key]) > 1 for point in points)
-        return not is_mixed and num_values > 1, key in LOAD_KEYS, num_values
+        return not is_mixed and num_values > 1, bool(load_of([key])), num_values
 
     has_slo = any(point.get("slo_ratio") is not None for point in points)
     heads = [
