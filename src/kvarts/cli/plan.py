@@ -24,7 +24,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs
 from kvarts.limits import MOST_PAGES, brief
-from kvarts.samples import located, sample_of
+from kvarts.samples import sample_of
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
@@ -304,22 +304,25 @@ def _own_options(context: click.Context) -> list[str]:
 def _sampled(
     given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
 ) -> dict[str, Any]:
-    """Return an estimate. Mooncake's form is read as a stream; other forms as a whole."""
+    """Return an estimate. Mooncake's form without sessions is read as a stream; other forms as a whole."""
     from kvarts.cli.sample import reading_of
     from kvarts.plan.sampled import SampledCurve
+    from kvarts.traffic.forms import is_stream
     from kvarts.traffic.mooncake import MooncakeReader
     from kvarts.traffic.trace import Trace
+    from kvarts.traffic.trace_file import TraceFile
 
     if count_outputs:
         raise ConfigError("cannot be counted in a sample", field="--outputs", hint="Leave out --outputs or --sample.")
     page_size = _page_size(given)
     reading = reading_of(given)
-    if trace is not None and located(trace).suffix == ".jsonl" and "workload" not in given:
+    if trace is not None and "workload" not in given and "session_turns" not in reading and is_stream(TraceFile(trace)):
         sample = sample_of(trace)
-        unit_tokens = reading.pop("trace_block_size", None) or (sample and sample.trace_block_size) or 512
-        trace = located(trace)
-        reader = MooncakeReader(trace, trace_block_size=unit_tokens, **reading)
-        return SampledCurve(Trace(reader, unit_tokens=unit_tokens, name=trace.name), page_size, rate).to_builtins(sizes)
+        if sample is not None and sample.trace_block_size is not None:
+            reading.setdefault("trace_block_size", sample.trace_block_size)
+        reader = MooncakeReader(trace, **reading)
+        stream = Trace(reader, unit_tokens=reader.trace_block_size, name=reader.path.name)
+        return SampledCurve(stream, page_size, rate).to_builtins(sizes)
     return SampledCurve(load_traffic(given, trace), page_size, rate).to_builtins(sizes)
 
 

@@ -11,8 +11,8 @@ from kvarts.units import as_duration as duration
 from kvarts.units import as_memory, parse_bytes
 from kvarts.units import as_percent as percent
 
-__all__ = ["LATENCIES", "LIMITS", "NAME_ONE", "count", "duration", "facts", "in_memory", "number", "opening"]
-__all__ += ["page_bytes_of", "percent", "wrapped"]
+__all__ = ["LATENCIES", "LIMITS", "NAME_ONE", "count", "duration", "facts", "in_memory", "memory_unit", "number"]
+__all__ += ["opening", "page_bytes_of", "percent", "wrapped"]
 
 LATENCIES = {"TTFT": "ttft_ms", "ITL": "itl_ms", "TPOT": "tpot_ms", "E2E": "e2e_ms", "queue time": "queue_ms"}
 LIMITS = {
@@ -50,7 +50,10 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
             out.append((name, ", ".join(f"{p} {duration(ms)}" for p, ms in values.items() if ms is not None)))
     evicted = "" if report.num_evicted_pages is None else f", {count(report.num_evicted_pages)} evicted"
     out += [
-        ("KV blocks", f"peak {percent(report.peak_used_pct)} used, mean {percent(report.mean_used_pct)}{evicted}"),
+        (
+            f"KV {memory_unit(report)}",
+            f"peak {percent(report.peak_used_pct)} used, mean {percent(report.mean_used_pct)}{evicted}",
+        ),
         ("prefix hits", f"{percent(report.prefix_hit_ratio)} of prompt tokens"),
     ]
     tiers = report.prefix_hit_ratio_by_tier
@@ -72,6 +75,11 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     if report.advice is not None:
         out.append(("try next", f"{report.advice}."))
     return out
+
+
+def memory_unit(report: RunReport) -> str:
+    """Return what a run counts its KV memory in: pages, or blocks where KV groups are counted."""
+    return "blocks" if report.config.get("kv_groups", "off") != "off" else "pages"
 
 
 RULES = {"default": "rules of vLLM", "mocker": "rules of Dynamo's mocker"}

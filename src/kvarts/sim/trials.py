@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.kv.group_needs import GroupNeeds
 from kvarts.report.advice import HostMemory
 from kvarts.rooms import from_room
-from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
 
