@@ -14,7 +14,12 @@ Run = Callable[..., int]
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     urls: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda url: urls.append(url) or True)
+
+    def note(url: str) -> bool:
+        urls.append(url)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", note)
     return urls
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rows_in(run: Path) -> list[dict[str, float]]:
+def rows_in(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
 
 

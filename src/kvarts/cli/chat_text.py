@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
-from kvarts.errors import ConfigError, InputError
+from kvarts.errors import ConfigError, InputError, MissingFileError
 
 __all__ = ["ByteText", "ModelText", "Text"]
 
@@ -65,6 +66,9 @@ class ModelText:
                 field="model",
                 hint="pip install 'kvarts[torch]', or leave --model out.",
             ) from None
+        if directory.startswith(("/", ".", "~")) and not Path(directory).exists():
+            hint = "Give a directory with a model, or `kvarts model tiny`."
+            raise MissingFileError("no such directory", path=directory, hint=hint)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:

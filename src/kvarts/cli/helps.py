@@ -52,7 +52,7 @@ SUMMARIES = {
     "trace": "Look at traces, and make traces from traces.",
     "trace anonymize": "Number ids, sessions and tenants again.",
     "trace convert": "Write a trace of any form as Mooncake's JSON lines.",
-    "trace forms": "List the forms of traces, with an example of each.",
+    "trace forms": "List the forms of traces that are read, with an example.",
     "trace info": "Print what a trace contains.",
     "trace list": "List the bundled traces.",
     "trace merge": "Write the requests of several traces as one.",

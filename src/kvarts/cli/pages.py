@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["check_opening", "open_option", "open_page", "write_run_page"]
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 LARGE_RUN_BYTES = 4_000_000
 OPEN_HELP = "Open the page in the browser as well."
 
 
-def open_option(option: Callable[..., Any] = click.option) -> Any:
+def open_option(option: Callable[..., Decorator] = click.option) -> Decorator:
     """Return the option `--open` of a command that has `--html`; `option` makes it."""
     return option("--open", "opens", is_flag=True, help=OPEN_HELP)
 

@@ -24,6 +24,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs
 from kvarts.limits import MOST_PAGES, brief
+from kvarts.samples import sample_of
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
@@ -286,8 +287,11 @@ def _sampled(
     page_size = _page_size(given)
     reading = reading_of(given)
     if trace is not None and "workload" not in given and "session_turns" not in reading and is_stream(TraceFile(trace)):
+        sample = sample_of(trace)
+        if sample is not None and sample.trace_block_size is not None:
+            reading.setdefault("trace_block_size", sample.trace_block_size)
         reader = MooncakeReader(trace, **reading)
-        stream = Trace(reader, unit_tokens=reader.trace_block_size, name=trace.name)
+        stream = Trace(reader, unit_tokens=reader.trace_block_size, name=reader.path.name)
         return SampledCurve(stream, page_size, rate).to_builtins(sizes)
     return SampledCurve(load_traffic(given, trace), page_size, rate).to_builtins(sizes)
 

@@ -144,16 +144,6 @@ def _counts(summary: dict[str, Any], completed: int, rejected: int) -> str:
     return f"{text}, {skipped:,} bad lines skipped" if skipped else text
 
 
-def _evicted(summary: dict[str, Any]) -> str:
-    count = summary["num_evicted_pages"]
-    return f"{count:,} blocks" if "kv_groups" in summary else f"{count:,}{in_memory(count, summary['config'])}"
-
-
-def _evicted(summary: dict[str, Any]) -> str:
-    count = summary["num_evicted_pages"]
-    return f"{count:,} blocks" if "kv_groups" in summary else f"{count:,}{in_memory(count, summary['config'])}"
-
-
 def _warnings(summary: dict[str, Any]) -> list[str]:
     """Return rows on how the trace was read; none where there is nothing to say."""
     left_out = [f"{count:,} {reason}" for reason, count in summary.get("left_out", {}).items()]
@@ -163,6 +153,11 @@ def _warnings(summary: dict[str, Any]) -> list[str]:
         for warning in (*said, *summary.get("warnings", ()))
         for line in wrapped(warning, f"{'warning':<14}", " " * 14)
     ]
+
+
+def _evicted(summary: dict[str, Any]) -> str:
+    count = summary["num_evicted_pages"]
+    return f"{count:,} blocks" if "kv_groups" in summary else f"{count:,}{in_memory(count, summary['config'])}"
 
 
 def _working_set(summary: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from kvarts.samples import PREFIX, SAMPLES
 from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
-    from kvarts.traffic.trace import Trace
+    from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["trace_command"]
 
@@ -207,7 +207,7 @@ def _info(trace: Trace) -> dict[str, Any]:
     requests = trace.requests or []
     prompts = np.array([request.num_prompt_tokens for request in requests])
     outputs = np.array([request.num_output_tokens for request in requests])
-    duration_s = max(request.arrival_ns for request in requests) / 1e9
+    duration_s = _duration_s(requests)
     return {
         "trace": trace.name,
         "num_requests": len(requests),
@@ -228,6 +228,20 @@ def _info(trace: Trace) -> dict[str, Any]:
         "num_skipped_lines": trace.num_skipped_lines,
         **{f"left_out_{reason.replace(' ', '_')}": count for reason, count in trace.left_out.items()},
     }
+
+
+def _duration_s(requests: Sequence[TraceRequest]) -> float:
+    """Return the time from the first arrival to the last, which of turns that only have delays is at least so long."""
+    ends: dict[str, int] = {}
+    last_ns = 0
+    for request in requests:
+        arrival_ns = request.arrival_ns
+        if request.session_id is not None and request.delay_ns is not None and request.session_id in ends:
+            arrival_ns = max(arrival_ns, ends[request.session_id] + request.delay_ns)
+        if request.session_id is not None:
+            ends[request.session_id] = arrival_ns
+        last_ns = max(last_ns, arrival_ns)
+    return last_ns / 1e9
 
 
 def _text(value: Any) -> str:

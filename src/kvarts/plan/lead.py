@@ -33,8 +33,9 @@ def _of_slo(plan: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
     for option in latency["options"]:
         if option["name"] == "cheapest":
             size = in_memory(option["pages"], plan["config"])
+            devices = f", {option['devices']:,} devices in all," if option["devices"] > option["replicas"] else ""
             return (
-                f"{option['replicas']} x {option['pages']:,} pages{size} is the least that keeps the SLO for "
+                f"{option['replicas']} x {option['pages']:,} pages{size}{devices} is the least that keeps the SLO for "
                 f"{as_percent(share)} of requests"
             )
     return f"Nothing that was tried keeps the SLO for {as_percent(share)} of requests"

@@ -89,6 +89,7 @@ def _option(replays: Replays, name: str, step: Step, what: str, slo_share: float
         "name": name,
         "what": f"{what}: {replays.named(step)}",
         "replicas": step.replicas,
+        "devices": point["devices"],
         "pages": step.pages,
         "hit_ratio": point["hit_ratio"],
         "ttft_ms_p99": point["ttft_ms"]["p99"],

@@ -101,7 +101,15 @@ class Replays:
         size = ""
         if placement is not None:
             size = f" ({as_memory(step.pages * self._config.page_size * placement.kv_bytes_per_token)})"
-        return f"{step.replicas} x {step.pages:,} pages{size}"
+        each = self.devices_per_replica
+        devices = f", {step.replicas * each:,} devices" if each > 1 else ""
+        return f"{step.replicas} x {step.pages:,} pages{size}{devices}"
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices that a replica is divided over; pages and memory are those of each."""
+        cost = self._config.cost
+        return int(getattr(cost, "tensor_parallel", 1)) * int(getattr(cost, "pipeline_parallel", 1))
 
     def has(self, step: Step, *, router: str | None = None) -> bool:
         """Return whether a step was replayed with nothing else changed."""
@@ -133,6 +141,7 @@ class Replays:
         goodput = summary["goodput"]
         return {
             "replicas": step.replicas,
+            "devices": step.replicas * self.devices_per_replica,
             "pages": step.pages,
             "router": case.router,
             "rate": case.rate,

@@ -129,7 +129,11 @@ def _devices(device: str, cost: Mapping[str, Any]) -> str:
 
 def _memory(config: Mapping[str, Any]) -> str:
     pages, replicas = config["pages"], config.get("replicas", 1)
-    text = f"{pages:,} pages of {config.get('page_size', 16)} tokens{in_memory(pages, config)}"
+    size = in_memory(pages, config)
+    cost = config.get("cost")
+    if size and isinstance(cost, Mapping) and _devices("", cost):
+        size = f"{size[:-1]} on each)"
+    text = f"{pages:,} pages of {config.get('page_size', 16)} tokens{size}"
     if replicas > 1:
         text = f"{replicas} replicas, each of {text}"
     offload = config.get("offload") or {}

@@ -97,9 +97,8 @@ class ReplayTrials:
         """Return the least host memory that keeps the hits of a replay with that `summary`; None where none helps."""
         if summary["working_set_pages"] is None or not self.can_have_host_memory:
             return None
-        config = self._config
-        working_set = summary["working_set_pages"] * config.page_size * self.token_bytes
-        sizes = [size for size in round_sizes(working_set * SMALLEST, working_set) if size >= self._least_bytes]
+        working_set = summary["working_set_pages"] * self._page_bytes
+        sizes = [size for size in round_sizes(working_set * SMALLEST, working_set) if size >= self._page_bytes]
         if not sizes:
             return None
         base, most = summary["prefix_hit_ratio"] or 0.0, self._hit_ratio(sizes[-1])
@@ -136,8 +135,9 @@ class ReplayTrials:
         return int(getattr(config.offload or self._offload(), "kv_bytes_per_token", 0))
 
     @property
-    def _least_bytes(self) -> int:
-        return self.token_bytes * self._config.page_size
+    def _page_bytes(self) -> int:
+        config = self._config
+        return self.token_bytes * config.page_size if config.kv_groups == "off" else config.memory.page_bytes
 
     def _hit_ratio(self, host_bytes: int) -> float:
         return self.replayed(host_bytes)["prefix_hit_ratio"] or 0.0

@@ -18,6 +18,7 @@ import msgspec
 
 from kvarts.errors import InputError, parts_of
 from kvarts.limits import check_whole
+from kvarts.samples import sample_of
 from kvarts.traffic.deltas import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
 from kvarts.traffic.mooncake_row import MooncakeRow
@@ -48,10 +49,9 @@ class MooncakeReader:
     def __init__(
         self, path: Path | str | TraceFile, *, trace_block_size: int | None = None, skip_bad_lines: bool = False
     ) -> None:
-        self._file = TraceFile.of(path)
-        known = self._file.block_tokens or BLOCK_TOKENS
-        self.trace_block_size = known if trace_block_size is None else trace_block_size
+        self.trace_block_size = BLOCK_TOKENS if trace_block_size is None else trace_block_size
         check_whole(self.trace_block_size, "trace_block_size")
+        self._file = TraceFile.of(path)
         self.path = self._file.path
         self.skip_bad_lines = skip_bad_lines
         self.num_skipped = 0
@@ -159,6 +159,9 @@ def load_mooncake(
     share no first id with them. Rows are sorted by time, equals in the order of the file, and the first arrival becomes
     0. Raise InputError, also for a file without rows.
     """
+    sample = None if isinstance(path, TraceFile) else sample_of(path)
+    if sample is not None:
+        trace_block_size = trace_block_size or sample.trace_block_size
     file = TraceFile.of(path)
     reader = MooncakeReader(file, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
     requests = list(reader)

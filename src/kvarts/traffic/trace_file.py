@@ -17,7 +17,7 @@ import msgspec
 
 from kvarts.errors import InputError
 from kvarts.files import reading
-from kvarts.samples import located, sample_of, where_samples_are
+from kvarts.samples import located, where_samples_are
 
 __all__ = ["BLOCK_BYTES", "TraceFile"]
 
@@ -28,17 +28,13 @@ GZIP = b"\x1f\x8b"
 
 
 class TraceFile:
-    """Bytes of one file, or of a bundled one: `sample:mooncake`.
+    """Bytes of one file. Raises MissingFileError, or InputError for what cannot be read, when it is read.
 
-    Raises MissingFileError, or InputError for what cannot be read, when it is read. A regular file is opened again for
-    each use; a pipe or a device is read whole, once.
+    A regular file is opened again for each use; a pipe or a device is read whole, once.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = located(path)
-        sample = sample_of(path)
-        self.block_tokens = None if sample is None else sample.trace_block_size
-        """Tokens that a hash id stands for, where that is known of a bundled file."""
         self._data: bytes | None = None
 
     @classmethod
