@@ -436,7 +436,7 @@ def given_by_keywords(values: Mapping[str, Any], sections: Sequence[Section]) ->
     known.update({setting.field: setting for setting in settings if "." not in setting.key})
     for name, value in values.items():
         if name not in known:
-            hint = did_you_mean(name, known) or f"Known: {', '.join(sorted(map(keyword_of, settings)))}."
+            hint = did_you_mean(name, list(known)) or f"Known: {', '.join(sorted(map(keyword_of, settings)))}."
             raise ConfigError("unknown setting", field=name, hint=hint)
         given.add(known[name], value, Keywords())
     return given

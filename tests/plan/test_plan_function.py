@@ -11,6 +11,7 @@ import pytest
 import kvarts
 from kvarts import ConfigError, Plan, ReplayConfig, Trace, load_trace
 from kvarts.plan.page import render_page
+from kvarts.sim.router import RoundRobin
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -59,6 +60,9 @@ def test_a_plan_refuses_what_does_not_go_together(few: Trace) -> None:
     with pytest.raises(ConfigError) as caught:
         kvarts.plan(few, policies=["none-such"])
     assert caught.value.field == "policy"
+    with pytest.raises(ConfigError, match="one of your own") as caught:
+        kvarts.plan(few, ReplayConfig(router=RoundRobin))
+    assert caught.value.field == "router"
 
 
 def test_a_plan_says_what_it_is(plan: Plan) -> None:

@@ -72,7 +72,7 @@ def test_mistakes_name_the_argument(settings: dict[str, Any], field: str | None,
 
 
 def test_help_on_a_configuration_can_be_read() -> None:
-    text = pydoc.render_doc(ReplayConfig, renderer=pydoc.plaintext)
+    text = pydoc.plain(pydoc.render_doc(ReplayConfig))
     assert "msgspec.Meta" not in text and "extra=" not in text
     assert "for_device(model: 'str', device: 'str'" in text
     assert len(str(inspect.signature(ReplayConfig))) < 4_000

@@ -10,6 +10,7 @@ import msgspec
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.plan.cache import CachePlan
 from kvarts.report.advice import advice
+from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.sim.trials import ReplayTrials
@@ -60,6 +61,9 @@ class Replays:
         router: str,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
+        if callable(config.router):
+            raise SettingError("is not planned for: one of your own", "router", hint="Replay what you have in mind.")
+        self._given_router: str = config.router
         self.router = router
         self.counts_groups = config.kv_groups != "off"
         """Whether replays count the KV groups of a model, and not whole pages as curves do."""
@@ -129,7 +133,7 @@ class Replays:
         return _Case(
             step,
             config.speedup if rate is None else rate,
-            config.router if step.replicas == 1 else router or self.router,
+            self._given_router if step.replicas == 1 else router or self.router,
             config.cost_factor * (1.0 if cost_factor is None else cost_factor),
         )
 

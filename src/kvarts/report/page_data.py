@@ -266,7 +266,7 @@ def _thinned(rows: Column, columns: Sequence[Column], most: int) -> Column:
 def _packed(values: Column) -> str:
     """Return whole numbers as differences of 64-bit floats, deflated, in base64."""
     steps = np.diff(np.asarray(values, "<f8"), prepend=0.0)
-    return b64encode(zlib.compress(steps.tobytes(), 9)).decode()
+    return b64encode(zlib.compress(steps.tobytes())).decode()
 
 
 def _curves(run: RunDirectory, requests: list[RequestRow]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.arrivals import SessionsKept
     from kvarts.sim.replay import Traffic
-    from kvarts.sim.router import Routed
+    from kvarts.sim.router import Routed, Router
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     StepTimes = Any  # a CostModel, or a callable: which of them is asked where it is used
     EvictionMaker = Callable[[], EvictionOrder]
     AdmissionMaker = Callable[[], AdmissionPolicy]
+    RouterMaker = Callable[[], Router]
     PartGroups = tuple[PartGroup, ...]
 else:  # the rooms of these are imported where they are used: help prints these names and their texts
 
@@ -52,6 +53,9 @@ else:  # the rooms of these are imported where they are used: help prints these 
 
     class AdmissionMaker:
         """Makes the AdmissionPolicy of a replica: a class, or a function without arguments."""
+
+    class RouterMaker:
+        """Makes the Router of a replay: a class, or a function without arguments."""
 
     class PartGroups:
         """A tuple of PartGroups."""
@@ -149,7 +153,8 @@ class ReplayConfig(
 
     Only Python can give `groups`, PartGroups that are counted where `kv_groups` is not off and no model says them,
     `placement`, the names of the model and the device that `cost` and `num_pages` follow from, for reports,
-    `eviction`, which makes the EvictionOrder of a replica (LruOrder unless given), and
+    a `router` of one's own, which makes the Router of a replay, `eviction`, which makes the EvictionOrder of a replica
+    (LruOrder unless given), and
     `admission`, which makes its AdmissionPolicy (PriorityPolicy): a class, or a function without arguments.
     """
 
@@ -175,10 +180,11 @@ class ReplayConfig(
         ),
     ] = 1
     router: Annotated[
-        RouterName,
+        RouterName | RouterMaker,
         setting(
             "Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to compute "
-            "plus pages in use or waited for."
+            "plus pages in use or waited for.",
+            kind=RouterName,
         ),
     ] = "round-robin"
     concurrency: Annotated[
@@ -215,10 +221,12 @@ class ReplayConfig(
 
         `model` and `device` are presets, or files as the command line takes them; `kvarts model list` lists both.
         `settings` are the options of `kvarts replay` by their names: `replicas=2`, `kv_memory="40GiB"`,
-        `host_memory="96GiB"`, `tensor_parallel=2`, `slo_ttft_ms=3000`. `eviction`, `admission` and `slo` are objects.
+        `host_memory="96GiB"`, `tensor_parallel=2`, `slo_ttft_ms=3000`. `eviction`, `admission`, `slo`, and a
+        `router` of one's own, are objects.
         Raise ConfigError that names the argument.
         """
-        objects = {name: settings.pop(name) for name in ("admission", "eviction", "slo") if name in settings}
+        names = ("admission", "eviction", "slo", *(("router",) if callable(settings.get("router")) else ()))
+        objects = {name: settings.pop(name) for name in names if name in settings}
         sections = [*SECTIONS, *_optional_sections()]
         given = given_by_keywords({"model": model, "device": device, **settings}, sections)
         return msgspec.structs.replace(resolve_replay(given, sections), **objects)
@@ -226,7 +234,7 @@ class ReplayConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
-        if self.router not in ("round-robin", "least-loaded", "prefix"):
+        if not callable(self.router) and self.router not in get_args(RouterName):
             raise SettingError(f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}", "router")
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
@@ -397,6 +405,8 @@ class ReplayConfig(
             values["sessions"] = msgspec.to_builtins(self.sessions)
         # How a replay is carried out is no part of what it says.
         del values["step_by_step"], values["audit"]
+        if callable(self.router):
+            values["router"] = type(self.router()).__name__
         for field, default in (("eviction", _default_eviction()), ("admission", _default_admission())):
             make = values.pop(field)
             if make is not default:
