@@ -183,6 +183,11 @@ def test_the_page_in_a_browser(
     assert len(shown) >= 3
     table = driver.find_elements("css selector", "#points tbody tr")
     assert len(table) == len(rows)
+    heads = [cell.text for cell in driver.find_elements("css selector", "#points thead th")]
+    assert len(heads) == len(table[0].find_elements("css selector", "td"))
+    of_first = dict(zip(heads, [cell.text for cell in table[0].find_elements("css selector", "td")], strict=True))
+    assert of_first["KV tokens"] == f"{rows[0]['kv_tokens']:,}"
+    assert of_first["hits"] == f"{100 * rows[0]['hit_ratio']:.1f} %"
     driver.execute_script("arguments[0].click()", table[-1])
     assert table[-1].get_attribute("class") == "picks picked"
     assert len(commands(driver)) == len(shown) + 1

@@ -94,6 +94,7 @@ def sweep_table(sweep: dict[str, Any]) -> dict[str, Any]:
     heads = [
         *keys,
         ">KV tokens",
+        ">KV memory",
         ">hits",
         ">TTFT p99",
         ">TPOT p99",
