@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 INDEX = (DOCS / "index.md").read_text()
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 ANSWERS = {
-    "host memory": ("--host-memory", "--slo-ttft-ms"),
+    "how much host memory": ("--host-memory", "--slo-ttft-ms"),
     "request 17 slow": ("kvarts story",),
     "my own router": ("def choose", "ReplayConfig(router="),
     "in pytest": ("kvarts_server",),

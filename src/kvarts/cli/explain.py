@@ -45,7 +45,11 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
 
     asked = sum((request_name is not None, block_name is not None, hits))
     if asked > 1:
-        raise ConfigError("is one of three", field="--request", hint="Give one of --request ID, --block HASH, --hits.")
+        raise ConfigError(
+            "is one of three",
+            field="--request" if request_name is not None else "--block",
+            hint="Give one of --request ID, --block HASH, --hits.",
+        )
     if block_name is not None and len(block_name) > MOST_CHARACTERS:
         raise ConfigError("is no name of a block", field="--block", hint="Give hex digits, or REQUEST:PAGE.")
     with reading(file):

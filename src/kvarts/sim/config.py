@@ -250,7 +250,6 @@ class ReplayConfig(
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
         self._check_ranks()
         self._check_groups()
-        self._check_tiers()
         for field in ("eviction", "admission"):
             if not callable(getattr(self, field)):
                 raise SettingError(
@@ -300,8 +299,11 @@ class ReplayConfig(
                 "num_pages",
             )
 
-    def _check_tiers(self) -> None:
-        """Refuse a tier that holds no page: it would silently be none."""
+    def check_tiers(self) -> None:
+        """Refuse a tier that holds no page: it would silently be none.
+
+        Of one model only: what a page of each of several takes is not known here.
+        """
         if self.offload is None or self.kv_groups != "off":
             return
         try:
@@ -464,7 +466,12 @@ def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> Repl
     A section with a table that is a field of ReplayConfig becomes its value where anything in it was given. Raises
     ConfigError that names what was given, where it was given.
     """
-    return build_replay(given, sections, resolve_hardware(given))
+    config = build_replay(given, sections, resolve_hardware(given))
+    try:
+        config.check_tiers()
+    except ConfigError as error:
+        raise given.named(error, ()) from error
+    return config
 
 
 def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, Any]) -> ReplayConfig:
