@@ -41,7 +41,7 @@ def agents(folder: Path, first: int, step: int, minutes: int) -> Trace:
 
 def show(name: str, trace: Trace, page_size: int, sizes: tuple[int, ...]) -> CachePlan:
     plan = CachePlan(trace, page_size)
-    rows = League(plan, ALL_POLICIES, command=lambda *_: "", replay_command=lambda _: "").to_builtins(sizes)
+    rows = League(plan, ALL_POLICIES, command=lambda *_: "", replay_command=lambda *_: "").to_builtins(sizes)
     print(f"\n{name}: % of the gap closed", *(f"{size:>16,}" for size in sizes), sep="")
     points = [plan.point(size) for size in sizes]
     hits = "".join(f"{point['hit_ratio']:>8.1%}{point['optimum_hit_ratio']:>8.1%}" for point in points)
@@ -55,10 +55,13 @@ def show(name: str, trace: Trace, page_size: int, sizes: tuple[int, ...]) -> Cac
 
 def show_replays(name: str, plan: CachePlan) -> None:
     values = {"model": "llama-3.1-8b", "device": "h100-80gb", "slo": {"ttft_ms": 5000.0}, **REPLAYED[name]}
-    league = League(plan, ALL_POLICIES, config=make_config(values), command=lambda *_: "", replay_command=lambda _: "")
+    config = make_config(values)
+    league = League(plan, ALL_POLICIES, config=config, command=lambda *_: "", replay_command=lambda *_: "")
     print(f"\n{name}, replayed: {values}")
     print(f"{'':<18}{'hits':>8}{'TTFT mean, ms':>16}{'p99, ms':>12}{'goodput, 1/s':>14}")
-    for row in league.to_builtins([]):
+    for row in league.to_builtins([config.num_pages]):
+        if "replayed" not in row:
+            continue
         ttft = row["ttft_ms"]
         print(
             f"{row['policy']:<18}{row['hit_ratio']:>8.1%}{ttft['mean']:>16,.0f}{ttft['p99']:>12,.0f}"

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvarts.kv.tree import PrefixTree as PrefixTree
     from kvarts.llm.llm import LLM as LLM
     from kvarts.offload.config import OffloadConfig as OffloadConfig
+    from kvarts.plan import Plan as Plan
+    from kvarts.plan import plan as plan
     from kvarts.record.journal import JournalWriter as JournalWriter
     from kvarts.record.live import LiveTimeline as LiveTimeline
     from kvarts.record.timeline import Timeline as Timeline
@@ -86,6 +88,7 @@ _HOMES = {
     "PageCache": "kvarts.kv.page_cache",
     "PageError": "kvarts.kv.pool",
     "PageLedger": "kvarts.audit.ledger",
+    "Plan": "kvarts.plan",
     "PolynomialCost": "kvarts.executor.cost",
     "PrefixTree": "kvarts.kv.tree",
     "ReplayConfig": "kvarts.sim.config",
@@ -104,6 +107,7 @@ _HOMES = {
     "load_journal": "kvarts.explain.reading",
     "load_mooncake": "kvarts.traffic.mooncake",
     "load_trace": "kvarts.traffic.formats",
+    "plan": "kvarts.plan",
     "replay": "kvarts.sim.replay",
     "story_of_block": "kvarts.explain.story",
     "story_of_request": "kvarts.explain.story",
@@ -113,7 +117,15 @@ _HOMES = {
 }
 """Each name, and the module that it is loaded from."""
 
-__all__ = list(_HOMES)
+_EXTRAS = {"LLM": "torch"}
+"""Names that need more than the core: each with its extra. A star import leaves them out."""
+
+__all__ = [name for name in _HOMES if name not in _EXTRAS]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, whether they are loaded or not."""
+    return sorted([*_HOMES, "__version__"])
 
 
 if not TYPE_CHECKING:  # to a type checker, there are no names but those above
@@ -122,5 +134,12 @@ if not TYPE_CHECKING:  # to a type checker, there are no names but those above
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(home), name)
+        try:
+            value = globals()[name] = getattr(import_module(home), name)
+        except ModuleNotFoundError as error:
+            if name not in _EXTRAS or (error.name or "").startswith("kvarts"):
+                raise
+            extra = f"kvarts[{_EXTRAS[name]}]"
+            what = f"kvarts.{name} needs {extra} ({error}). pip install '{extra}'."
+            raise ModuleNotFoundError(what, name=error.name) from error
         return value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvarts.few import Column
 
-__all__ = ["Column", "Rows", "append_packed"]
+__all__ = ["Column", "Rows", "append_packed", "to_frame"]
 
 PACK_AT = 1 << 13
 """So many integers stay objects: a few hundred kilobytes, which a core's own cache has room for."""
@@ -54,3 +55,12 @@ class Rows:
 
     def __len__(self) -> int:
         return (len(self._packed) + len(self._recent)) // self._width
+
+
+def to_frame(columns: Mapping[str, Any]) -> Any:
+    """Return `columns` as a pandas.DataFrame. Raise ModuleNotFoundError, with what to do, without pandas."""
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("to_pandas needs pandas: pip install pandas", name=error.name) from error
+    return pd.DataFrame(dict(columns))

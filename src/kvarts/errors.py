@@ -6,9 +6,13 @@ Each class has the exit code that the command line ends with.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError", "parts_of"]
+__all__ = ["ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError", "did_you_mean", "parts_of"]
+
+MOST_MATCHES = 4
 
 
 class KvartsError(Exception):
@@ -65,3 +69,39 @@ def parts_of(error: Exception) -> tuple[str, str | None]:
     """Return the problem and the field of msgspec's ``what - at `$.field` ``; the field is None for the whole value."""
     what, _, where = str(error).partition(" - at ")
     return what, where.strip("`").removeprefix("$").removeprefix(".") or None
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return `Did you mean NAME?` with the closest of `known`, or an empty text where none is close.
+
+    Case, punctuation and an owner before a slash (`meta-llama/`) do not count. A name that begins with one of the
+    known, or the other way round, is close.
+    """
+    matches = _closest(name, known)
+    if not matches:
+        return ""
+    *others, last = matches
+    return f"Did you mean {' or '.join([', '.join(others), last] if others else [last])}?"
+
+
+def _closest(name: str, known: Sequence[str]) -> list[str]:
+    from difflib import SequenceMatcher  # most runs misspell nothing
+
+    asked = _bare(name)
+    if not asked:
+        return []
+    bare = {each: _bare(each) for each in known}
+    same = [each for each, text in bare.items() if text == asked]
+    if same:
+        return same[:MOST_MATCHES]
+    within = [each for each, text in bare.items() if text.startswith(asked) or (text and asked.startswith(text))]
+    if within:
+        return sorted(within, key=lambda each: abs(len(bare[each]) - len(asked)))[:MOST_MATCHES]
+    ratios = {each: SequenceMatcher(None, asked, text).ratio() for each, text in bare.items()}
+    best = max(ratios.values(), default=0.0)
+    return [each for each, ratio in ratios.items() if ratio >= max(0.7, best - 0.02)][:MOST_MATCHES]
+
+
+def _bare(name: str) -> str:
+    """Return the letters and digits of a name, without what owns it and what makers put before it."""
+    return re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower().removeprefix("nvidia-").removeprefix("meta-"))

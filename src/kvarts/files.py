@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvarts.errors import ConfigError, InputError, MissingFileError, OutputError
+from kvarts.samples import located
 
 __all__ = [
     "check_outputs",
@@ -68,9 +69,9 @@ def reading(path: Path | str, *, hint: str | None = None) -> Iterator[None]:
 
 
 def read_bytes(path: Path, *, hint: str | None = None) -> bytes:
-    """Return what is in a file. Raise MissingFileError with `hint`, or InputError."""
+    """Return what is in a file, or in a bundled one. Raise MissingFileError with `hint`, or InputError."""
     with reading(path, hint=hint):
-        return path.read_bytes()
+        return located(path).read_bytes()
 
 
 def read_text(path: Path, *, hint: str) -> str:

@@ -18,18 +18,23 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 
-from kvarts.errors import ConfigError, parts_of
+from kvarts.errors import ConfigError, did_you_mean, parts_of
+from kvarts.samples import PREFIX
 
 __all__ = [
     "AtLeastOne",
     "Flags",
     "Given",
     "Keys",
+    "Keywords",
     "Section",
     "Setting",
     "SettingError",
     "Source",
+    "Words",
+    "given_by_keywords",
     "given_in",
+    "keyword_of",
     "parts_of_error",
     "setting",
     "settings_of",
@@ -62,6 +67,20 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     is_name: bool = False
 
 
+class Words(msgspec.Struct, frozen=True, kw_only=True):
+    """What `setting` says of a field. In a signature it reads as the first sentence of its help."""
+
+    help: str
+    flag: str | None
+    metavar: str | None
+    default: str | None
+    replaces: tuple[str, ...]
+    kind: Any
+
+    def __repr__(self) -> str:
+        return repr(self.help.split(". ")[0].rstrip("."))
+
+
 def setting(
     help: str,  # noqa: A002
     *,
@@ -69,14 +88,15 @@ def setting(
     metavar: str | None = None,
     default: str | None = None,
     replaces: tuple[str, ...] = (),
-) -> msgspec.Meta:
+    kind: Any = None,
+) -> Words:
     """Return the annotation that makes the field of a struct a setting.
 
-    `flag`: left out, it is made from the key; None: there is none. `default`: what the help says where the field's
-    default does not say it. `replaces`: fields of the same struct, or keys, see Setting.
+    `kind`: the type of what files and options give, where that is not the field's type. `flag`: left out, it is made
+    from the key; None: there is none. `default`: what the help says where the field's default does not say it.
+    `replaces`: fields of the same struct, or keys, see Setting.
     """
-    extra = {"flag": flag, "metavar": metavar, "default": default, "replaces": replaces}
-    return msgspec.Meta(description=help, extra=extra)
+    return Words(help=help, flag=flag, metavar=metavar, default=default, replaces=replaces, kind=kind)
 
 
 @cache
@@ -85,35 +105,32 @@ def settings_of(struct: type[msgspec.Struct], table: str = "") -> tuple[Setting,
     found = []
     prefix = f"{table}." if table else ""
     for field in msgspec.structs.fields(struct):
-        kind, meta = _parted(field.type)
-        if meta is None:
+        words = _words_of(field.type)
+        if words is None:
             continue
-        extra = meta.extra or {}
         key = prefix + field.encode_name
         default = field.default if field.default_factory is msgspec.NODEFAULT else None
         found.append(
             Setting(
                 field=field.name,
                 key=key,
-                kind=kind,
-                help=meta.description or "",
+                kind=field.type if words.kind is None else words.kind,
+                help=words.help,
                 default=default,
-                default_text=extra["default"],
-                flag="--" + key.replace(".", "-").replace("_", "-") if extra["flag"] == "" else extra["flag"],
-                metavar=extra["metavar"],
-                replaces=tuple(prefix + name for name in extra["replaces"]),
+                default_text=words.default,
+                flag="--" + key.replace(".", "-").replace("_", "-") if words.flag == "" else words.flag,
+                metavar=words.metavar,
+                replaces=tuple(prefix + name for name in words.replaces),
             )
         )
     return tuple(found)
 
 
-def _parted(kind: Any) -> tuple[Any, msgspec.Meta | None]:
-    """Return the type with its bounds, and what `setting` said of it."""
-    if get_origin(kind) is Annotated:
-        for meta in get_args(kind)[1:]:
-            if isinstance(meta, msgspec.Meta) and meta.extra is not None and "flag" in meta.extra:
-                return kind, meta
-    return kind, None
+def _words_of(kind: Any) -> Words | None:
+    """Return what `setting` said of a field of type `kind`; None for a field that is no setting."""
+    if get_origin(kind) is not Annotated:
+        return None
+    return next((meta for meta in get_args(kind)[1:] if isinstance(meta, Words)), None)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +239,21 @@ class _Within(msgspec.Struct, frozen=True):
         return self.source.spell(self.setting, f"{setting.key}.{inner}" if inner else setting.key)
 
 
+class Keywords(msgspec.Struct, frozen=True):
+    """Arguments of a call in Python, by the names that options have on the command line."""
+
+    path: None = None
+
+    def spell(self, setting: Setting, inner: str = "") -> str:
+        """Return the argument."""
+        return f"{keyword_of(setting)}.{inner}" if inner else keyword_of(setting)
+
+
+def keyword_of(setting: Setting) -> str:
+    """Return the name of a setting as an argument: `host_memory` for `--host-memory`; its key if it has no option."""
+    return (setting.flag or setting.key).removeprefix("--").replace("-", "_").replace(".", "_")
+
+
 # What was given -------------------------------------------------------------------------------------------
 
 
@@ -260,9 +292,9 @@ class Given:
         return self._values[key].source
 
     def path_of(self, key: str) -> Path:
-        """Return the value as a path; what a file says is relative to the file."""
+        """Return the value as a path: relative to the file that gives it, if one does, unless it is a sample's name."""
         file = self._values[key].source.path
-        return Path(self[key]) if file is None else file.parent / self[key]
+        return Path(self[key]) if file is None or self[key].startswith(PREFIX) else file.parent / self[key]
 
     def in_table(self, table: str) -> list[str]:
         """Return the keys that were given in `table`, in their order."""
@@ -393,6 +425,20 @@ def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path 
             }
             for last, leaf in _table(item, key, path).items():
                 _add(given, of_name, f"{key}.{last}", leaf, source, _in_table(of_name, key))
+    return given
+
+
+def given_by_keywords(values: Mapping[str, Any], sections: Sequence[Section]) -> Given:
+    """Take in `values` by the names of options. Raise ConfigError for one that no section has."""
+    given = Given()
+    settings = [setting for section in sections if not section.is_named for setting in section.settings]
+    known = {keyword_of(setting): setting for setting in settings}
+    known.update({setting.field: setting for setting in settings if "." not in setting.key})
+    for name, value in values.items():
+        if name not in known:
+            hint = did_you_mean(name, list(known)) or f"Known: {', '.join(sorted(map(keyword_of, settings)))}."
+            raise ConfigError("unknown setting", field=name, hint=hint)
+        given.add(known[name], value, Keywords())
     return given
 
 

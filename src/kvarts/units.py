@@ -1,4 +1,4 @@
-"""Sizes, rates and durations with units, as users write them."""
+"""Sizes, rates and durations with units, as users write them, and the one form in which they are printed."""
 
 from __future__ import annotations
 
@@ -7,43 +7,98 @@ import re
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES, MOST_SECONDS, brief
 
-__all__ = ["parse_bytes", "parse_duration_s", "parse_rate"]
+__all__ = ["as_duration", "as_memory", "as_percent", "meant_size", "parse_bytes", "parse_duration_s", "parse_rate"]
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]?)(i?)(B?)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 _DURATION = re.compile(rf"\s*(?:([0-9]+)d)?\s*(?:{_NUMBER}h)?\s*(?:{_NUMBER}m)?\s*(?:{_NUMBER}s?)?\s*")
 _SECONDS = (86400, 3600, 60, 1)
-_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+MOST_DIGITS = 9
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of `64GiB` (binary), `50GB` or `50G` (decimal), `4096`. Raise ConfigError for anything else."""
+    """Return the bytes of `64GiB` (binary), `50GB` or `50G` (decimal), `4096`, in capitals or not.
+
+    Raise ConfigError for anything else, also for `64Gb`, which may stand for bits.
+    """
     match = _SIZE.fullmatch(text)
     if match is None or (match[3] and not match[2]):
-        raise ConfigError(f"{brief(text)} is no size in bytes", hint="Write 64GiB, 500MB or a number of bytes.")
-    unit: int = (1024 if match[3] else 1000) ** _POWERS[match[2]]
+        raise ConfigError(f"{brief(text)} is not a size in bytes", hint="Write 64GiB, 500MB or a number of bytes.")
+    if match[2].isupper() and match[4] == "b":
+        raise ConfigError(f"{brief(text)} may stand for bits", hint=f"Write {match[1]}{match[2]}{match[3]}B for bytes.")
+    unit: int = (1024 if match[3] else 1000) ** _POWERS[match[2].lower()]
     size = float(match[1]) * unit
     if size > MOST_BYTES:
         raise ConfigError(f"{brief(text)} is more than {MOST_BYTES:,} bytes")
     return round(size)
 
 
+def meant_size(size: str | int, least_bytes: int) -> str:
+    """Return what to write for a `size` that is below `least_bytes`: a bare number most often lacks its unit."""
+    number = str(size).strip().rstrip("bB").strip()
+    if number.isdecimal() and len(number) <= 6 and int(number):
+        return f"Did you mean {number}GiB?"
+    return f"Give {least_bytes:,} bytes or more, such as 64GiB."
+
+
 def parse_rate(text: str) -> int:
     """Return bytes a second of `50GB/s`, or of a size as `parse_bytes` takes it. Raise ConfigError otherwise."""
+    size = text.strip()
+    per_second = size[-2:].lower() == "/s"
     try:
-        return parse_bytes(text.strip().removesuffix("/s"))
-    except ConfigError:
-        raise ConfigError(
-            f"{brief(text)} is no bandwidth", hint="Write 50GB/s, 25GiB/s or a number of bytes."
-        ) from None
+        return parse_bytes(size[:-2] if per_second else size)
+    except ConfigError as error:
+        hint = error.hint if "bits" in error.what else "Write 50GB/s, 25GiB/s or a number of bytes."
+        raise ConfigError(f"{brief(text)} is not a bandwidth", hint=hint) from None
 
 
 def parse_duration_s(text: str) -> float:
     """Return the seconds of `4h`, `1h30m`, `90s`, `2d`, or of a number. Raise ConfigError for anything else."""
     match = _DURATION.fullmatch(text)
     if match is None or not any(match.groups()):
-        raise ConfigError(f"{brief(text)} is no duration", hint="Write 4h, 1h30m, 90s or a number of seconds.")
+        raise ConfigError(f"{brief(text)} is not a duration", hint="Write 4h, 1h30m, 90s or a number of seconds.")
     seconds = sum(float(part) * unit for part, unit in zip(match.groups(), _SECONDS, strict=True) if part)
     if seconds > MOST_SECONDS:
         raise ConfigError(f"{brief(text)} is more than {MOST_SECONDS:g} seconds")
     return seconds
+
+
+# As they are printed --------------------------------------------------------------------------------------
+
+
+def as_duration(ms: float | None) -> str:
+    """Return a time in the units in which people read it: `75.0 ms`, `9.77 s`, `49 min 25 s`; `-` for none."""
+    if ms is None:
+        return "-"
+    if ms < 999.95:
+        return f"{ms:,.1f} ms" if ms >= 0.1 or not ms else f"{ms:,.4f} ms"
+    seconds = ms / 1e3
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole / 86400:,.1f} days"
+
+
+def as_percent(ratio: float | None, *, bound: float | None = None) -> str:
+    """Return a ratio in per cent: `85.9 %`; `-` for none.
+
+    With a `bound` that it does not reach, it gets as many digits as it takes to be below: `94.98 %` of 95.
+    """
+    if ratio is None:
+        return "-"
+    digits = 1
+    while bound is not None and ratio < bound and round(ratio * 100, digits) >= bound * 100 and digits < MOST_DIGITS:
+        digits += 1
+    return f"{ratio * 100:,.{digits}f} %"
+
+
+def as_memory(num_bytes: float) -> str:
+    """Return an amount of memory in GiB: `55.5 GiB`, or in MiB below one."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):,.1f} GiB"
+    return f"{num_bytes / (1 << 20):,.1f} MiB" if num_bytes >= 1 << 17 else f"{num_bytes / (1 << 10):,.1f} KiB"

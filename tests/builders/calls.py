@@ -54,7 +54,7 @@ CALLS: dict[str, Call] = {
     "model list": Call(()),
     "model show": Call(("config.json",)),
     "model tiny": Call(("new",), needs=HAS_TORCH, is_slow=True, prints=False),
-    "plan": Call(("trace.jsonl",)),
+    "plan": Call(("trace.jsonl", "--cost", "linear:step_ms=5")),
     "profile": Call(
         ("--model", "tiny", "--prompts", "prompts.jsonl", "--max-tokens", "2"), needs=HAS_TORCH, is_slow=True
     ),
@@ -70,6 +70,7 @@ CALLS: dict[str, Call] = {
     "trace convert": Call(("trace.jsonl",)),
     "trace forms": Call(()),
     "trace info": Call(("trace.jsonl",)),
+    "trace list": Call(()),
     "trace merge": Call(("trace.jsonl",)),
     "trace scale": Call(("trace.jsonl",)),
     "trace slice": Call(("trace.jsonl",)),

@@ -32,6 +32,7 @@ NAMES = {
     "kv": ("CountPool", "IdPool", "LruOrder", "PageCache", "PageError", "PrefixTree"),
     "llm": ("LLM",),
     "offload": ("OffloadConfig",),
+    "plan": ("Plan", "plan"),
     "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
     "report": ("Report",),
     "sampling": ("SamplingParams",),

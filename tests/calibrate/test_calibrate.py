@@ -355,7 +355,7 @@ def test_a_run_directory_is_compared(tmp_path: Path) -> None:
         assert answer["kv_error_points"] < 2.0
     html = page.read_text()
     assert "requests.jsonl" in html
-    assert html.count("<script") == 3
+    assert html.count("<script") == 4
     assert "http" not in html.replace("http://www.w3.org", "").split("<script>")[0]
     with pytest.raises(InputError, match="holds 5 requests, the replay 300"):
         compare(made(5), load_replayed(run))

@@ -296,6 +296,6 @@ def test_options_of_a_replay_that_cannot_be_are_refused(
     )
     trace = tmp_path / "t.jsonl"
     assert run_command("replay", trace, "--kv-events-replay", "tcp://127.0.0.1:1") == 2
-    assert "needs --kv-events" in capsys.readouterr().err
+    assert "has no effect without --kv-events" in capsys.readouterr().err
     assert run_command("replay", trace, "--kv-events", "5557") == 2
     assert "is no endpoint" in capsys.readouterr().err

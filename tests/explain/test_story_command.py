@@ -31,8 +31,8 @@ def test_each_replica_tells_its_own(kvarts: Kvarts, tmp_path: Path) -> None:
     ("arguments", "code", "what"),
     [
         (("story", "nowhere.jsonl", "--request", "1"), 3, "no such file"),
-        (("story", "nowhere.jsonl"), 2, "say what to tell of"),
-        (("story", "nowhere.jsonl", "--request", "1", "--hits"), 2, "say what to tell of"),
+        (("story", "nowhere.jsonl"), 3, "no such file"),
+        (("story", "nowhere.jsonl", "--request", "1", "--hits"), 2, "--request: is one of three"),
         (("story", ".", "--hits"), 3, "report.json: no such file"),
     ],
 )

@@ -345,19 +345,19 @@ def test_a_channel_takes_one_transfer_after_the_other() -> None:
     ("field", "value", "says"),
     [
         ("host_pages", -1, "at least 0"),
-        ("h2d", "fast", "no bandwidth"),
+        ("h2d", "fast", "is not a bandwidth"),
         ("d2h", 0, "at least one byte"),
         ("policy", "never", "'eager' or 'lazy'"),
         ("target_free", -1, "at least 0"),
         ("latency_us", -1.0, "at least 0"),
         ("workers", 0, "at least 1"),
         ("host_memory", "4GiB", "beside"),
-        ("host_memory", "4 things", "no size"),
+        ("host_memory", "4 things", "is not a size"),
     ],
 )
 def test_a_bad_setting_is_named(field: str, value: object, says: str) -> None:
     given = {"host_pages": 4, field: value}
-    if says == "no size":
+    if says == "is not a size":
         del given["host_pages"]
     with pytest.raises(ConfigError, match=says) as caught:
         OffloadConfig(**given)  # type: ignore[arg-type]

@@ -92,8 +92,8 @@ def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: st
     ("file", "arguments", "says"),
     [
         ("host_pages = 3\nhost_memory = '1GiB'", "", "c.toml: offload.host_pages: is given beside offload.host_memory"),
-        ("host_pages = 3", "--h2d fast", "--h2d: 'fast' is no bandwidth"),
-        ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is no bandwidth"),
+        ("host_pages = 3", "--h2d fast", "--h2d: 'fast' is not a bandwidth"),
+        ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is not a bandwidth"),
         ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: d2h, "),
         ("", "--host-pages 3 --host-memory 1GiB", "--host-pages: is given beside --host-memory. Keep one of them."),
         ("", "--h2d 3GB/s", "--h2d: says how, and not how much. Give --host-pages or --host-memory as well."),

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvarts.directories import own_directory
 from kvarts.errors import InputError
-from kvarts.plan.sweep import pareto, points_of, run_sweep
+from kvarts.plan.sweep import fronts, load_of, pareto, points_of, run_sweep
 from kvarts.plan.sweep_page import distinct_points
 
 from builders.browser import as_phone, commands, scrolls_sideways
@@ -181,6 +183,11 @@ def test_the_page_in_a_browser(
     assert len(shown) >= 3
     table = driver.find_elements("css selector", "#points tbody tr")
     assert len(table) == len(rows)
+    heads = [cell.text for cell in driver.find_elements("css selector", "#points thead th")]
+    assert len(heads) == len(table[0].find_elements("css selector", "td"))
+    of_first = dict(zip(heads, [cell.text for cell in table[0].find_elements("css selector", "td")], strict=True))
+    assert of_first["KV tokens"] == f"{rows[0]['kv_tokens']:,}"
+    assert of_first["hits"] == f"{100 * rows[0]['hit_ratio']:.1f} %"
     driver.execute_script("arguments[0].click()", table[-1])
     assert table[-1].get_attribute("class") == "picks picked"
     assert len(commands(driver)) == len(shown) + 1
@@ -193,22 +200,23 @@ def test_the_page_in_a_browser(
     assert {dot.get_attribute("stroke") for dot in driver.find_elements("css selector", "circle")} != fills
 
 
-def test_points_that_differ_in_no_outcome_are_one() -> None:
-    rows = [
-        {"eviction": eviction, "pages": pages, "kv_tokens": pages, "ttft": 7.0 if pages == 1 else 5.0, "command": "c"}
-        for eviction in ("lru", "lfu")
-        for pages in (1, 2)
+def test_points_that_measure_the_same_are_one() -> None:
+    rows: list[dict[str, Any]] = [
+        {"eviction": "lru", "pages": 1, "same_as": None, "pareto": True},
+        {"eviction": "lru", "pages": 2, "same_as": None, "pareto": False},
+        {"eviction": "lfu", "pages": 1, "same_as": 0, "pareto": False},
+        {"eviction": "lfu", "pages": 2, "same_as": 1, "pareto": False},
     ]
     points = distinct_points(rows, ["eviction", "pages"])
-    assert [point["settings"] for point in points] == [
-        {"eviction": ["lru", "lfu"], "pages": ["1"]},
-        {"eviction": ["lru", "lfu"], "pages": ["2"]},
+    assert [(point["settings"], point["pareto"]) for point in points] == [
+        ({"eviction": ["lru", "lfu"], "pages": ["1"]}, True),
+        ({"eviction": ["lru", "lfu"], "pages": ["2"]}, False),
     ]
     # Of two settings that both differ, no combination is named that was not replayed.
-    apart = [{**rows[0], "pages": 8}, {**rows[2], "pages": 9}]
-    assert [point["settings"] for point in distinct_points(apart, ["eviction", "pages"])] == [
-        {"eviction": ["lru"], "pages": ["8"]},
-        {"eviction": ["lfu"], "pages": ["9"]},
+    apart = [rows[0], {**rows[3], "same_as": 0}]
+    assert [(point["settings"], point["pareto"]) for point in distinct_points(apart, ["eviction", "pages"])] == [
+        ({"eviction": ["lru"], "pages": ["1"]}, True),
+        ({"eviction": ["lfu"], "pages": ["2"]}, True),
     ]
 
 
@@ -243,3 +251,23 @@ def test_a_point_that_cannot_run_is_named_before_any_runs(
     assert "pages = 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert run_command("sweep", tmp_path / "nowhere.toml", "-o", tmp_path / "out") == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
+def test_each_load_has_a_front_of_its_own_and_equal_points_stand_on_it_once(
+    points: list[tuple[int, int, int]],
+) -> None:
+    changes = [{"speedup": load, "name": place} for place, (load, _, _) in enumerate(points)]
+    rows = [{**changed, "kv": kv, "ttft": ttft} for changed, (_, kv, ttft) in zip(changes, points, strict=True)]
+    found = fronts(rows, changes, ("kv", "ttft"))
+    for place, (load, kv, ttft) in enumerate(points):
+        others = [other for other in points if other[0] == load]
+        is_beaten = any(o[1:] != (kv, ttft) and o[1] <= kv and o[2] <= ttft for o in others)
+        first = points.index((load, kv, ttft))
+        assert found[place]["same_as"] == (None if first == place else first)
+        assert found[place]["pareto"] == (not is_beaten and first == place)
+
+
+def test_what_arrives_and_when_is_the_load() -> None:
+    changed = ("speedup", "concurrency", "workload.num_sessions", "trace", "num_pages", "eviction")
+    assert load_of(changed) == ["speedup", "concurrency", "workload.num_sessions", "trace"]

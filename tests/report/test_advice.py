@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvarts.report.advice import advice, unbounded_hit_ratio
+from kvarts.cli.replay import all_sections
+from kvarts.report.advice import HostMemory, advice, as_size, unbounded_hit_ratio
+from kvarts.report.report import Report
 from kvarts.sim.config import make_config
 from kvarts.sim.replay import replay
+from kvarts.sim.trials import MOST_STEPS, ReplayTrials, round_sizes
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
+from kvarts.units import parse_bytes
 
 DATA = Path(str(files("kvarts") / "data"))
 MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
@@ -25,8 +31,12 @@ def trace_of(name: str) -> Trace:
     return load_trace(DATA / name, trace_block_size=16 if name.startswith("vllm") else None)
 
 
+def agents_report(**settings: Any) -> Report:
+    return replay(trace_of("coding-agents"), make_config({**MODEL, **settings}, sections=all_sections()))
+
+
 def agents(**settings: Any) -> dict[str, Any]:
-    return replay(trace_of("coding-agents"), make_config({**MODEL, **settings})).summary
+    return agents_report(**settings).summary
 
 
 def chat(**settings: Any) -> dict[str, Any]:
@@ -38,11 +48,28 @@ def test_what_can_never_fit_comes_first() -> None:
     said = advice(summary)
     assert said is not None
     assert said.startswith(f"{summary['num_rejected']} of 1,000 requests can never fit into 500 pages")
-    assert said.endswith("try --pages 1000")
-    with_a_model = advice(agents(kv_memory="8GiB"))
+    assert said.endswith("try --pages 1000")  # nothing is known of the trace
+
+
+def test_the_least_pages_that_admit_the_longest_request() -> None:
+    for pages in (10, 500):
+        report = replay(trace_of("mooncake-conversation-1000.jsonl"), make_config({"pages": pages}))
+        said = report.advice
+        assert said is not None and said.endswith("the longest needs 7,649; try --pages 7649")
+    assert chat(pages=7649)["num_rejected"] == 0
+    assert chat(pages=7648)["num_rejected"] == 1
+    with_a_model = agents_report(kv_memory="8GiB").advice
     assert with_a_model is not None and with_a_model.endswith(
-        "--tensor-parallel 2, or more --kv-memory if the device has it"
+        "the longest needs 7,440 (14.5 GiB); try --kv-memory 15GiB if the device has it, or --tensor-parallel 2"
     )
+    assert agents(kv_memory="15GiB")["num_rejected"] == 0
+
+
+def test_where_nothing_fits_that_is_what_limits() -> None:
+    summary = chat(pages=10)
+    assert summary["num_completed"] == 0 and summary["limited_by"]["cause"] == "kv_pages"
+    said = advice(summary)
+    assert said is not None and said.startswith("no request fits into 10 pages")
 
 
 def test_a_cap_on_requests_with_pages_to_spare_is_raised() -> None:
@@ -68,13 +95,73 @@ def test_waiting_for_pages_asks_for_more_of_them() -> None:
 
 
 def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
+    report = agents_report()
+    summary = report.summary
+    ratio = f"{summary['prefix_hit_ratio'] * 100:.1f} %"
     lost = (
-        "eviction costs compute: 85.9 % of prompt tokens were hits, and about 95.0 % would be if nothing were evicted; "
-        "the working set is 3.06 times the pool; try "
+        f"eviction costs compute: {ratio} of prompt tokens were hits, and the working set of 86,925 pages (169.8 GiB)"
     )
-    summary = agents()
-    assert advice(summary, tier_flag="--below") == f"{lost}--below 86925"
-    assert advice(summary) == f"{lost}--tensor-parallel 2, or more --kv-memory if the device has it"
+    said, alone = report.advice, advice(summary)
+    assert said is not None and said.startswith(lost) and alone is not None and alone.startswith(lost)
+    assert alone.endswith("try --tensor-parallel 2, or more --kv-memory if the device has it")
+    size = re.search(r"try --host-memory (\S+GiB): a replay finds (\S+) % with it, and at most (\S+) % with more", said)
+    assert size is not None
+    found = agents(offload={"host_memory": size[1]})
+    assert f"{found['prefix_hit_ratio'] * 100:.1f}" == size[2]
+    assert f"{agents(offload={'host_memory': '1TiB'})['prefix_hit_ratio'] * 100:.1f}" == size[3]
+
+
+def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits() -> None:
+    trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
+    summary = replay(trace, config).summary
+    trials = ReplayTrials(trace, config)
+    found = trials.host_memory(summary)
+    assert found is not None
+    most = agents(offload={"host_memory": "1TiB"})["prefix_hit_ratio"]
+    enough = summary["prefix_hit_ratio"] + 0.99 * (found.most_hit_ratio - summary["prefix_hit_ratio"])
+    sizes = round_sizes(1 << 30, summary["working_set_pages"] * 16 * 131_072)
+    smaller = sizes[sizes.index(found.num_bytes) - 1]
+    assert found.most_hit_ratio == pytest.approx(most, abs=1e-4)
+    assert agents(offload={"host_memory": found.num_bytes})["prefix_hit_ratio"] == found.hit_ratio >= enough
+    assert agents(offload={"host_memory": smaller})["prefix_hit_ratio"] < enough
+
+
+def test_long_replays_are_not_repeated_without_being_asked() -> None:
+    trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
+    summary = {**replay(trace, config).summary, "num_steps": MOST_STEPS + 1}
+    trials = ReplayTrials(trace, config)
+    assert trials.is_too_long(summary)
+    said = advice(summary, trials=trials)
+    assert said is not None and "`kvarts plan` with the same options finds by replay" in said
+    assert not ReplayTrials(trace, config, is_asked=True).is_too_long(summary)
+
+
+def test_with_files_below_no_size_is_named() -> None:
+    report = agents_report(offload={"host_memory": "4GiB", "disk_memory": "4GiB"})
+    said = report.advice
+    assert said is not None and said.endswith("try more --disk-memory")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "size"),
+    [
+        (94 << 30, "94GiB"),
+        ((94 << 30) + 1, "95GiB"),
+        (3 << 29, "1.5GiB"),
+        (5 << 20, "5MiB"),
+        ((1 << 30) - 1, "1024MiB"),
+    ],
+)
+def test_sizes_are_no_less_than_what_they_stand_for(num_bytes: int, size: str) -> None:
+    assert as_size(num_bytes) == size
+    assert HostMemory(num_bytes=num_bytes, hit_ratio=0.0, most_hit_ratio=0.0).num_bytes <= parse_bytes(size)
+
+
+def test_sizes_on_the_grid_are_written_as_they_are() -> None:
+    sizes = round_sizes(1 << 24, 200 << 30)
+    assert sizes == sorted(set(sizes)) and sizes[-1] >= 200 << 30
+    assert all(parse_bytes(as_size(size)) >= size for size in sizes)
+    assert all(after / before < 1.25 for before, after in pairwise(sizes) if before >= 10 << 20)
 
 
 def test_hits_lost_to_routing_ask_for_another_router() -> None:

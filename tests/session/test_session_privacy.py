@@ -49,7 +49,9 @@ def write_state(directory: Path) -> None:
 
 
 def header() -> CheckpointHeader:
-    return CheckpointHeader(session_id=SESSION, fingerprint={"a": "b"}, num_tokens=3, token_digest=token_digest(TOKENS))
+    return CheckpointHeader(
+        session_id=SESSION, fingerprint={"a": "b"}, num_tokens=3, token_digest=token_digest(TOKENS), tables=()
+    )
 
 
 def save(checkpoints: Checkpoints) -> Any:

@@ -174,7 +174,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
         ),
         (
             ["--model", "a=llama-3.1-8b:guarantee=-1", *DEVICE],
-            "--model a: guarantee: '-1' is no size in bytes. Write 20GiB, or",
+            "--model a: guarantee: '-1' is not a size in bytes. Write 20GiB, or",
         ),
         (["--model", "a=llama-3.1-70b", "--device", "h100-80gb"], "--device: llama-3.1-70b does not fit h100-80gb"),
         (

@@ -162,12 +162,12 @@ def test_files_below_host_memory_are_refused(run_command: Any, capsys: pytest.Ca
 
 def test_advice_names_a_tier_with_groups_as_well() -> None:
     config = ReplayConfig(num_pages=110, page_size=4, kv_groups="all", groups=GROUPS)
-    summary = replay(
+    report = replay(
         traffic(
             new_tokens=FixedLength(100), num_sessions=8, turns_per_session=3, sessions_per_s=0.1, think_time_s=30.0
         ),
         config,
-    ).summary
-    assert summary["num_evicted_pages"]
-    assert f"--host-pages {summary['working_set_pages']}" in (advice(summary, tier_flag="--host-pages") or "")
-    assert "--host-pages" not in (advice(summary) or "")
+    )
+    assert report.summary["num_evicted_pages"]
+    assert "try --host-memory " in (report.advice or "")
+    assert "--host-memory" not in (advice(report.summary) or "")

@@ -217,7 +217,7 @@ def test_a_replay_in_which_everything_is_rejected_still_reports() -> None:
     summary = run([make_row(0, output=500)], num_pages=4).summary
     assert summary["num_completed"] == 0
     assert summary["ttft_ms"]["mean"] is None
-    assert summary["limited_by"]["cause"] == "nothing"
+    assert summary["limited_by"]["cause"] == "kv_pages"
 
 
 def test_latencies_of_a_replay_worked_out_by_hand() -> None:

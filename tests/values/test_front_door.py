@@ -22,11 +22,34 @@ def run(code: str) -> str:
 
 def test_the_list_of_names() -> None:
     expected = {name for room, names in NAMES.items() if room in ROOMS for name in names}
-    assert set(kvarts.__all__) == expected
+    assert set(dir(kvarts)) == expected | {"__version__"}
+    assert set(kvarts.__all__) == expected - {"LLM"}
     assert list(kvarts.__all__) == sorted(kvarts.__all__)
 
 
-@pytest.mark.parametrize("name", kvarts.__all__)
+def test_tab_shows_the_same_names_before_and_after_they_are_loaded() -> None:
+    code = (
+        "import kvarts; names = dir(kvarts); kvarts.replay\n"
+        "print(names == dir(kvarts), 'replay' in names, 'Any' in names)"
+    )
+    assert run(code) == "True True False\n"
+
+
+WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, transformers=None)\n"
+
+
+def test_a_star_import_needs_no_extra() -> None:
+    assert run(f"{WITHOUT_TORCH}from kvarts import *\nprint(replay.__name__)") == "replay\n"
+
+
+@pytest.mark.skipif("llm" not in ROOMS, reason="needs kvarts.llm")
+def test_a_name_that_needs_an_extra_names_it() -> None:
+    code = f"{WITHOUT_TORCH}import kvarts\ntry:\n    kvarts.LLM\nexcept ModuleNotFoundError as error:\n    print(error)"
+    said = run(code)
+    assert said.startswith("kvarts.LLM needs kvarts[torch] (") and said.endswith("pip install 'kvarts[torch]'.\n")
+
+
+@pytest.mark.parametrize("name", [name for name in dir(kvarts) if name != "__version__"])
 def test_each_name_resolves(name: str) -> None:
     if name == "LLM":
         pytest.importorskip("torch", reason="real models need kvarts[torch]")

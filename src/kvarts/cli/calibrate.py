@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from kvarts.cli.options import Command, GroupedCommand, given_by_flags, options_of
+from kvarts.cli.options import Command, given_by_flags, options_of
+from kvarts.cli.pages import check_opening, open_option, open_page
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_json
+from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_COUNT, check_whole
@@ -53,7 +53,7 @@ KEPT = (
 """What a file with a cost model says also where it is at its default."""
 
 
-@click.command("calibrate", cls=GroupedCommand, params=[RUNS, *options_of(SECTIONS, KEYS)])
+@click.command("calibrate", cls=Command, params=[RUNS, *options_of(SECTIONS, KEYS)])
 @click.option("--prompts", metavar="FILE", type=INPUT,
               help="Mooncake trace of the same requests in the same order: which share prefixes.")  # fmt: skip
 @click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
@@ -162,8 +162,8 @@ def _fit_requests(runs: list[Any], seed: int) -> tuple[str, dict[str, Any], Any]
     for run in runs:
         if run.series is not None and run.series.left_out is not None:
             click.echo(f"kvarts: {run.series.left_out}", err=True)
-    with _Progress(runs) as progress:
-        found = calibrate_runs(runs, seed=seed, on_progress=progress)
+    with _progress(runs) as progress:
+        found = calibrate_runs(runs, seed=seed, on_progress=progress.update)
     lines = [
         _coefficients(found.cost, found.uncertainty, found.not_identified, "a guess, of which these data say little")
     ]
@@ -302,29 +302,12 @@ def _toml(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-class _Progress:
-    """A progress bar on standard error, if that is a terminal."""
+def _progress(runs: list[Any]) -> Progress:
+    from kvarts.calibrate.coefficients import names_of
+    from kvarts.calibrate.fitting import most_replays
 
-    def __init__(self, runs: list[Any]) -> None:
-        self._runs = runs
-        self._bar: Any = None
-
-    def __enter__(self) -> Callable[[int], object] | None:
-        if not sys.stderr.isatty():
-            return None
-        from tqdm import tqdm
-
-        from kvarts.calibrate.coefficients import names_of
-        from kvarts.calibrate.fitting import most_replays
-
-        most = most_replays(len(self._runs), len(names_of([run.cost for run in self._runs])))
-        self._bar = tqdm(total=most, unit=" replays", file=sys.stderr, leave=False)
-        update: Callable[[int], object] = self._bar.update
-        return update
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    most = most_replays(len(runs), len(names_of([run.cost for run in runs])))
+    return Progress("fitting", most, "replays at most")
 
 
 @click.command("compare", cls=Command)
@@ -338,6 +321,7 @@ class _Progress:
 @click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT,
               help="Write one page that needs no network: the distributions and the curves of both.")  # fmt: skip
+@open_option()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def compare_command(
     replayed: Path,
@@ -346,6 +330,7 @@ def compare_command(
     columns: tuple[str, ...],
     time_unit: str,
     html_file: Path | None,
+    opens: bool,
     as_json: bool,
 ) -> None:
     """State how far a replay is from what was measured.
@@ -359,6 +344,7 @@ def compare_command(
 
     if html_file is not None:
         check_writable(html_file)
+    check_opening(html_file, opens=opens)
     ours = load_replayed(replayed)
     theirs = load_measured(measured, columns=_columns_of(columns), time_unit=time_unit)
     curve = None if series is None else load_series(series)
@@ -374,3 +360,4 @@ def compare_command(
     if html_file is not None:
         write_whole(html_file, render_page(theirs, ours, curve, comparison, name=replayed.name))
         click.echo(f"kvarts: wrote {html_file}", err=True)
+        open_page(html_file, opens=opens)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvarts.errors import ConfigError, InputError
+from kvarts.samples import PREFIX
 from kvarts.settings import Given, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
@@ -86,7 +87,7 @@ def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Giv
         is_low = isinstance(value, int) and value < 1
         if not isinstance(value, kind) or isinstance(value, bool) or value == "" or is_low:
             raise InputError(f"{value!r} is no {name}", path=path, field=name)
-    files: dict[str, Any] = {name: path.parent / own.pop(name) for name in FILES if name in own}
+    files: dict[str, Any] = {name: _beside(path, own.pop(name)) for name in FILES if name in own}
     measured = files.pop("measured")
     if columns := own.get("columns"):
         for name, value in columns.items():
@@ -94,3 +95,8 @@ def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Giv
                 raise InputError(f"{value!r} is no name", path=path, field=f"columns.{name}")
     of_run = given_in(values, SECTIONS, path)
     return measured, of_run.over(given), options._replace(**files, **own)
+
+
+def _beside(path: Path, file: str) -> Path:
+    """Return a file that `path` names: relative to it, unless it is a sample's name."""
+    return Path(file) if file.startswith(PREFIX) else path.parent / file

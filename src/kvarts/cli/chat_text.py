@@ -66,8 +66,9 @@ class ModelText:
                 field="model",
                 hint="pip install 'kvarts[torch]', or leave --model out.",
             ) from None
-        if Path(directory).is_absolute() and not Path(directory).is_dir():
-            raise MissingFileError("no such directory", path=directory, hint="Give the directory of a model.")
+        if directory.startswith(("/", ".", "~")) and not Path(directory).exists():
+            hint = "Give a directory with a model, or `kvarts model tiny`."
+            raise MissingFileError("no such directory", path=directory, hint=hint)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,15 +10,19 @@ import click
 
 from kvarts.cli.options import Command
 from kvarts.cli.paths import INPUT
+from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import reading
 
 if TYPE_CHECKING:
     from kvarts.explain.overview import Overview
+    from kvarts.explain.reading import Journal
+    from kvarts.explain.sums import RequestTimes
     from kvarts.report.run_directory import RunDirectory
 
 __all__ = ["overview_for", "story_command"]
 
+NUM_SLOWEST = 10
 MOST_CHARACTERS = 1000
 """Of the name of a block."""
 
@@ -30,17 +34,22 @@ MOST_CHARACTERS = 1000
               help="A block: six or more hex digits of its key (sha256, as in vLLM), or REQUEST:PAGE.")  # fmt: skip
 @click.option("--hits", is_flag=True, help="The hit ledger: why each prompt token was, or was not, found.")
 def story_command(file: Path, request_name: str | None, block_name: str | None, hits: bool) -> None:
-    """Tell what happened to a request or a block, and why.
+    """Explain what happened to a request or a block, and why; without options, list the slowest requests.
 
-    FILE is a journal that `kvarts replay --events` wrote, or a run directory.
+    FILE is a journal that `kvarts replay --events` wrote, or a run directory. Only a run directory has the time of each
+    first token.
     """
     from kvarts.explain.hits import hit_ledger
-    from kvarts.explain.reading import load_journal
     from kvarts.explain.story import story_of_block, story_of_request
     from kvarts.report.run_directory import RunDirectory
 
-    if sum((request_name is not None, block_name is not None, hits)) != 1:
-        raise ConfigError("say what to tell of", hint="Give one of --request ID, --block HASH and --hits.")
+    asked = sum((request_name is not None, block_name is not None, hits))
+    if asked > 1:
+        raise ConfigError(
+            "is one of three",
+            field="--request" if request_name is not None else "--block",
+            hint="Give one of --request ID, --block HASH, --hits.",
+        )
     if block_name is not None and len(block_name) > MOST_CHARACTERS:
         raise ConfigError("is no name of a block", field="--block", hint="Give hex digits, or REQUEST:PAGE.")
     with reading(file):
@@ -51,11 +60,16 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
         raise MissingFileError("has no journal", path=file, hint="Write one with `kvarts replay --run-dir`.")
     failure: InputError | None = None
     told = False
+    if not asked:
+        click.echo("\n".join(_slowest_of(runs, paths, file)))
+        return
+    rows = _rows_of(runs)
     for path in paths:
-        journal = load_journal(path)
+        journal = _load(path)
         try:
             if request_name is not None:
                 lines = story_of_request(journal, request_name)
+                lines = [*_sum_of(request_name, journal, rows.get(path)), *lines]
             elif block_name is not None:
                 lines = story_of_block(journal, block_name)
             else:
@@ -78,3 +92,78 @@ def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None 
 
     journals = [load_journal(path, on_progress=on_progress) for _, path in run.journals()]
     return overview_of(journals) if journals else None
+
+
+def _load(path: Path) -> Journal:
+    """Read a journal, and say so where it takes long."""
+    from kvarts.explain.reading import load_journal
+
+    with reading(path):
+        num_bytes = path.stat().st_size
+    with Progress(f"reading {path}", num_bytes, "bytes") as progress:
+        return load_journal(path, on_progress=progress.update)
+
+
+def _rows_of(runs: Sequence[RunDirectory]) -> dict[Path, list[RequestTimes]]:
+    """Return the requests that each journal of runs is about; none where a run has no such file."""
+    from kvarts.explain.sums import RequestTimes
+
+    found: dict[Path, list[RequestTimes]] = {}
+    for run in runs:
+        rows = run.requests()
+        if not any(row.request_id for row in rows):
+            continue
+        for replica, path in run.journals():
+            found[path] = [
+                RequestTimes(
+                    name=row.request_id,
+                    arrival_ms=row.arrival_ms,
+                    first_admitted_ms=row.first_admitted_ms,
+                    first_token_ms=row.first_token_ms,
+                    last_token_ms=row.last_token_ms,
+                    num_output_tokens=row.output_tokens,
+                    num_preemptions=row.preemptions,
+                )
+                for row in rows
+                if row.replica == replica
+            ]
+    return found
+
+
+def _sum_of(name: str, journal: Journal, rows: Sequence[RequestTimes] | None) -> list[str]:
+    """Return the sum that the story of a request begins with; nothing for one that a journal does not time."""
+    from kvarts.explain.sums import sum_of, times_in
+
+    times = rows if rows is not None else times_in(journal)
+    return [f"{sum_of(each, journal)}\n" for each in times if each.name == name and each.slowness_ms >= 0][:1]
+
+
+def _slowest_of(runs: Sequence[RunDirectory], paths: Sequence[Path], file: Path) -> list[str]:
+    """Return the slowest requests of all journals, a line each."""
+    from kvarts.explain.sums import Sums, slowest, times_in
+
+    rows = _rows_of(runs)
+    found: list[tuple[RequestTimes, str]] = []
+    num_requests = 0
+    has_first_tokens = True
+    for path in paths:
+        journal = _load(path)
+        times = rows.get(path)
+        if times is None:
+            times, has_first_tokens = times_in(journal), False
+        num_requests += len(times)
+        sums = Sums(journal)
+        found += [(each, sums.text(each)) for each in slowest(times, NUM_SLOWEST)]
+    found.sort(key=lambda each: -each[0].slowness_ms)
+    del found[NUM_SLOWEST:]
+    by = "time to first token" if has_first_tokens else "time to last token: first tokens are timed in a run directory"
+    if not found:
+        return [f"no request of {num_requests:,} made a token"]
+    width = max(len(each.name) for each, _ in found) + 2
+    return [
+        f"the slowest {len(found)} of {num_requests:,} requests, by {by}",
+        "",
+        *(f"{each.name:<{width}}{text}" for each, text in found),
+        "",
+        f"why: kvarts story {file} --request {found[0][0].name}",
+    ]

@@ -7,6 +7,7 @@ from importlib import import_module
 
 import click
 
+from kvarts.cli.options import Group
 from kvarts.cli.process import (
     ReaderGoneError,
     Terminated,
@@ -27,6 +28,12 @@ HELP = """KV-cache engine for LLM serving: planning, testing and proving KV memo
 Exit codes: 0 ok, 2 bad usage, 3 missing file, 4 unreadable input,
 5 violated, 6 inconclusive, 7 a result could not be written,
 130 interrupted, 143 terminated.
+
+\b
+Begin with:
+  kvarts replay                 twelve bundled sessions on one H100
+  kvarts trace list             more bundled traces, for any command
+  kvarts plan my.jsonl          how much memory a trace of your own needs
 """
 
 
@@ -52,7 +59,7 @@ COMMANDS = {
 """Each command, and the module of `kvarts.cli` that has it."""
 
 
-class Commands(click.Group):
+class Commands(Group):
     """Commands that are loaded when they are called: `replay` does not wait for what only `calibrate` needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -22,7 +22,7 @@ from kvarts.cli.http_options import (
     need_http,
     serve_http,
 )
-from kvarts.cli.options import GroupedCommand, GroupedOption, given_by_flags, options_of
+from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
 from kvarts.settings import Given
@@ -73,7 +73,7 @@ def _options() -> list[click.Parameter]:
     return options
 
 
-@click.command("mock", cls=GroupedCommand, params=_options())
+@click.command("mock", cls=Command, params=_options())
 def mock_command(**params: Any) -> None:
     """Serve OpenAI's API from a mock: the scheduler, cache and queues of kvarts on the wall clock, without a model.
 

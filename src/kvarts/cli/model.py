@@ -9,12 +9,13 @@ import msgspec
 
 from kvarts.cli import llm_check, llm_tiny
 from kvarts.cli.model_groups import group_values, layers_text, numbers_text, sequence_rows
-from kvarts.cli.options import Command, GroupedCommand, given_by_flags, options_of
+from kvarts.cli.options import Command, Group, given_by_flags, options_of
 from kvarts.cli.printing import print_json
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.settings import Section
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
+from kvarts.units import as_memory
 
 if TYPE_CHECKING:
     from kvarts.hardware import Geometry, MemoryFit
@@ -22,23 +23,41 @@ if TYPE_CHECKING:
 __all__ = ["model_command"]
 
 
-@click.group("model")
+@click.group("model", cls=Group)
 def model_command() -> None:
     """Models and devices: parameters, bytes of KV, and the pages that fit."""
 
 
 @model_command.command("list", cls=Command)
 def list_command() -> None:
-    """List the models and devices that are known by name, with where their figures are from."""
+    """List the models and devices that are known by name, with where their figures are from.
+
+    KV bytes per token are those of all layers, as if each kept every token; `kvarts model show` has what windows and
+    states take instead.
+    """
     from kvarts.hardware.device import device_names, load_device
     from kvarts.hardware.model_config import load_geometry, preset_names
 
     width = max(len(name) for name in (*preset_names(), *device_names())) + 2
+    click.echo(f"{'model':<{width}}{'parameters':>12}{'weights':>12}{'KV a token':>14}  source")
     for name in preset_names():
-        click.echo(f"{name:<{width}}{load_geometry(name).source}")
+        geometry = load_geometry(name)
+        click.echo(
+            f"{name:<{width}}{_in_billions(geometry.num_parameters):>12}{as_memory(geometry.weight_bytes):>12}"
+            f"{geometry.kv_bytes_per_token():>8,} bytes  {geometry.source}"
+        )
     click.echo()
+    click.echo(f"{'device':<{width}}{'memory':>12}{'bandwidth':>12}{'16-bit':>14}  source")
     for name in device_names():
-        click.echo(f"{name:<{width}}{load_device(name).source}")
+        device = load_device(name)
+        click.echo(
+            f"{name:<{width}}{as_memory(device.memory_bytes):>12}{device.bandwidth_bytes_per_s / 1e9:>7,.0f} GB/s"
+            f"{device.tflops['bfloat16']:>8,.0f} Tflop/s  {device.source}"
+        )
+
+
+def _in_billions(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count < 10e9 else f"{count / 1e9:,.1f} B"
 
 
 SEQUENCE_TOKENS = 32_768
@@ -63,7 +82,7 @@ KEYS = (
 )
 
 
-@model_command.command("show", cls=GroupedCommand, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
+@model_command.command("show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
 @click.option("--sequence-tokens", metavar="N", type=int, help="Also print what a sequence of N tokens takes. [32768]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show_command(model: str, sequence_tokens: int | None, as_json: bool, **settings: Any) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isinf, isnan
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
 import msgspec
 
+from kvarts.cli.effects import check_effects
+from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
 from kvarts.cli.paths import role_of
-from kvarts.errors import ConfigError
+from kvarts.cli.spellings import in_our_words
+from kvarts.errors import ConfigError, did_you_mean
 from kvarts.files import check_outputs
 from kvarts.settings import Flags, Given, Section, Setting
 
-__all__ = ["Command", "GroupedCommand", "GroupedOption", "given_by_flags", "grouped", "options_of", "settings_by_param"]
+__all__ = ["Command", "Group", "GroupedOption", "given_by_flags", "grouped", "options_of", "settings_by_param"]
+
+HELP_ALL = "kvarts.help_all"
+NEVER = ("--reclaim-after",)
+"""Options that take `inf`, for what is never to happen."""
 
 
 class GroupedOption(click.Option):
@@ -28,9 +37,60 @@ class GroupedOption(click.Option):
 class Command(click.Command):
     """A command: all commands are of this class.
 
-    Before anything is done, it refuses outputs that would destroy an input or each other; and an error that names a
-    parameter of a function names the option that was typed.
+    Before anything is done, it refuses outputs that would destroy an input or each other, and options that cannot have
+    an effect, unless `checks_effects` says that it does so itself once it has read a file of settings. An error that
+    names a parameter of a function names the option that was typed. Options may be spelled as vLLM spells them.
     """
+
+    checks_effects = False
+
+    def __init__(self, *args: Any, checks_effects: bool = False, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.checks_effects = checks_effects
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, with the options of vLLM in our words."""
+        known = {name for param in self.params for name in param.opts}
+        return super().parse_args(ctx, in_our_words(args, known))
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters, and the options that print help."""
+        return [*super().get_params(ctx), _help_all(hidden=not common_of(ctx))]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by their groups, in the order in which these first appear; what is in none comes first.
+
+        Of a command with many, those that are asked for most, unless `--help-all` asks for the rest.
+        """
+        common = () if ctx.meta.get(HELP_ALL) else common_of(ctx)
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        num_left = 0
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if param.param_type_name == "option" else None
+            if record is None:
+                continue
+            if common and param.opts[0] not in common and not {"--help", "--help-all"}.intersection(param.opts):
+                num_left += 1
+                continue
+            if common:
+                record = record[0], _first_sentence(record[1])
+            groups.setdefault(getattr(param, "group", "Options"), []).append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if num_left:
+            formatter.write_paragraph()
+            formatter.write_text(f"{num_left} more options: {ctx.command_path} --help-all")
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        examples = examples_of(ctx)
+        if examples:
+            with formatter.section("Examples" if len(examples) > 1 else "Example"):
+                for example in examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+        super().format_epilog(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Carry out the command."""
@@ -40,6 +100,9 @@ class Command(click.Command):
             if given is not None:
                 paths.setdefault(role_of(param), []).extend(given if isinstance(given, tuple) else (given,))
         check_outputs(paths.get("output", ()), (*paths.get("input", ()), *paths.get("directory", ())))
+        self._check_numbers(ctx)
+        if not self.checks_effects:
+            check_effects(ctx)
         try:
             return super().invoke(ctx)
         except ConfigError as error:
@@ -47,6 +110,13 @@ class Command(click.Command):
             if option is None:
                 raise
             raise ConfigError(error.what, hint=error.hint, field=option) from error
+
+    def _check_numbers(self, ctx: click.Context) -> None:
+        """Raise ConfigError for NaN, which no range of numbers refuses, and for infinity but where it means never."""
+        for param in self.params:
+            value = ctx.params.get(param.name or "")
+            if isinstance(value, float) and (isnan(value) or (isinf(value) and param.opts[0] not in NEVER)):
+                raise ConfigError(f"must be a finite number, got {value}", field=param.opts[0])
 
     def _typed(self, error: ConfigError) -> str | None:
         """Return the option or argument that the field of an error stands for; None where it stands for none."""
@@ -59,19 +129,52 @@ class Command(click.Command):
         return None
 
 
-class GroupedCommand(Command):
-    """A command that lists options in its help by their groups, in the order in which these first appear."""
+class Group(click.Group):
+    """A group of commands: `-h` lists them by what they are for, a line each, and a misspelled name gets an answer."""
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the groups; what is in none comes first."""
-        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx) if param.param_type_name == "option" else None
-            if record is not None:
-                groups.setdefault(getattr(param, "group", "Options"), []).append(record)
-        for title, records in groups.items():
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command. Raise UsageError with the closest names for one that does not exist."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            close = did_you_mean(name, self.list_commands(ctx))
+            hint = close or f"Commands: {', '.join(self.list_commands(ctx))}."
+            raise click.UsageError(f"No such command {name!r}. {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands in groups, each with its line."""
+        names = self.list_commands(ctx)
+        width = max(map(len, names)) + 2
+        for title, members in groups_of(ctx, names).items():
             with formatter.section(title):
-                formatter.write_dl(records)
+                for name in members:
+                    line = summary_of(ctx, name)
+                    formatter.write(f"{'':>{formatter.current_indent}}{name:<{width}}{line}\n")
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of the help of an option, and its default."""
+    sentence, dot, rest = text.partition(". ")
+    if not dot:
+        return text
+    default = re.search(r"\[[^\[]*\](?:  \[.*\])?$", rest)
+    return f"{sentence}. {default[0]}" if default else f"{sentence}."
+
+
+def _help_all(*, hidden: bool) -> click.Option:
+    return click.Option(
+        ["--help-all"], is_flag=True, is_eager=True, expose_value=False, hidden=hidden, callback=_print_all,
+        help="Show all options and exit.",
+    )  # fmt: skip
+
+
+def _print_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 def grouped(group: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:

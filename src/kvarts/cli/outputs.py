@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvarts import __version__
 from kvarts.cli.parts import Results, load_parts
 from kvarts.cli.printing import print_bytes
-from kvarts.cli.table import render_table
+from kvarts.cli.table import render_advice, render_table
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS, RUN, run_json
 
@@ -26,7 +26,8 @@ __all__ = ["Outputs"]
 class Outputs:
     """The files of one replay, checked before it begins. Raises ConfigError and OutputError.
 
-    `paths`: the files that options name; `run_dir`: the folder for all others, which is there.
+    `paths`: the files that options name; `run_dir`: the folder for all others, which is there. `html_file`: a page,
+    which is made from that folder.
     `model`: files of parts carry its name; None for no name. `places`: what the options of parts say.
     """
 
@@ -38,6 +39,7 @@ class Outputs:
         report_file: Path | None,
         requests_file: Path | None,
         run_dir: Path | None,
+        html_file: Path | None = None,
         model: str | None = None,
         **places: Any,
     ) -> None:
@@ -46,9 +48,11 @@ class Outputs:
         self._requests = [path for path in (requests_file,) if path is not None]
         of_parts = [part.results(config, places, run_dir, model) for part in load_parts()]
         self._more: list[Results] = [results for results in of_parts if results is not None]
-        for path in (*self._reports, *self._requests):
+        pages = [path for path in (html_file,) if path is not None]
+        for path in (*self._reports, *self._requests, *pages):
             check_writable(path)
-        self.paths = [*self._reports, *self._requests, *(path for results in self._more for path in results.paths)]
+        of_results = (path for results in self._more for path in results.paths)
+        self.paths = [*self._reports, *self._requests, *pages, *of_results]
         self._run_dir = run_dir
         if run_dir is not None:
             self._reports.append(run_dir / REPORT)
@@ -65,7 +69,11 @@ class Outputs:
         """Write everything else, and the report on standard output, unless one of the files is that."""
         self.write_files(report)
         if not any(map(is_standard_output, self.paths)):
-            print_bytes(report.to_json() if self._as_json else render_table(report.summary).encode())
+            if self._as_json:
+                print_bytes(report.to_json())
+                return
+            print_bytes(render_table(report.summary).encode())
+            print_bytes(render_advice(report.advice).encode())  # which may take some replays
 
     def write_files(self, report: Report) -> None:
         """Write everything but what observers wrote."""
@@ -76,6 +84,16 @@ class Outputs:
             results.write(report)
         if self._run_dir is not None:
             write_whole(self._run_dir / DISTRIBUTIONS, report.distributions_json())
-            write_whole(self._run_dir / RUN, run_json(__version__, ["kvarts", *sys.argv[1:]]))
+            write_whole(self._run_dir / RUN, run_json(__version__, ["kvarts", *_without_page(sys.argv[1:])]))
         for path in self._reports:
             write_whole(path, report.to_json())
+
+
+def _without_page(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line but those about the page: a page does not depend on its own name."""
+    kept: list[str] = []
+    for place, word in enumerate(words):
+        is_value = place > 0 and words[place - 1] == "--html"
+        if word not in ("--html", "--open") and not word.startswith("--html=") and not is_value:
+            kept.append(word)
+    return kept

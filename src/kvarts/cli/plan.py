@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
+from kvarts.cli.effects import NO_REPLAY, check_effects
+from kvarts.cli.options import Command, given_by_flags, grouped, options_of
+from kvarts.cli.pages import open_option
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json
-from kvarts.cli.replay import all_sections, paths_in, read_settings
+from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs
 from kvarts.limits import MOST_PAGES, brief
+from kvarts.samples import sample_of
 from kvarts.sim.config import resolve_replay
 
 if TYPE_CHECKING:
@@ -115,13 +118,14 @@ class _Range(click.ParamType[Any]):
         return int(ends[0]), int(ends[1])
 
 
-@click.command("plan", cls=GroupedCommand, params=_options(), no_args_is_help=False)
+@click.command("plan", cls=Command, params=_options(), no_args_is_help=False, checks_effects=True)
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with these settings by their long names, and trace or a [workload] table. Options given "
               "here win.")  # fmt: skip
 @results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
 @results("--html", "html_file", metavar="FILE", type=OUTPUT,
          help="Write a page with charts to FILE, which needs nothing else.")  # fmt: skip
+@open_option(results)
 @results("--plot", "plot_files", metavar="FILE", type=OUTPUT, multiple=True,
          help="Write the charts to FILE: a PNG if it ends in .png, else an SVG. Needs kvarts[plan].")  # fmt: skip
 @curves("--at", "sizes", metavar="PAGES", type=_Sizes(),
@@ -182,6 +186,7 @@ def plan_command(
     shares: tuple[Share, ...],
     users: tuple[int, int] | None,
     html_file: Path | None,
+    opens: bool,
     plot_files: tuple[Path, ...],
     **params: Any,
 ) -> None:
@@ -191,83 +196,60 @@ def plan_command(
     cost, it is replayed at some sizes as well, and with an SLO the least that keeps it is found, and the largest rate.
     The plan goes to standard output, everything else to standard error.
     """
-    from kvarts.cli import plan_table
+    from kvarts.plan import tables
 
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))
-    pictures = Pictures(html_file, plot_files)
+    pictures = Pictures(html_file, plot_files, opens=opens)
+    if trace is None and config_file is None and not shares:
+        given = over_sample_settings(given, sections)
+    replays = not curves_only and any(key in given for key in ("model", "device", "cost"))
+    is_other = curves_only or bool(shares) or rate is not None or users is not None
+    facts = () if replays or is_other else (NO_REPLAY,)
+    check_effects(click.get_current_context(), is_set=set_by(given, sections), facts=facts)
     named = [given.path_of("trace")] if "trace" in given else []
     check_outputs(pictures.paths, [*named, *paths_in(given), *(share.trace for share in shares)])
     if shares:
         if pictures.paths:
             raise ConfigError("has nothing to draw here", field="share", hint="Leave out --html and --plot.")
-        _print(divided(shares, given, _page_size(given)), as_json, plan_table.render_shares)
+        _print(divided(shares, given, _page_size(given)), as_json, tables.render_shares)
         return
     if rate is not None:
         if pictures.paths:
             raise ConfigError("has nothing to draw", field="sample", hint="Leave out --html and --plot.")
-        _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, plan_table.render_sample)
+        _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, tables.render_sample)
         return
-    from kvarts.plan.cache import CachePlan
-
-    if trace is None and config_file is None:
-        given = over_sample_settings(given, sections)
     check_policy(given)
     config = None
-    if not curves_only and any(key in given for key in ("model", "device", "cost")):
+    if replays:
         config = resolve_replay(given, sections)
-        if config.kv_groups != "off":
-            _check_groups(policies, league, prices)
     traffic = load_traffic(given, trace)
     if config is not None:
         config = with_policy(config, given, traffic)
     if not traffic.knows_prefixes:
         click.echo("kvarts: the trace does not tell what prompts have in common: no curve rises above 0", err=True)
     outputs = ["--outputs"] if count_outputs else []
-    asked = Asked(given, trace, config_file, traffic, config, slo_share, cost_error, outputs)
+    own = _own_options(click.get_current_context())
+    asked = Asked(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
     if users is not None:
         values = asked.users(*users)
+        values["command"] = asked.plan("--users", f"{users[0]}..{users[1]}", *own)
         pictures.write(values)
         if not pictures.are_printed:
-            _print(values, as_json, plan_table.render_users)
+            _print(values, as_json, tables.render_users)
         return
-    plan = CachePlan(traffic, _page_size(given), count_outputs=count_outputs)
-    looked_at = sizes
-    if sizes is None and config is not None:
-        sizes = sorted({*plan.default_sizes(), config.num_pages})
-    values = plan.to_builtins(sizes)
-    if config is not None and config.kv_groups != "off":
-        from kvarts.plan.group_hits import GroupHits
+    from kvarts.plan.league import ALL_POLICIES
 
-        of_groups = GroupHits(traffic, config)
-        for point in values["at"]:
-            point["group_hit_ratio"] = of_groups.hit_ratio(point["pages"])
-    values["command"] = asked.plan_command(*_own_options(click.get_current_context()))
-    for point in values["at"]:
-        point["command"] = asked.plan_command("--at", str(point["pages"]))
-    if policies or league:
-        values["league"] = asked.league(plan, policies, league, looked_at)
-    if config is not None:
-        if config.kv_groups == "off":  # tiers keep whole pages
-            values["tiers"] = asked.tiers(plan, prices)
-        values["latency"] = asked.latency(plan)
-    elif prices is not None:
-        raise ConfigError("needs a model and a device, or a cost", field="--price", hint="Give --model and --device.")
+    values = asked.make(
+        sizes=sizes,
+        page_size=_page_size(given),
+        count_outputs=count_outputs,
+        policies=[*(ALL_POLICIES if league else ()), *policies],
+        prices=prices,
+    ).values
     pictures.write(values)
     if not pictures.are_printed:
-        _print(values, as_json, plan_table.render)
-
-
-def _check_groups(policies: tuple[str, ...], league: bool, prices: dict[str, float] | None) -> None:
-    """Raise ConfigError for what is planned in whole pages only."""
-    asked = {"--policy": policies, "--league": league, "--price": prices}
-    for field, value in asked.items():
-        if value:
-            raise ConfigError(
-                "is not counted by KV group yet: only replays are",
-                field=field,
-                hint="Leave it out, or set --kv-groups to off.",
-            )
+        _print(values, as_json, tables.render)
 
 
 def _own_options(context: click.Context) -> list[str]:
@@ -305,8 +287,11 @@ def _sampled(
     page_size = _page_size(given)
     reading = reading_of(given)
     if trace is not None and "workload" not in given and "session_turns" not in reading and is_stream(TraceFile(trace)):
+        sample = sample_of(trace)
+        if sample is not None and sample.trace_block_size is not None:
+            reading.setdefault("trace_block_size", sample.trace_block_size)
         reader = MooncakeReader(trace, **reading)
-        stream = Trace(reader, unit_tokens=reader.trace_block_size, name=trace.name)
+        stream = Trace(reader, unit_tokens=reader.trace_block_size, name=reader.path.name)
         return SampledCurve(stream, page_size, rate).to_builtins(sizes)
     return SampledCurve(load_traffic(given, trace), page_size, rate).to_builtins(sizes)
 

@@ -21,7 +21,10 @@ def command_line(
     config_file: Path | None,
     changes: Mapping[str, Any],
 ) -> str:
-    """Return `kvarts replay` with what was given on the command line, `changes` by their keys in its place."""
+    """Return `kvarts replay` with what was given on the command line, `changes` by their keys in its place.
+
+    A change to None leaves the option out.
+    """
     words = ["kvarts", "replay"]
     if trace is not None:
         words.append(str(trace))
@@ -44,7 +47,7 @@ def command_line(
                 continue
             if value is True:
                 words.append(setting.flag)
-            elif value is not False:
+            elif value is not False and value is not None:
                 words += [setting.flag, _text(value)]
     return shlex.join(words)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvarts.cli.pages import check_opening, open_page
 from kvarts.files import check_writable, is_standard_output, write_whole
 
 __all__ = ["Pictures"]
@@ -13,14 +14,16 @@ __all__ = ["Pictures"]
 class Pictures:
     """Files that charts are written to, checked before anything is computed. Raises ConfigError and OutputError."""
 
-    def __init__(self, html_file: Path | None, plot_files: tuple[Path, ...]) -> None:
+    def __init__(self, html_file: Path | None, plot_files: tuple[Path, ...], *, opens: bool) -> None:
+        check_opening(html_file, opens=opens)
+        self._opens = opens
         self._html_file = html_file
         self._plot_files = plot_files
         self.paths = [*plot_files, *([html_file] if html_file is not None else [])]
         if plot_files:
-            from kvarts.plan.pictures import check_installed
+            from kvarts.report.pictures import check_installed
 
-            check_installed()
+            check_installed("--plot")
         for path in self.paths:
             check_writable(path)
 
@@ -35,6 +38,7 @@ class Pictures:
             from kvarts.plan.page import render_page
 
             write_whole(self._html_file, render_page(values))
+            open_page(self._html_file, opens=self._opens)
         for path in self._plot_files:
             from kvarts.plan.pictures import draw
 

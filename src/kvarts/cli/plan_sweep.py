@@ -19,9 +19,10 @@ from kvarts.cli.paths import DIRECTORY, INPUT
 from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.printing import print_bytes, print_json
 from kvarts.cli.replay import all_sections
-from kvarts.cli.table import as_number, as_percent
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.files import read_bytes, reading
+from kvarts.report.words import number
+from kvarts.units import as_duration, as_percent
 
 if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace
@@ -65,12 +66,13 @@ def sweep_command(
     from kvarts.directories import own_directory
     from kvarts.files import read_toml, write_whole
     from kvarts.plan.page import render_page
-    from kvarts.plan.pictures import check_installed, draw
-    from kvarts.plan.sweep import pareto, points_of, run_sweep, with_changes
+    from kvarts.plan.pictures import draw
+    from kvarts.plan.sweep import fronts, points_of, run_sweep, with_changes
     from kvarts.plan.sweep_page import sweep_values
+    from kvarts.report.pictures import check_installed
 
     if with_pictures:
-        check_installed()
+        check_installed("--plot")
     values = read_toml(config_file, hint="Check the path of the configuration.")
     changes = points_of(values, config_file)
     points = [
@@ -91,8 +93,8 @@ def sweep_command(
         )
         sweep = shlex.join(["kvarts", "sweep", str(config_file), "-o", str(directory)])
         rows = [
-            {**row, "pareto": on_front, "command": _replay_command(point)}
-            for point, row, on_front in zip(points, rows, pareto(rows, SMALLER, LARGER), strict=True)
+            {**row, "command": _replay_command(point)}
+            for point, row in zip(points, fronts(rows, changes, SMALLER, LARGER), strict=True)
         ]
         keys = sorted({key for changed in changes for key in changed})
         slo = values.get("slo") if not any(key.startswith("slo.") for key in keys) else None
@@ -123,7 +125,8 @@ def run_point(point: dict[str, Any], base: Path) -> dict[str, Any]:
     goodput = summary["goodput"]
     row = {
         **point["changes"],
-        "kv_tokens": config.num_pages * config.page_size * config.replicas,
+        "kv_tokens": (kv_tokens := config.num_pages * config.page_size * config.replicas),
+        "kv_bytes": None if config.placement is None else kv_tokens * config.placement.kv_bytes_per_token,
         "hit_ratio": summary["prefix_hit_ratio"],
     }
     for name in MEASURES:
@@ -254,16 +257,32 @@ def _as_text(values: list[Any]) -> list[Any]:
 
 
 def _front(rows: list[dict[str, Any]], keys: list[str]) -> str:
-    lines = [
-        f"{len(rows):,} points; those that no other beats in KV memory, TTFT p99 and throughput:",
-        "",
-        f"{'KV tokens':>14}{'hits':>9}{'TTFT p99':>12}{'TPOT p99':>12}{'requests/s':>12}  settings",
-    ]
+    """Return the front of each load, and how many points measure the same as one on it."""
+    from kvarts.plan.sweep import load_of
+
+    loads = load_of(keys)
+    others = [key for key in keys if key not in loads]
+    by_load: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["pareto"]:
-            changed = ", ".join(f"{key}={row[key]}" for key in keys if key in row)
+            by_load.setdefault(_settings(row, loads), []).append(row)
+    lines = [f"{len(rows):,} points; those of each load that no other beats in KV memory, TTFT p99 and throughput"]
+    for load, on_front in by_load.items():
+        lines += ["", *([load] if load else [])]
+        lines.append(
+            f"{'KV tokens':>14}{'GiB':>8}{'hits':>9}{'TTFT p99':>12}{'TPOT p99':>11}{'requests/s':>12}  settings"
+        )
+        for row in on_front:
+            num_same = sum(other["same_as"] is not None and rows[other["same_as"]] is row for other in rows)
+            also = f" (and {num_same:,} that measure the same)" if num_same else ""
+            gib = f"{row['kv_bytes'] / (1 << 30):,.1f}" if row.get("kv_bytes") else "-"
             lines.append(
-                f"{row['kv_tokens']:>14,}{as_percent(row['hit_ratio']):>9}{as_number(row['ttft_ms_p99']):>12}"
-                f"{as_number(row['tpot_ms_p99']):>12}{as_number(row['request_throughput_per_s']):>12}  {changed}"
+                f"{row['kv_tokens']:>14,}{gib:>8}{as_percent(row['hit_ratio']):>9}{as_duration(row['ttft_ms_p99']):>12}"
+                f"{as_duration(row['tpot_ms_p99']):>11}{number(row['request_throughput_per_s']):>12}  "
+                f"{_settings(row, others)}{also}".rstrip()
             )
     return "\n".join(lines) + "\n"
+
+
+def _settings(row: dict[str, Any], keys: list[str]) -> str:
+    return ", ".join(f"{key}={row[key]}" for key in keys if key in row)

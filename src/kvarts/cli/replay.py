@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import GroupedCommand, given_by_flags, grouped, options_of
+from kvarts.cli.effects import check_effects
+from kvarts.cli.options import Command, given_by_flags, grouped, options_of
+from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.parts import Outputs, Run, load_parts
+from kvarts.cli.progress import Progress
 from kvarts.cli.sample import SECTION as TRAFFIC
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.directories import new_directory
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 
 from kvarts.cli.paths import DERIVED, DIRECTORY, INPUT
 
-__all__ = ["OneRun", "all_sections", "read_settings", "replay_command"]
+__all__ = ["OneRun", "all_sections", "paths_in", "read_settings", "replay_command", "set_by"]
+
+INCONCLUSIVE = 6
 
 result = grouped("Results")
 
@@ -44,7 +49,7 @@ def _options() -> list[click.Parameter]:
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
 
 
-@click.command("replay", cls=GroupedCommand, params=_options(), no_args_is_help=False)
+@click.command("replay", cls=Command, params=_options(), no_args_is_help=False, checks_effects=True)
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
               "or a [workload] table. Options given here win.")  # fmt: skip
@@ -53,41 +58,70 @@ def _options() -> list[click.Parameter]:
         help="Write the report as JSON to FILE.")  # fmt: skip
 @result("--requests", "requests_file", metavar="FILE", type=DERIVED,
         help="Write one JSON line a request to FILE, in arrival order.")  # fmt: skip
+@result("--html", "html_file", metavar="FILE", type=DERIVED,
+        help="Write a page to FILE that shows the run, and needs nothing else.")  # fmt: skip
+@open_option(result)
 @result("--run-dir", metavar="DIR", type=DIRECTORY,
         help="Write everything about the run to DIR, a new directory, for `kvarts report`: report, requests, "
         "timeline, events. With several models, a directory each in it.")  # fmt: skip
 def replay_command(
     trace: Path | None,
     config_file: Path | None,
+    html_file: Path | None,
+    opens: bool,
     **params: Any,
-) -> None:
+) -> int:
     """Replay traffic through the KV-cache control plane, in virtual time.
 
     TRACE is a Mooncake JSONL file, a .csv of Azure's 2023 traces, or a .json of kv-cache-tester or a directory of them.
     Without it, a bundled sample is replayed: twelve sessions of coding agents; and without --config as well, on
     llama-3.1-8b on an h100-80gb where options do not say otherwise. The report goes to standard output, everything
-    else to standard error.
+    else to standard error. The exit code is 6 where no request fits into the memory.
     """
     sections = all_sections()
     given = _given_on_command_line(params, sections).over(read_settings(config_file, sections))
     for part in load_parts():
         part.check(given)
+    check_effects(click.get_current_context(), is_set=set_by(given, sections))
     runs = [part.run(given, trace, sections, params) for part in load_parts()]
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
     run: Run = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
     run_dir: Path | None = params.pop("run_dir")
+    check_opening(html_file, opens=opens)
     inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
     with ExitStack() as stack:
         folder = None if run_dir is None else stack.enter_context(new_directory(run_dir, last=REPORT))
-        outputs = run.outputs({**params, "run_dir": folder})
+        if folder is None and html_file is not None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvarts-")))
+        outputs = run.outputs({**params, "run_dir": folder, "html_file": html_file})
         check_outputs(outputs.paths, inputs, run_dir=run_dir)
         from kvarts.sim.replay import replay
 
         traffic, traces = run.load()
-        with outputs.observers() as observers_of, _Progress(traces) as progress:
-            report = replay(traffic, run.config, on_progress=progress, observers_of=observers_of)
+        with outputs.observers() as observers_of, _progress(traces) as progress:
+            report = replay(traffic, run.config, on_progress=progress.update, observers_of=observers_of)
         outputs.write(report)
+        if folder is not None and html_file is not None:
+            write_run_page(folder, html_file, opens=opens)
+    return INCONCLUSIVE if nothing_fits(report.summary) else 0
+
+
+def nothing_fits(summary: Mapping[str, Any]) -> bool:
+    """Return whether a replay has nothing to tell: every request was refused."""
+    return not summary.get("num_completed", 1) and bool(summary["num_rejected"])
+
+
+def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
+    """Return what answers whether an option, or `--option=value`, is among what was given."""
+    keys = {each.flag: each.key for section in sections if not section.is_named for each in section.settings}
+
+    def is_set(what: str) -> bool:
+        flag, equals, value = what.partition("=")
+        key = keys.get(flag)
+        return key is not None and key in given and (not equals or str(given[key]) == value)
+
+    return is_set
 
 
 def paths_in(given: Given) -> list[Path]:
@@ -142,21 +176,7 @@ class OneRun:
         return trace, [trace]
 
 
-class _Progress:
-    """A bar on standard error, where that is a terminal, once a replay takes longer than a second."""
-
-    def __init__(self, traces: Sequence[Trace]) -> None:
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            known = [trace.requests for trace in traces]
-            num_requests = sum(map(len, filter(None, known))) if None not in known else None
-            self._bar = tqdm(total=num_requests, delay=1.0, unit=" requests", file=sys.stderr, leave=False)
-
-    def __enter__(self) -> Callable[[int], object] | None:
-        return None if self._bar is None else self._bar.update
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+def _progress(traces: Sequence[Trace]) -> Progress:
+    known = [trace.requests for trace in traces]
+    num_requests = sum(map(len, filter(None, known))) if None not in known else None
+    return Progress("replaying", num_requests, "requests")

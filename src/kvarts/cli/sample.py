@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from kvarts.errors import ConfigError, parts_of
+from kvarts.samples import PREFIX, SAMPLES
 from kvarts.settings import AtLeastOne, Flags, Given, Section, setting
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SECTION", "TrafficSettings", "load_traffic", "over_sample_settings", "reading_of"]
 
-SAMPLE = "coding-agents"
-SAMPLE_SOURCE = "twelve sessions of coding agents from kv-cache-tester (Apache-2.0)"
+SAMPLE = "agents"
 SAMPLE_SETTINGS = {"model": "llama-3.1-8b", "device": "h100-80gb"}
 """By their keys. With these, the pages nearly suffice for what the sessions come back to."""
 
@@ -71,11 +71,8 @@ def load_traffic(given: Given, trace: Path | None) -> Trace:
         trace = given.path_of("trace")
     if trace is not None:
         return _answered(load_trace(trace, **reading_of(given)), given)
-    from importlib.resources import as_file, files
-
-    click.echo(f"kvarts: replaying {SAMPLE_SOURCE}; give a TRACE to replay your own", err=True)
-    with as_file(files("kvarts") / "data" / SAMPLE) as directory:
-        return _answered(load_trace(directory, **reading_of(given)), given)
+    click.echo(f"kvarts: replaying {SAMPLES[SAMPLE].what}; give a TRACE to replay your own", err=True)
+    return _answered(load_trace(f"{PREFIX}{SAMPLE}", **reading_of(given)), given)
 
 
 def _answered(trace: Trace, given: Given) -> Trace:

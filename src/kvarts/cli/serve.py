@@ -8,11 +8,12 @@ from kvarts.cli import (
     serve_model,
     serve_sessions,
 )
+from kvarts.cli.options import Group
 
 __all__ = ["serve_command"]
 
 
-class Doors(click.Group):
+class Doors(Group):
     """Commands, the first of which is meant where options stand in place of a name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from kvarts.cli import (
 from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option, speculation_option
 from kvarts.cli.http_options import address_of, door_settings, http_options, keys_of, need_http, serve_http
 from kvarts.cli.llm import need_torch
-from kvarts.cli.options import GroupedCommand, GroupedOption
+from kvarts.cli.options import Command, GroupedOption
 
 __all__ = ["model_command"]
 
@@ -28,7 +28,7 @@ def _options() -> list[click.Parameter]:
     return options
 
 
-@click.command("model", cls=GroupedCommand, params=_options())
+@click.command("model", cls=Command, params=_options())
 @click.option("--model", metavar="DIR", required=True, cls=GroupedOption, group="Model", help=MODEL_HELP)
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 @lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")

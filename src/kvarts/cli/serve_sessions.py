@@ -16,7 +16,7 @@ from kvarts.cli import (
 )
 from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option
 from kvarts.cli.narrating import narrate
-from kvarts.cli.options import GroupedCommand, GroupedOption, grouped
+from kvarts.cli.options import Command, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
 from kvarts.cli.sessions import WINDOW, need_grpc
 from kvarts.errors import ConfigError
@@ -37,7 +37,7 @@ of_all = grouped("All sessions together")
 of_address = grouped("Address")
 
 
-@click.command("sessions", cls=GroupedCommand)
+@click.command("sessions", cls=Command)
 @of_model("--model", metavar="DIR", help=MODEL_HELP)
 @of_model("--mock", is_flag=True, help="No model: tokens by a rule, steps as long as a cost model says.")
 @of_model("--speedup", metavar="X", type=float, help="Of the mock: steps take an Xth of their time. [1]")
@@ -81,8 +81,6 @@ def sessions_command(**values: Any) -> None:
     """Serve sessions over gRPC: conversations with their state here, in bounded memory."""
     if (values["model"] is None) == (not values["mock"]):
         raise ConfigError("give either", field="model", hint="Give --model DIR or --mock.")
-    if values["speedup"] is not None and not values["mock"]:
-        raise ConfigError("is of the mock", field="speedup", hint="Give --mock, or leave it out.")
     settings = _engine_settings(values)
     need_grpc()
     narrate()

@@ -80,15 +80,16 @@ class SharedOutputs:
         requests_file: Path | None,
         run_dir: Path | None,
         loans_file: Path | None,
+        html_file: Path | None = None,
         **places: Any,
     ) -> None:
         self._as_json = as_json
         self._num_replicas = config.each.replicas
         self._reports = [path for path in (report_file,) if path is not None]
         self._loans = [path for path in (loans_file,) if path is not None]
-        for path in (*self._reports, *self._loans):
+        named_paths = [*self._reports, *self._loans, *(path for path in (html_file,) if path is not None)]
+        for path in named_paths:
             check_writable(path)
-        named_paths = [*self._reports, *self._loans]
         if run_dir is not None:
             self._reports.append(run_dir / REPORT)
             self._loans.append(run_dir / LOANS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvarts.cli.table import as_bytes, as_number, as_percent
+from kvarts.cli.table import as_bytes
+from kvarts.report.words import number
+from kvarts.units import as_duration, as_percent
 
 __all__ = ["render_shared_table"]
 
@@ -23,12 +25,12 @@ def render_shared_table(summary: dict[str, Any]) -> str:
         ("requests", lambda model: f"{model['num_completed']:,}"),
         ("rejected", lambda model: f"{model['num_rejected']:,}"),
         ("failed", lambda model: f"{model['num_failed']:,}"),
-        ("TTFT mean ms", lambda model: as_number(model["ttft_ms"]["mean"])),
-        ("TTFT p50 ms", lambda model: as_number(model["ttft_ms"]["p50"])),
-        ("TTFT p99 ms", lambda model: as_number(model["ttft_ms"]["p99"])),
-        ("ITL mean ms", lambda model: as_number(model["itl_ms"]["mean"])),
-        ("ITL p99 ms", lambda model: as_number(model["itl_ms"]["p99"])),
-        ("out tokens/s", lambda model: as_number(model["output_throughput_tokens_per_s"])),
+        ("TTFT mean", lambda model: as_duration(model["ttft_ms"]["mean"])),
+        ("TTFT p50", lambda model: as_duration(model["ttft_ms"]["p50"])),
+        ("TTFT p99", lambda model: as_duration(model["ttft_ms"]["p99"])),
+        ("ITL mean", lambda model: as_duration(model["itl_ms"]["mean"])),
+        ("ITL p99", lambda model: as_duration(model["itl_ms"]["p99"])),
+        ("out tokens/s", lambda model: number(model["output_throughput_tokens_per_s"])),
         ("prefix hits", lambda model: as_percent(model["prefix_hit_ratio"])),
         ("preempted", lambda model: f"{model['num_preemptions_inside']:,}"),
         ("for others", lambda model: f"{model['num_preemptions_for_others']:,}"),
@@ -48,13 +50,13 @@ def render_shared_table(summary: dict[str, Any]) -> str:
     ]
     for title, value in rows:
         lines.append(f"{title:<13}" + "".join(f"{value(model):>{WIDTH}}" for model in models.values()))
-    rate = as_number(total["output_throughput_tokens_per_s"])
-    busy = f"{total['duration_ms'] / 1e3:,.1f} s, computing {as_percent(total['busy_pct'])} of it"
+    rate = number(total["output_throughput_tokens_per_s"])
+    busy = f"{as_duration(total['duration_ms'])}, computing {as_percent(total['busy_pct'])} of it"
     lines += ["", *_promise(total), f"fairness     {_fairness(total)}", f"duration     {busy}; {rate} out tokens/s"]
-    for number, device in enumerate(devices):
+    for place, device in enumerate(devices):
         counts = f"{device['num_requests']:,} requests, computing {as_percent(device['busy_pct'])} of the time"
-        rate = as_number(device["output_throughput_tokens_per_s"])
-        lines += [f"{f'device {number}':<13}{counts}; {rate} out tokens/s", *_loans(device)]
+        rate = number(device["output_throughput_tokens_per_s"])
+        lines += [f"{f'device {place}':<13}{counts}; {rate} out tokens/s", *_loans(device)]
     if not devices:
         lines += _loans(total)
     return "\n".join(lines) + "\n"

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from textwrap import wrap
 from typing import Any
 
-from kvarts.cli.parts import load_parts
-from kvarts.report.advice import advice
+from kvarts.report.words import LIMITS, in_memory, number, opening, wrapped
+from kvarts.units import as_duration, as_percent
 
-__all__ = ["as_bytes", "as_number", "as_percent", "render_table"]
+__all__ = ["as_bytes", "render_advice", "render_table"]
 
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
-LIMITS = {
-    "nothing": "nothing: requests were admitted as they came",
-    "compute": "compute: waiting requests found the step's token budget spent",
-    "kv_pages": "KV pages: waiting requests did not fit beside those running",
-    "sequence_cap": "sequence cap: as many requests ran as may run at once",
-    "transfers": "transfers: waiting requests found loads under way, most of them on",
-}
 
 
 def render_table(summary: dict[str, Any]) -> str:
-    """Return the table as text, with a line end."""
+    """Return the table as text, with a line end; of a replay that completed nothing, why."""
     config = summary["config"]
-    pages, page_size, replicas = config["pages"], config["page_size"], config["replicas"]
     completed, rejected = summary["num_completed"], summary["num_rejected"]
-    each = f"{replicas} replicas of " if replicas > 1 else ""
-    lines = [
-        f"{_fit(summary['trace'], 44)}: {summary['num_requests']:,} requests",
-        f"on {each}{pages:,} pages of {page_size} tokens, profile {config['profile']}",
-        "",
-        f"{'ms':<8}" + "".join(f"{name:>12}" for name in COLUMNS),
-    ]
+    lines = [f"{_fit(summary['trace'], 44)}: {summary['num_requests']:,} requests", *opening(config), ""]
+    if rejected and not completed:
+        return "\n".join([*lines, _row("requests", _counts(summary, completed, rejected))]) + "\n"
+    lines.append(f"{'':<8}" + "".join(f"{name:>12}" for name in COLUMNS))
     for name in LATENCIES:
         values = summary[name]
-        cells = "".join(f"{as_number(values[column]):>12}" for column in COLUMNS)
+        cells = "".join(f"{as_duration(values[column]):>12}" for column in COLUMNS)
         lines.append(f"{name.removesuffix('_ms').upper():<8}{cells}")
         spread = summary.get("uncertainty", {}).get(name)
         if spread is not None:
@@ -43,19 +31,19 @@ def render_table(summary: dict[str, Any]) -> str:
             lines.append(f"{'':<8}{known}".rstrip())
     lines += [
         "",
-        _row("duration", f"{summary['duration_ms'] / 1e3:,.1f} s in {summary['num_steps']:,} steps"),
+        _row("duration", f"{as_duration(summary['duration_ms'])} in {summary['num_steps']:,} steps"),
         _row("requests", _counts(summary, completed, rejected)),
         _row(
             "throughput",
-            f"{as_number(summary['request_throughput_per_s'])} requests/s, "
-            f"{as_number(summary['input_throughput_tokens_per_s'])} in and "
-            f"{as_number(summary['output_throughput_tokens_per_s'])} out tokens/s",
+            f"{number(summary['request_throughput_per_s'])} requests/s, "
+            f"{number(summary['input_throughput_tokens_per_s'])} in and "
+            f"{number(summary['output_throughput_tokens_per_s'])} out tokens/s",
         ),
     ]
     goodput = summary["goodput"]
     if goodput is not None:
         lines.append(
-            _row("goodput", f"{as_number(goodput['requests_per_s'])} requests/s, {as_percent(goodput['ratio'])} of all")
+            _row("goodput", f"{number(goodput['requests_per_s'])} requests/s, {as_percent(goodput['ratio'])} of all")
         )
     lines += [
         _row(
@@ -69,23 +57,22 @@ def render_table(summary: dict[str, Any]) -> str:
         _row(
             "KV pages",
             f"peak {as_percent(summary['peak_used_pct'])} used, mean {as_percent(summary['mean_used_pct'])}, "
-            f"{summary['num_evicted_pages']:,} {'blocks ' if 'kv_groups' in summary else ''}evicted",
+            f"{_evicted(summary)} evicted",
         ),
         *_groups(summary),
-        _row("working set", _working_set(summary, pages * replicas)),
+        _row("working set", _working_set(summary)),
         _row(
             "preempted",
             f"{summary['num_preemptions']:,} times, {summary['num_recomputed_tokens']:,} tokens computed again",
         ),
         _row("limited by", _limit(summary["limited_by"])),
         *_warnings(summary),
-        *_advice(summary),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _plus_minus(value: float | None) -> str:
-    return "" if value is None else f"+-{as_number(value)}"
+    return "" if value is None else f"+-{as_duration(value)}"
 
 
 def _tiers(summary: dict[str, Any]) -> list[str]:
@@ -165,17 +152,21 @@ def _warnings(summary: dict[str, Any]) -> list[str]:
     return [
         line
         for warning in (*said, *summary.get("warnings", ()))
-        for line in wrap(
-            warning, width=80, initial_indent=f"{'warning':<14}", subsequent_indent=" " * 14, break_on_hyphens=False
-        )
+        for line in wrapped(warning, f"{'warning':<14}", " " * 14)
     ]
 
 
-def _working_set(summary: dict[str, Any], pool_pages: int) -> str:
+def _evicted(summary: dict[str, Any]) -> str:
+    count = summary["num_evicted_pages"]
+    return f"{count:,} blocks" if "kv_groups" in summary else f"{count:,}{in_memory(count, summary['config'])}"
+
+
+def _working_set(summary: dict[str, Any]) -> str:
     pages = summary["working_set_pages"]
     if pages is None:
         return "unknown: the trace was read as a stream"
-    return f"{pages:,} pages, {pages / pool_pages:,.2f} times the pool"
+    size = in_memory(pages, summary["config"])
+    return f"{pages:,} pages{size}, {summary['working_set_to_pool']:,.2f} times the pool"
 
 
 def _limit(limited_by: dict[str, Any]) -> str:
@@ -185,24 +176,12 @@ def _limit(limited_by: dict[str, Any]) -> str:
     return f"{text}\n{'':<14}({as_percent(share)} of the time spent waiting)" if share is not None else text
 
 
-def _advice(summary: dict[str, Any]) -> list[str]:
-    """Return what to try next, behind an empty line."""
-    sentence = advice(summary, tier_flag=next((part.tier_flag for part in load_parts() if part.tier_flag), None))
+def render_advice(sentence: str | None) -> str:
+    """Return a sentence of advice as a paragraph behind an empty line; nothing for none."""
     if sentence is None:
-        return []
-    return ["", *wrap(f"{sentence[0].upper()}{sentence[1:]}.", width=80, break_on_hyphens=False)]
-
-
-def as_number(value: float | None) -> str:
-    """Return `value` with two decimals, or without decimals from 10,000 on."""
-    if value is None:
-        return "-"
-    return f"{value:,.2f}" if value < 10_000 else f"{value:,.0f}"
-
-
-def as_percent(value: float | None) -> str:
-    """Return a ratio in per cent."""
-    return "-" if value is None else f"{value * 100:.1f} %"
+        return ""
+    whole = f"{sentence[0].upper()}{sentence[1:]}."
+    return "\n".join(["", *wrapped(whole)]) + "\n"
 
 
 def _fit(text: str, width: int) -> str:

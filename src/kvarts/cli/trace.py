@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import Command
+from kvarts.cli.options import Command, Group
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_bytes, print_json
-from kvarts.cli.table import as_number
 from kvarts.errors import ConfigError
+from kvarts.report.words import number
+from kvarts.samples import PREFIX, SAMPLES
 from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
-    from kvarts.traffic.trace import Trace
+    from kvarts.traffic.trace import Trace, TraceRequest
 
 __all__ = ["trace_command"]
 
@@ -53,13 +54,22 @@ def _writing(command: Callable[..., None]) -> Callable[..., None]:
     return _reading(command)
 
 
-@click.group("trace")
+@click.group("trace", cls=Group)
 def trace_command() -> None:
     """Look at traces, and make traces from traces.
 
-    A TRACE is what `kvarts replay` takes. What is made is Mooncake's JSON lines, on standard output, or where requests
-    wait for requests, those of Dynamo's agentic traces.
+    A TRACE is what `kvarts replay` takes, or a bundled one: `sample:mooncake`. What is made is Mooncake's JSON lines,
+    on standard output, or where requests wait for requests, those of Dynamo's agentic traces.
     """
+
+
+@trace_command.command("list", cls=Command)
+def list_command() -> None:
+    """List the bundled traces: each name can stand for a TRACE in any command, and in `kvarts.load_trace`."""
+    names = {f"{PREFIX}{name}": sample.what for name, sample in SAMPLES.items()}
+    width = max(map(len, names)) + 2
+    for name, what in names.items():
+        click.echo(f"{name:<{width}}{what}")
 
 
 @trace_command.command("info", cls=Command)
@@ -198,7 +208,7 @@ def _info(trace: Trace) -> dict[str, Any]:
     requests = trace.requests or []
     prompts = np.array([request.num_prompt_tokens for request in requests])
     outputs = np.array([request.num_output_tokens for request in requests])
-    duration_s = max(request.arrival_ns for request in requests) / 1e9
+    duration_s = _duration_s(requests)
     return {
         "trace": trace.name,
         "num_requests": len(requests),
@@ -221,9 +231,23 @@ def _info(trace: Trace) -> dict[str, Any]:
     }
 
 
+def _duration_s(requests: Sequence[TraceRequest]) -> float:
+    """Return the time from the first arrival to the last, which of turns that only have delays is at least so long."""
+    ends: dict[str, int] = {}
+    last_ns = 0
+    for request in requests:
+        arrival_ns = request.arrival_ns
+        if request.session_id is not None and request.delay_ns is not None and request.session_id in ends:
+            arrival_ns = max(arrival_ns, ends[request.session_id] + request.delay_ns)
+        if request.session_id is not None:
+            ends[request.session_id] = arrival_ns
+        last_ns = max(last_ns, arrival_ns)
+    return last_ns / 1e9
+
+
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return value if isinstance(value, str) else as_number(value)
+    return value if isinstance(value, str) else number(value)

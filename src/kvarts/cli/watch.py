@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 import msgspec
 
-from kvarts.cli.options import GroupedCommand, grouped
+from kvarts.cli.options import Command, grouped
 from kvarts.cli.paths import OUTPUT
 from kvarts.cli.printing import print_bytes, print_json
 from kvarts.errors import ConfigError
@@ -43,7 +43,7 @@ FILES = ("events_file", "timeline_file", "verdict_file")
 MOST_WAITING = 1 << 16
 
 
-@click.command("watch", cls=GroupedCommand)
+@click.command("watch", cls=Command)
 @click.argument("endpoint")
 @of_engine("--replay", metavar="ENDPOINT", help="Ask here for full state, and for batches that were lost.")
 @of_engine("--topic", default="", help="Of the events; they begin with it. [all]")

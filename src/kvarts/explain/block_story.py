@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from kvarts.content import Content
 from kvarts.errors import InputError
 from kvarts.explain.reading import Journal
-from kvarts.explain.telling import place_of, seconds_of, sharing
+from kvarts.explain.telling import place_of, sharing
 from kvarts.journal import (
     AdmittedLine,
     CancelledLine,
@@ -25,6 +25,7 @@ from kvarts.journal import (
     StoringLine,
 )
 from kvarts.keys import BlockKey, BlockKeys
+from kvarts.units import as_duration
 
 __all__ = ["block_named", "story_of_block"]
 
@@ -194,7 +195,7 @@ class _BlockStory:
         since = self._idle_since.get(line.group)
         if since is None:
             return last
-        return f" after {seconds_of(line.t_ms - since.t_ms)} idle{last}"
+        return f" after {as_duration(line.t_ms - since.t_ms)} idle{last}"
 
 
 def block_named(journal: Journal, name: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvarts.explain.block_story import story_of_block
 from kvarts.explain.reading import Journal
-from kvarts.explain.telling import last_holder, named_pages, num_of, place_of, seconds_of
+from kvarts.explain.telling import last_holder, named_pages, num_of, place_of
 from kvarts.journal import (
     AdmittedLine,
     ArrivedLine,
@@ -26,6 +26,7 @@ from kvarts.journal import (
     StoredLine,
     StoreFailedLine,
 )
+from kvarts.units import as_duration
 
 __all__ = ["story_of_block", "story_of_request"]
 
@@ -120,8 +121,8 @@ class _RequestStory:
                 self._count_made(line.step)
                 self._say(
                     line,
-                    f"finished: {self._made:,} tokens made, {seconds_of(line.t_ms - self._arrived_ms)} after it arrived"
-                    + self._of_drafts(),
+                    f"finished: {self._made:,} tokens made, {as_duration(line.t_ms - self._arrived_ms)} after it "
+                    f"arrived{self._of_drafts()}",
                 )
             case CancelledLine():
                 self._count_made(line.step)
@@ -155,7 +156,7 @@ class _RequestStory:
     def _admitted(self, line: AdmittedLine) -> None:
         size = self._journal.page_size
         hit = line.hit_pages * size
-        waited = seconds_of(line.t_ms - self._since_ms)
+        waited = as_duration(line.t_ms - self._since_ms)
         again = " again" if self._lost else ""
         if not hit:
             found = "found nothing in the cache"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvarts.explain.reading import Journal
 from kvarts.journal import AdmittedLine, ComputedLine, Line, StoredBelowLine, StoredLine, StoreFailedLine
 
-__all__ = ["last_holder", "named_pages", "num_of", "place_of", "seconds_of", "sharing"]
+__all__ = ["last_holder", "named_pages", "num_of", "place_of", "sharing"]
 
 
 def sharing(journal: Journal, request: int, page: int) -> list[int]:
@@ -57,8 +57,3 @@ def place_of(line: Line) -> str:
     """Return when it was, for the beginning of what is told."""
     step = f"step {line.step}" if line.step >= 0 else "before step 0"
     return f"{step:<13} {line.t_ms / 1e3:>12,.3f} s"
-
-
-def seconds_of(ms: float) -> str:
-    """Return a time in words."""
-    return f"{ms:,.1f} ms" if ms < 1000 else f"{ms / 1e3:,.1f} s"

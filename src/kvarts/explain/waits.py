@@ -8,8 +8,9 @@ import numpy as np
 from kvarts.columns import Column
 from kvarts.explain.reading import Journal
 from kvarts.journal import AdmittedLine, BlockedLine
+from kvarts.units import as_percent
 
-__all__ = ["Waited", "longest_waits"]
+__all__ = ["Blockers", "Waited", "longest_waits"]
 
 MOST_CANDIDATES = 20_000
 SHORTEST_MS = 1.0
@@ -49,7 +50,7 @@ def longest_waits(journal: Journal, count: int) -> list[Waited]:
         if isinstance(line, AdmittedLine) and line.request not in begins:
             begin = begins[line.request] = journal.arrivals[line.request].t_ms
             waits.append((begin - line.t_ms, line.request, begin, line.t_ms))
-    blocked = _Blocked(journal)
+    blocked = Blockers(journal)
     found: list[_Wait] = []
     for _, request, begin, end in sorted(waits)[:MOST_CANDIDATES]:
         if found and end - begin < SHORTEST_MS:
@@ -67,14 +68,14 @@ def longest_waits(journal: Journal, count: int) -> list[Waited]:
         Waited(
             journal.names[wait.request],
             wait.end_ms - wait.begin_ms,
-            CAUSES[wait.reason] + (f" ({wait.share:.0%} of the time)" if wait.reason != "turn" else ""),
+            CAUSES[wait.reason] + (f" ({as_percent(wait.share)} of the time)" if wait.reason != "turn" else ""),
             wait.num_others,
         )
         for wait in found
     ]
 
 
-class _Blocked:
+class Blockers:
     """When the head of the queue was not admitted, and why."""
 
     def __init__(self, journal: Journal) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvarts.errors import ConfigError, InputError, parts_of
+from kvarts.errors import ConfigError, InputError, did_you_mean, parts_of
 from kvarts.files import read_toml
 from kvarts.hardware.dtypes import dtype_bits, flops_dtype
 from kvarts.limits import MOST_COUNT
@@ -88,7 +88,8 @@ def load_device(name: str) -> Device:
         raise ConfigError(
             f"{name!r} is not known",
             field="device",
-            hint=f"Use one of {', '.join(device_names())}, a file my.toml, or cpu:cores=8,bandwidth=80GB/s.",
+            hint=did_you_mean(name, device_names())
+            or f"Use one of {', '.join(device_names())}, a file my.toml, or cpu:cores=8,bandwidth=80GB/s.",
         )
     return Device(
         name.lower(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.errors import ConfigError, InputError, MissingFileError, parts_of
+from kvarts.errors import ConfigError, InputError, MissingFileError, did_you_mean, parts_of
 from kvarts.files import read_bytes, reading
 from kvarts.hardware.config_fields import FAMILIES, ConfigFields
 from kvarts.hardware.config_layers import (
@@ -48,10 +48,11 @@ def load_geometry(model: str | Path) -> Geometry:
             path /= "config.json"
         is_there = path.exists()
     if not is_there:
+        close = did_you_mean(name, list(presets))
         raise MissingFileError(
             "is neither a model known by name nor a config.json",
             path=name,
-            hint=f"Known by name are {', '.join(presets)}.",
+            hint=f"{close or 'Give a config.json, or a name:'} `kvarts model list` lists all names.",
         )
     data = read_bytes(path)
     try:

@@ -14,7 +14,7 @@ from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
 from kvarts.executor.torch.pools import page_bytes_of
 from kvarts.executor.torch.probe import examine, layer_shapes
 from kvarts.kv.group_memory import Retention
-from kvarts.units import parse_bytes
+from kvarts.units import meant_size, parse_bytes
 
 __all__ = ["KV_GROUPS", "KVRoom", "latent_token_bytes", "token_bytes"]
 
@@ -83,7 +83,11 @@ class KVRoom:
         else:
             num_bytes = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
         if num_bytes < self._page_bytes:
-            raise ConfigError(f"{num_bytes:,} bytes hold no page of {self._page_bytes:,} bytes", field="kv_memory")
+            raise ConfigError(
+                f"{num_bytes:,} bytes hold no page of {self._page_bytes:,} bytes",
+                field="kv_memory",
+                hint=meant_size(kv_memory, self._page_bytes),
+            )
         return num_bytes // self._page_bytes
 
     def num_blocks(self, num_pages: int) -> int:

@@ -13,7 +13,7 @@ from kvarts.kv.eviction import EvictionOrder
 from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_MS, MOST_PAGES, check_number, check_whole
 from kvarts.offload.spec import ChannelSpec, TierSpec
 from kvarts.settings import SettingError, setting
-from kvarts.units import parse_bytes, parse_rate
+from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from kvarts.config import EngineConfig
@@ -66,7 +66,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host_memory: Annotated[
         Size | None,
         setting(
-            "The same in bytes: 64GiB. A page weighs --kv-bytes-per-token times its tokens.",
+            "Host memory below the device of each replica: 64GiB. A page takes --kv-bytes-per-token times its tokens.",
             flag="--host-memory",
             metavar="SIZE",
             replaces=("host_pages",),
@@ -117,7 +117,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     disk_memory: Annotated[
         Size | None,
-        setting("The same in bytes.", flag="--disk-memory", metavar="SIZE", replaces=("disk_pages",)),
+        setting("Files below host memory: 1TiB.", flag="--disk-memory", metavar="SIZE", replaces=("disk_pages",)),
     ] = None
     disk_read: Annotated[Rate, setting("Bandwidth from files.", flag="--disk-read", metavar="RATE")] = "5GB/s"
     disk_write: Annotated[Rate, setting("Bandwidth to files.", flag="--disk-write", metavar="RATE")] = "3GB/s"
@@ -233,8 +233,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.host_pages is not None:
             num_blocks = memory.num_blocks(self.host_pages)
+        elif self.host_memory is None:
+            num_blocks = 0
         else:
-            num_blocks = 0 if self.host_memory is None else self._bytes("host_memory") // memory.block_bytes
+            self._refuse_less_than(memory.block_bytes, "host_memory", "block")
+            num_blocks = self._bytes("host_memory") // memory.block_bytes
         if num_blocks > MOST_PAGES:
             raise SettingError(
                 f"makes {num_blocks:,} blocks of {memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
@@ -263,7 +266,18 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return count
         if getattr(self, memory) is None:
             return 0
-        return self._bytes(memory) // (self.kv_bytes_per_token * page_size)
+        page_bytes = self.kv_bytes_per_token * page_size
+        self._refuse_less_than(page_bytes, memory, "page")
+        return self._bytes(memory) // page_bytes
+
+    def _refuse_less_than(self, least_bytes: int, memory: str, what: str) -> None:
+        """Raise SettingError for a size that holds nothing, unless it is 0, which is no tier."""
+        if 0 < self._bytes(memory) < least_bytes:
+            size = getattr(self, memory)
+            shown = f"{size} bytes" if str(size).strip().isdecimal() else size
+            raise SettingError(
+                f"{shown} hold no {what} of {least_bytes:,} bytes", memory, hint=meant_size(size, least_bytes)
+            )
 
     def _bytes(self, field: str) -> int:
         value: Size = getattr(self, field)

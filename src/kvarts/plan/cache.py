@@ -47,6 +47,11 @@ class CachePlan:
         return self.knees[len(self.knees) // 2] if self.knees else max(self.least_pages, self.curve.most_pages)
 
     @property
+    def sizes_under_pressure(self) -> list[int]:
+        """The main knee, and half of it where every request still fits: there, policies differ."""
+        return sorted({max(self.least_pages, self.main_knee // 2), self.main_knee})
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return self._reuse.num_prompt_tokens

@@ -16,6 +16,7 @@ from kvarts.plan.options import cheapest_option, other_option
 from kvarts.plan.replays import Replays, Step
 from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig, RouterName
+from kvarts.units import as_percent
 
 __all__ = ["COST_ERROR", "LatencyPlan", "Step"]
 
@@ -57,7 +58,7 @@ class LatencyPlan:
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
         self._others = {
             "knee": (plan.main_knee, "the knee of the curve of hits"),
-            "best": (plan.curve.size_for(NEARLY_ALL), f"{NEARLY_ALL:.0%} of the hits that there can be"),
+            "best": (plan.curve.size_for(NEARLY_ALL), f"{as_percent(NEARLY_ALL)} of the hits that there can be"),
         }
         looked_at = [step.pages for step in self._steps_to_look_at()]
         sizes = [*looked_at, *(pages for pages, _ in self._others.values())]

@@ -59,7 +59,7 @@ class League:
         *,
         config: ReplayConfig | None = None,
         command: Callable[[str, int], str],
-        replay_command: Callable[[str], str],
+        replay_command: Callable[[str, int], str],
         find: Callable[[str, Trace], MakeOrder] | None = None,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
@@ -72,10 +72,15 @@ class League:
         self._on_replay = on_replay
 
     def to_builtins(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """Return a row for each size and policy, and with a `config` one for its pages with latencies, JSON-able."""
-        return [self._row(name, size) for size in sizes for name in self._makers] + [
-            self._replayed(name, self._config) for name in self._makers if self._config is not None
-        ]
+        """Return a row for each size and policy, and with a `config` one with latencies as well, JSON-able.
+
+        Replays have the pages of the sizes, and no more than the `config` has.
+        """
+        rows = [self._row(name, size) for size in sizes for name in self._makers]
+        if self._config is None:
+            return rows
+        replayed = sorted({min(size, self._config.num_pages) for size in sizes})
+        return rows + [self._replayed(name, self._config, size) for size in replayed for name in self._makers]
 
     def _row(self, name: str, num_pages: int) -> dict[str, Any]:
         plan = self._plan
@@ -94,20 +99,22 @@ class League:
             "command": self._command(name, num_pages),
         }
 
-    def _replayed(self, name: str, config: ReplayConfig) -> dict[str, Any]:
+    def _replayed(self, name: str, config: ReplayConfig, num_pages: int) -> dict[str, Any]:
         if self._on_replay is not None:
             self._on_replay()
-        summary = replay(self._plan.trace, msgspec.structs.replace(config.certain, eviction=self._makers[name])).summary
+        changed = msgspec.structs.replace(config.certain, eviction=self._makers[name], num_pages=num_pages)
+        summary = replay(self._plan.trace, changed).summary
         goodput = summary["goodput"]
         return {
             "policy": name,
-            "pages": config.num_pages,
+            "pages": num_pages,
             "replayed": True,
             "hit_ratio": summary["prefix_hit_ratio"],
             "ttft_ms": summary["ttft_ms"],
             "goodput_per_s": None if goodput is None else goodput["requests_per_s"],
             "slo_ratio": share_kept(summary),
-            "command": self._replay_command(name),
+            "num_evicted_pages": summary["num_evicted_pages"],
+            "command": self._replay_command(name, num_pages),
         }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.ladder import MOST_REPLICAS
 from kvarts.plan.replays import Replays, Step
+from kvarts.units import as_duration, as_percent
 
 __all__ = ["cheapest_option", "other_option"]
 
@@ -18,7 +19,9 @@ def cheapest_option(
     replays: Replays, step: Step, below: Step | None, slo_share: float, found: Mapping[str, Any]
 ) -> Option:
     """Return the least that keeps the SLO; `below`, the step before it, does not. `found`: what else was looked for."""
-    option = _option(replays, "cheapest", step, f"the least that keeps the SLO for {slo_share:.0%} of requests")
+    option = _option(
+        replays, "cheapest", step, f"the least that keeps the SLO for {as_percent(slo_share)} of requests", slo_share
+    )
     option["keeps_slo"] = True
     if below is None:
         option["would_change"].append("no smaller step holds every request")
@@ -30,10 +33,11 @@ def cheapest_option(
             "slo_ratio": share,
             "command": replays.at(below)["command"],
         }
-        option["would_change"].append(f"one step less, {_named(below)}, keeps the SLO for {share:.1%} only")
+        only = f"{as_percent(share, bound=slo_share)} only"
+        option["would_change"].append(f"one step less, {replays.named(below)}, keeps the SLO for {only}")
     option["would_change"] += [
         *_by_rate(step, found.get("largest_rate")),
-        *_by_cost(found["sensitivity"]),
+        *_by_cost(replays, found["sensitivity"]),
         *_by_router(found["replicas"]),
     ]
     return option
@@ -46,7 +50,7 @@ def other_option(
     needed = max(1, -(-num_pages // most))
     replicas = min(needed, MOST_REPLICAS)
     pages = most if replicas > 1 else max(num_pages, min(replays.least_pages, most))
-    option = _option(replays, name, Step(replicas, pages), what)
+    option = _option(replays, name, Step(replicas, pages), what, slo_share)
     if needed > replicas:
         option["notes"].append(f"it would take {needed:,} replicas; this is as many as are tried")
     if slo_share is not None:
@@ -57,32 +61,35 @@ def other_option(
     total = replicas * pages
     now, half, twice = (plan.curve.hit_ratio(size) for size in (total, max(total // 2, plan.least_pages), 2 * total))
     optimum = plan.point(total)["optimum_hit_ratio"]
+    found = as_percent(now)
     option["would_change"] = [
-        f"one request at a time these pages find {now:.1%}, half of them {half:.1%}, twice as many {twice:.1%}",
-        f"a policy that knew the future would find {optimum:.1%} with the same pages",
+        f"one request at a time these pages find {found}, half of them {as_percent(half)}, twice {as_percent(twice)}",
+        f"a policy that knew the future would find {as_percent(optimum)} with the same pages",
     ]
     return option
 
 
-def _option(replays: Replays, name: str, step: Step, what: str) -> Option:
+def _option(replays: Replays, name: str, step: Step, what: str, slo_share: float | None) -> Option:
     point = replays.at(step)
     kept = point["slo_ratio"]
     spread = replays.spread(step)
     ttft, tpot = (
-        _ms(point[metric]["p99"]) + ("" if spread is None else f" +- {_ms(spread[metric]['p99'])}")
+        as_duration(point[metric]["p99"]) + ("" if spread is None else f" +- {as_duration(spread[metric]['p99'])}")
         for metric in ("ttft_ms", "tpot_ms")
     )
     notes = [
-        f"{_share(point['hit_ratio'])} hits, TTFT p99 {ttft}, TPOT p99 {tpot}"
-        + ("" if kept is None else f"; SLO kept by {kept:.1%}"),
+        f"{as_percent(point['hit_ratio'])} hits, TTFT p99 {ttft}, TPOT p99 {tpot}"
+        + ("" if kept is None else f"; SLO kept by {as_percent(kept, bound=slo_share)}"),
         f"limited by {point['limited_by'].replace('_', ' ')}",
     ]
-    if point["advice"]:
-        notes.append(point["advice"])
+    sentence = replays.advice(step)
+    if sentence:
+        notes.append(sentence)
     return {
         "name": name,
-        "what": f"{what}: {_named(step)}",
+        "what": f"{what}: {replays.named(step)}",
         "replicas": step.replicas,
+        "devices": point["devices"],
         "pages": step.pages,
         "hit_ratio": point["hit_ratio"],
         "ttft_ms_p99": point["ttft_ms"]["p99"],
@@ -113,7 +120,7 @@ def _by_rate(step: Step, largest: Mapping[str, Any] | None) -> list[str]:
     return [f"it keeps the SLO up to {largest['rate']:.3g} times the rate of the trace{until}"]
 
 
-def _by_cost(sensitivity: Mapping[str, Any]) -> list[str]:
+def _by_cost(replays: Replays, sensitivity: Mapping[str, Any]) -> list[str]:
     texts = []
     for answer, way in zip(sensitivity["answers"], ("shorter", "longer"), strict=True):
         cheapest = answer["cheapest"]
@@ -122,8 +129,8 @@ def _by_cost(sensitivity: Mapping[str, Any]) -> list[str]:
         elif cheapest["is_same"]:
             then = "the answer is the same"
         else:
-            then = f"it takes {_named(Step(cheapest['replicas'], cheapest['pages']))}"
-        texts.append(f"if steps are {sensitivity['cost_error']:.0%} {way} than the cost model says, {then}")
+            then = f"it takes {replays.named(Step(cheapest['replicas'], cheapest['pages']))}"
+        texts.append(f"if steps are {as_percent(sensitivity['cost_error'])} {way} than the cost model says, {then}")
     return texts
 
 
@@ -133,15 +140,3 @@ def _by_router(replicas: Mapping[str, Any]) -> list[str]:
         return []
     texts = [f"{'too many' if row['replicas'] is None else row['replicas']} with {row['router']}" for row in rows]
     return ["replicas it takes: " + ", ".join(texts)]
-
-
-def _named(step: Step) -> str:
-    return f"{step.replicas} x {step.pages:,} pages"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f} ms"

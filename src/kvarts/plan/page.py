@@ -5,18 +5,19 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-from kvarts.plan.series import GIB, charts_of
+from kvarts.plan.series import charts_of
 from kvarts.plan.sweep_page import sweep_table
-from kvarts.report.page import fill_page
-from kvarts.report.words import duration, percent
+from kvarts.report.page import fill_page, table_html
+from kvarts.report.words import duration, opening, page_bytes_of
+from kvarts.units import as_memory, as_percent
 
-__all__ = ["render_page"]
+__all__ = ["render_page", "summary_html"]
 
 OPTION_HEADS = (
     "",
     ">replicas",
     ">pages of each",
-    ">GiB of each",
+    ">memory of each",
     ">hits",
     ">TTFT p99",
     ">TPOT p99",
@@ -34,22 +35,42 @@ def render_page(values: dict[str, Any]) -> bytes:
     return fill_page(template, {"plan.js": script}, _data(values))
 
 
+def summary_html(values: dict[str, Any]) -> str:
+    """Return the sentence of a plan and its table of options, or of sizes, as a part of a page: for notebooks."""
+    data = _data(values)
+    if data["options"]:
+        heads, rows = data["option_heads"], [option["cells"] for option in data["options"]]
+    else:
+        heads = ("", ">pages", ">hits", ">optimum")
+        knees = {point["pages"] for point in values["knees"]}
+        rows = [
+            [
+                "knee" if point["pages"] in knees else "",
+                f"{point['pages']:,}",
+                as_percent(point["hit_ratio"]),
+                as_percent(point["optimum_hit_ratio"]),
+            ]
+            for point in values["at"]
+        ]
+    return table_html(data["title"], [data["subtitle"], data["verdict"]], heads, rows)
+
+
 def _data(values: dict[str, Any]) -> dict[str, Any]:
     options = values.get("latency", {}).get("options", [])
-    token_bytes = (values.get("tiers") or {}).get("kv_bytes_per_token")
-    page_bytes = token_bytes * values["page_size"] if token_bytes else None
+    page_bytes = page_bytes_of(values.get("config") or {})
+    slo_share = values.get("latency", {}).get("slo_share")
     return {
         "title": _title(values),
         "subtitle": _subtitle(values),
         "command": values.get("command", ""),
         "charts": charts_of(values),
-        "verdict": _verdict_on_users(values["users"]) if "users" in values else _verdict(values.get("latency")),
+        "verdict": _verdict_on_users(values["users"]) if "users" in values else _sentence(values.get("advice")),
         "option_heads": OPTION_HEADS,
         "options": [
             {
                 "name": option["name"],
                 "what": option["what"],
-                "cells": _cells(option, page_bytes),
+                "cells": _cells(option, page_bytes, slo_share),
                 "reasons": [*option["notes"], *option["would_change"]],
                 "command": option["command"],
             }
@@ -59,42 +80,33 @@ def _data(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _verdict(latency: dict[str, Any] | None) -> str:
-    """Return the sentence that a plan comes to."""
-    if latency is None or not latency["options"]:
-        return ""
-    if latency["slo_share"] is not None and latency["options"][0]["name"] != "cheapest":
-        share = percent(latency["slo_share"])
-        return (
-            f"Nothing that was replayed keeps the SLO for {share} of the requests: no memory and no number of replicas."
-        )
-    text: str = latency["options"][0]["what"]
-    return text[0].upper() + text[1:]
-
-
 def _verdict_on_users(users: dict[str, Any]) -> str:
     """Return how many users fit in a sentence; nothing without an SLO."""
     fits, fails = users["fits"], users["fails_at"]
     if users["slo_share"] is None:
         return ""
-    share = f"{percent(users['slo_share'])} of the requests"
+    share = f"{as_percent(users['slo_share'])} of the requests"
     if fits is None:
         return f"{fails:,} users are too many: the SLO is not kept for {share}."
     until = "no limit was found up to there" if fails is None else f"with {fails:,} it is not"
     return f"{fits:,} users fit: the SLO is kept for {share}, and {until}."
 
 
-def _cells(option: dict[str, Any], page_bytes: int | None) -> list[str]:
+def _sentence(text: str | None) -> str:
+    return "" if not text else f"{text}."
+
+
+def _cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | None) -> list[str]:
     """Return a row under OPTION_HEADS. `page_bytes`: None where no model gives the size of a page."""
     kept = option["keeps_slo"]
     return [
         option["name"],
         f"{option['replicas']:,}",
         f"{option['pages']:,}",
-        "-" if page_bytes is None else f"{option['pages'] * page_bytes / GIB:,.1f}",
-        percent(option["hit_ratio"]),
+        "-" if page_bytes is None else as_memory(option["pages"] * page_bytes),
+        as_percent(option["hit_ratio"]),
         *("-" if ms is None else duration(ms) for ms in (option["ttft_ms_p99"], option["tpot_ms_p99"])),
-        "-" if kept is None else f"{percent(option['slo_ratio'])}, {'yes' if kept else 'no'}",
+        "-" if kept is None else f"{as_percent(option['slo_ratio'], bound=slo_share)}, {'yes' if kept else 'no'}",
         option["limited_by"].replace("kv_pages", "KV pages").replace("_", " "),
     ]
 
@@ -108,9 +120,10 @@ def _title(values: dict[str, Any]) -> str:
 def _subtitle(values: dict[str, Any]) -> str:
     if "subtitle" in values:
         return str(values["subtitle"])
+    replayed_on = "; ".join(line.strip() for line in opening(values.get("config") or {}))
     if "users" in values:
-        return str(values["setting"])
-    return (
+        return replayed_on
+    return f"{replayed_on}. " * bool(replayed_on) + (
         f"{values['num_requests']:,} requests, {values['num_prompt_tokens']:,} prompt tokens, "
         f"pages of {values['page_size']} tokens"
     )

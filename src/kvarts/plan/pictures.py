@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
-from kvarts.errors import ConfigError
 from kvarts.plan.series import charts_of
 
-__all__ = ["check_installed", "draw", "figure_of"]
+__all__ = ["draw", "figure_of"]
 
 Chart = dict[str, Any]
 
 COLUMNS = 2
 INCHES = (7.0, 4.2)
-
-
-def check_installed() -> None:
-    """Raise ConfigError where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("needs matplotlib", field="--plot", hint="pip install 'kvarts[plan]', or write --html.")
 
 
 def draw(values: dict[str, Any], form: str) -> bytes:

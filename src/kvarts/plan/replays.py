@@ -10,8 +10,11 @@ import msgspec
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.plan.cache import CachePlan
 from kvarts.report.advice import advice
+from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
+from kvarts.sim.trials import ReplayTrials
+from kvarts.units import as_memory
 
 __all__ = ["Replays", "Step", "share_kept"]
 
@@ -58,6 +61,9 @@ class Replays:
         router: str,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
+        if callable(config.router):
+            raise SettingError("is not planned for: one of your own", "router", hint="Replay what you have in mind.")
+        self._given_router: str = config.router
         self.router = router
         self.counts_groups = config.kv_groups != "off"
         """Whether replays count the KV groups of a model, and not whole pages as curves do."""
@@ -69,6 +75,7 @@ class Replays:
         self._command = command
         self._on_replay = on_replay
         self._found: dict[_Case, dict[str, Any]] = {}
+        self._summaries: dict[_Case, dict[str, Any]] = {}
 
     def points(self) -> list[dict[str, Any]]:
         """Return all that were made, by memory and then by rate."""
@@ -84,6 +91,29 @@ class Replays:
                 self._on_replay()
             self._found[case] = self._replayed(case)
         return self._found[case]
+
+    def advice(self, step: Step) -> str | None:
+        """Return what to try next after the replay of a step; sizes in it are found by replays."""
+        self.at(step)
+        case = self._case(step, None, None, None)
+        trials = ReplayTrials(self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True)
+        return advice(self._summaries[case], trials=trials)
+
+    def named(self, step: Step) -> str:
+        """Return a step in words: `2 x 28,392 pages (55.5 GiB)`."""
+        placement = self._config.placement
+        size = ""
+        if placement is not None:
+            size = f" ({as_memory(step.pages * self._config.page_size * placement.kv_bytes_per_token)})"
+        each = self.devices_per_replica
+        devices = f", {step.replicas * each:,} devices" if each > 1 else ""
+        return f"{step.replicas} x {step.pages:,} pages{size}{devices}"
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices that a replica is divided over; pages and memory are those of each."""
+        cost = self._config.cost
+        return int(getattr(cost, "tensor_parallel", 1)) * int(getattr(cost, "pipeline_parallel", 1))
 
     def has(self, step: Step, *, router: str | None = None) -> bool:
         """Return whether a step was replayed with nothing else changed."""
@@ -103,16 +133,19 @@ class Replays:
         return _Case(
             step,
             config.speedup if rate is None else rate,
-            config.router if step.replicas == 1 else router or self.router,
+            self._given_router if step.replicas == 1 else router or self.router,
             config.cost_factor * (1.0 if cost_factor is None else cost_factor),
         )
 
     def _replayed(self, case: _Case) -> dict[str, Any]:
         step = case.step
-        summary = replay(self._plan.trace, self._config_for(case)).summary
+        config = self._config_for(case)
+        summary = replay(self._plan.trace, config).summary
+        self._summaries[case] = summary
         goodput = summary["goodput"]
         return {
             "replicas": step.replicas,
+            "devices": step.replicas * self.devices_per_replica,
             "pages": step.pages,
             "router": case.router,
             "rate": case.rate,
@@ -126,7 +159,6 @@ class Replays:
             "num_rejected": summary["num_rejected"],
             "num_preemptions": summary["num_preemptions"],
             "limited_by": summary["limited_by"]["cause"],
-            "advice": advice(summary),
             "command": self._command(self._changes(case)),
         }
 
@@ -148,6 +180,8 @@ class Replays:
         """Return what the command line says of a case; what is as it was given says itself."""
         config, step = self._config, case.step
         changes: dict[str, Any] = {"pages": step.pages}
+        if step.replicas == 1:
+            changes["router"] = None  # which has no effect then
         if step.replicas != 1 or config.replicas != 1:
             changes["replicas"] = step.replicas
         if step.replicas != 1:

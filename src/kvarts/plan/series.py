@@ -9,7 +9,7 @@ from typing import Any
 
 from kvarts.plan.sweep import pareto
 from kvarts.plan.sweep_page import sweep_charts
-from kvarts.report.words import duration, percent
+from kvarts.report.words import duration, in_memory, percent
 
 __all__ = ["charts_of", "usual_points"]
 
@@ -17,7 +17,6 @@ Chart = dict[str, Any]
 
 WIDE = 50.0
 """Between the largest and the smallest latency of a chart, from which on its y axis is logarithmic."""
-GIB = 1 << 30
 HITS = "hits, of prompt tokens"
 SAVED = "prefill saved per request"
 
@@ -98,16 +97,14 @@ def _curve(values: dict[str, Any]) -> Chart:
     curve = values["curve"]
     knees = {point["pages"] for point in values["knees"]}
     at = sorted(values["at"], key=lambda point: int(point["pages"]))
-    token_bytes = (values.get("tiers") or {}).get("kv_bytes_per_token")
 
     def memory(pages: int) -> str:
-        gib = f", {pages * values['page_size'] * token_bytes / GIB:,.1f} GiB" if token_bytes else ""
-        return f"{pages:,} pages{gib}"
+        return f"{pages:,} pages{in_memory(pages, values.get('config') or {})}"
 
     points = [
         _point(
             f"{memory(point['pages'])}{', a knee' if point['pages'] in knees else ''}: "
-            f"LRU {100 * point['hit_ratio']:.1f} %, optimum {100 * point['optimum_hit_ratio']:.1f} %",
+            f"LRU {percent(point['hit_ratio'])}, optimum {percent(point['optimum_hit_ratio'])}",
             str(point.get("command", "")),
         )
         for point in at
@@ -147,14 +144,14 @@ def _league(rows: list[dict[str, Any]]) -> list[Chart]:
             {
                 "label": row["policy"],
                 "value": 100 * row["hit_ratio"],
-                **_point(f"{row['policy']}: {100 * row['hit_ratio']:.1f} % of prompt tokens", row["command"]),
+                **_point(f"{row['policy']}: {percent(row['hit_ratio'])} of prompt tokens", row["command"]),
             }
             for row in of_size
         ]
         best = 100 * of_size[0]["optimum_hit_ratio"]
         charts.append(_bars(f"Policies, {size:,} pages", (HITS, "%"), bars, most=best, limit="optimum"))
     replayed = [row for row in rows if "replayed" in row]
-    if replayed:
+    for size in dict.fromkeys(row["pages"] for row in replayed):
         bars = [
             {
                 "label": row["policy"],
@@ -162,8 +159,9 @@ def _league(rows: list[dict[str, Any]]) -> list[Chart]:
                 **_point(f"{row['policy']}: TTFT mean {_ms(row['ttft_ms']['mean'])}", row["command"]),
             }
             for row in replayed
+            if row["pages"] == size
         ]
-        charts.append(_bars(f"Policies replayed, {replayed[0]['pages']:,} pages", ("TTFT mean", "ms"), bars))
+        charts.append(_bars(f"Policies replayed, {size:,} pages", ("TTFT mean", "ms"), bars))
     return charts
 
 
@@ -184,18 +182,20 @@ def _tiers(tiers: dict[str, Any], command: str) -> list[Chart]:
         if len({point["saved_s"] for point in curve}) == 1:
             charts.append(_note(title, "It would save nothing: everything that is found again fits above it."))
             continue
-        saved = [point["saved_ms_per_request"] - curve[0]["saved_ms_per_request"] for point in curve]
+        sizes = [point["gib"][name] for point in curve]
+        bound: list[float | None] = [100 * sum(point["hit_ratio"].values()) for point in curve]
         points = [
             _point(
-                f"{point['gib'][name]:,.1f} GiB of {title.lower()}: {_hits(point)} hits, "
-                f"{_ms(saved_ms)} of prefill saved per request",
+                f"{size:,.1f} GiB of {title.lower()}: at most {ratio:.1f} % hits{_replayed(point)}",
                 str(point.get("command", command)),
             )
-            for point, saved_ms in zip(curve, saved, strict=True)
+            for size, ratio, point in zip(sizes, bound, curve, strict=True)
         ]
-        sizes = [point["gib"][name] for point in curve]
-        line = _series("saved beyond what is above it", sizes, saved, points)
-        charts.append(_chart(title, (title.lower(), "GiB"), (SAVED, "ms"), [line]))
+        series = [_series("as one LRU list, one request at a time", sizes, bound, points)]
+        if any(point.get("replayed") for point in curve):
+            found = [None if each is None else 100 * each["hit_ratio"] for each in (at["replayed"] for at in curve)]
+            series.insert(0, _series("replayed", sizes, found, points))
+        charts.append(_chart(title, (title.lower(), "GiB"), (HITS, "%"), series))
     bars = [
         {
             "label": each["tier"],
@@ -212,8 +212,9 @@ def _tiers(tiers: dict[str, Any], command: str) -> list[Chart]:
     return [*charts, _bars("The next GiB", (SAVED, "ms"), bars)]
 
 
-def _hits(point: dict[str, Any]) -> str:
-    return percent(sum(point["hit_ratio"].values()))
+def _replayed(point: dict[str, Any]) -> str:
+    found = point.get("replayed")
+    return "" if not found else f", replayed {percent(found['hit_ratio'])}; TTFT p99 {_ms(found['ttft_ms']['p99'])}"
 
 
 def _priced(each: dict[str, Any]) -> str:
@@ -316,7 +317,7 @@ def _most_rates(points: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _latency_point(point: dict[str, Any], is_on_front: bool) -> Chart:
-    kept = "" if point["slo_ratio"] is None else f", SLO kept by {100 * point['slo_ratio']:.1f} %"
+    kept = "" if point["slo_ratio"] is None else f", SLO kept by {percent(point['slo_ratio'])}"
     text = (
         f"{point['replicas']} x {point['pages']:,} pages at {point['rate']:.3g} times the rate: "
         f"TTFT p50 {_ms(point['ttft_ms']['p50'])}, p99 {_ms(point['ttft_ms']['p99'])}{kept}"
@@ -334,7 +335,7 @@ def _users(users: dict[str, Any]) -> list[Chart]:
     texts = [
         _point(
             f"{point['users']} users: TTFT p50 {_ms(point['ttft_ms']['p50'])}, p99 {_ms(point['ttft_ms']['p99'])}"
-            + ("" if point["slo_ratio"] is None else f", SLO kept by {100 * point['slo_ratio']:.1f} %"),
+            + ("" if point["slo_ratio"] is None else f", SLO kept by {percent(point['slo_ratio'])}"),
             point["command"],
         )
         for point in points

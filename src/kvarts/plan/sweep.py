@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from math import prod
@@ -25,7 +25,9 @@ import msgspec
 
 from kvarts.errors import InputError, OutputError
 
-__all__ = ["Row", "Values", "pareto", "points_of", "run_sweep", "with_changes"]
+__all__ = ["Row", "Values", "fronts", "load_of", "pareto", "points_of", "run_sweep", "with_changes"]
+
+LOAD = ("trace", "trace_block_size", "skip_bad_lines", "workload", "speedup", "concurrency")
 
 MOST_POINTS = 100_000
 
@@ -163,6 +165,36 @@ def pareto(rows: Sequence[Row], smaller: Sequence[str], larger: Sequence[str] = 
         and not any(other != cost and all(a <= b for a, b in zip(other, cost, strict=True)) for other in known)
         for cost in costs
     ]
+
+
+def fronts(
+    rows: Sequence[Row], changes: Sequence[Values], smaller: Sequence[str], larger: Sequence[str] = ()
+) -> list[Row]:
+    """Return the rows with `pareto`, the front among points of the same load, and `same_as`.
+
+    Points of different loads do not compete: half the rate has lower latencies on any memory. `changes`: what each
+    point changes. `same_as`: the place of an earlier point of the load with the same in every other column, else None;
+    such a point is on no front.
+    """
+    by_load: dict[str, list[int]] = {}
+    for place, changed in enumerate(changes):
+        by_load.setdefault(_key({key: changed[key] for key in load_of(changed)}), []).append(place)
+    on_front = [False] * len(rows)
+    same_as: list[int | None] = [None] * len(rows)
+    for places in by_load.values():
+        first: dict[str, int] = {}
+        for place in places:
+            measured = {key: value for key, value in rows[place].items() if key not in changes[place]}
+            earlier = first.setdefault(_key(measured), place)
+            same_as[place] = None if earlier == place else earlier
+        for place, is_on in zip(places, pareto([rows[place] for place in places], smaller, larger), strict=True):
+            on_front[place] = is_on and same_as[place] is None
+    return [{**row, "pareto": is_on, "same_as": same} for row, is_on, same in zip(rows, on_front, same_as, strict=True)]
+
+
+def load_of(changed: Iterable[str]) -> list[str]:
+    """Return the settings among `changed` that make another load: what arrives, and when."""
+    return [key for key in changed if key.partition(".")[0] in LOAD]
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> Values:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from kvarts.plan.sweep import load_of
 from kvarts.report.words import duration, percent
+from kvarts.units import as_memory
 
 __all__ = ["distinct_points", "sweep_charts", "sweep_table", "sweep_values"]
 
 Row = dict[str, Any]
 MOST_ROWS = 2000
 """Of the table on a page; points.json has all."""
-LOAD_KEYS = ("speedup", "concurrency", "trace", "workload")
 MEMORY = ("tokens of KV memory, all replicas", "kv_tokens", "")
 TTFT = ("TTFT p99", "ttft_ms_p99", "ms")
 HITS = ("hits, of prompt tokens", "hit_ratio", "%")
@@ -31,30 +31,29 @@ def sweep_values(
     rows = [{**row, "command": row["command"] or command} for row in rows]
     points = distinct_points(rows, keys)
     on_front = sum(point["pareto"] for point in points)
-    same = "" if len(points) == len(rows) else f", {len(points):,} of them different"
+    same = "" if len(points) == len(rows) else f", {len(points):,} that measure different things"
     return {
         "trace": name,
         "sweep": {"points": points, "keys": list(keys), "slo": dict(slo or {})},
         "command": command,
-        "subtitle": f"{len(rows):,} points{same}; filled circles: the {on_front:,} on the Pareto front of KV memory, "
+        "subtitle": f"{len(rows):,} points{same}; {on_front:,} on the Pareto front of their load, in KV memory, "
         "TTFT p99 and throughput",
     }
 
 
 def distinct_points(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """Return the rows, with those that differ in no outcome as one, which has under `settings` all values of each key.
+    """Return the rows, with those that measure the same as one, which has under `settings` all values of each key.
 
     Rows are one only if they are every combination of these values: a page names none that was not replayed.
     """
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        outcome = {name: value for name, value in row.items() if name not in (*keys, "command", "index")}
-        groups.setdefault(json.dumps(outcome, sort_keys=True, default=str), []).append(row)
+    groups: dict[int, list[Row]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(place if row["same_as"] is None else row["same_as"], []).append(row)
     points = []
     for group in groups.values():
         for among in [group] if _is_product(group, keys) else [[row] for row in group]:
             settings = {key: list(dict.fromkeys(_text(row[key]) for row in among if key in row)) for key in keys}
-            points.append({**among[0], "settings": settings})
+            points.append({**among[0], "pareto": group[0]["pareto"], "settings": settings})
     return points
 
 
@@ -89,12 +88,13 @@ def sweep_table(sweep: dict[str, Any]) -> dict[str, Any]:
     def place(key: str) -> tuple[bool, bool, int]:
         num_values = len({value for point in points for value in point["settings"][key]})
         is_mixed = any(len(point["settings"][key]) > 1 for point in points)
-        return not is_mixed and num_values > 1, key in LOAD_KEYS, num_values
+        return not is_mixed and num_values > 1, bool(load_of([key])), num_values
 
     has_slo = any(point.get("slo_ratio") is not None for point in points)
     heads = [
         *keys,
         ">KV tokens",
+        ">KV memory",
         ">hits",
         ">TTFT p99",
         ">TPOT p99",
@@ -123,6 +123,7 @@ def _cells(point: Row, has_slo: bool) -> list[str]:
     rate = point["request_throughput_per_s"]
     return [
         f"{point['kv_tokens']:,}",
+        as_memory(point["kv_bytes"]) if point.get("kv_bytes") else "-",
         percent(point["hit_ratio"]),
         *("-" if ms is None else duration(ms) for ms in (point["ttft_ms_p99"], point["tpot_ms_p99"])),
         "-" if rate is None else f"{rate:,.2f}",

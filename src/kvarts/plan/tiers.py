@@ -1,7 +1,9 @@
 """What memory below the device buys: hits of device, host and disk together, and what the next GiB of each saves.
 
-The tiers are taken as one LRU list: what leaves the device goes to the host, what leaves that to disk, as tiers that
-store lazily have it. So what is found down to a tier is the curve at the sum of all pages down to it.
+The tiers are taken as one LRU list: what leaves the device goes to the host, what leaves that to disk. So what is found
+down to a tier is the curve at the sum of all pages down to it: a bound of one request at a time, which no replay with
+these tiers exceeds by much and most stay below, as tiers keep copies of what is above them and requests overlap. What a
+replay finds stands beside it where `replayed` answers.
 
 A hit in a tier saves computing its tokens, and costs loading them. Both are counted as if nothing else ran: seconds of
 prefill and of transfers, that is, not how much earlier the last token comes.
@@ -9,7 +11,7 @@ prefill and of transfers, that is, not how much earlier the last token comes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -50,13 +52,28 @@ def prefill_s_per_token(config: ReplayConfig, num_tokens: int) -> float:
 
 
 class TiersPlan:
-    """`tiers`: the device first; each is slower than the one before it."""
+    """`tiers`: the device first; each is slower than the one before it.
 
-    def __init__(self, plan: CachePlan, tiers: Sequence[Tier], *, kv_bytes_per_token: int, s_per_token: float) -> None:
+    `replayed` answers what a replay with tiers finds; None where they cannot be. `also`: sizes in pages that are looked
+    at too, by the name of the tier.
+    """
+
+    def __init__(
+        self,
+        plan: CachePlan,
+        tiers: Sequence[Tier],
+        *,
+        kv_bytes_per_token: int,
+        s_per_token: float,
+        replayed: Callable[[Sequence[Tier]], dict[str, Any] | None] | None = None,
+        also: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         self._plan = plan
         self._tiers = tiers
         self._token_bytes = kv_bytes_per_token
         self._s_per_token = s_per_token
+        self._replayed = replayed
+        self._also = also or {}
         last_ns = max(request.arrival_ns for request in plan.trace)
         self._hours = last_ns / NS_PER_S / 3600
         self._num_requests = sum(1 for _ in plan.trace)
@@ -67,8 +84,8 @@ class TiersPlan:
             "prefill_us_per_token": self._s_per_token * 1e6,
             "kv_bytes_per_token": self._token_bytes,
             "hours": self._hours,
-            "curve": [self._point(tiers) for tiers in self._larger(1)],
-            "disk_curve": [self._point(tiers) for tiers in self._larger(2)],
+            "curve": [self._point(tiers, with_replay=True) for tiers in self._larger(1)],
+            "disk_curve": [self._point(tiers, with_replay=True) for tiers in self._larger(2)],
             "load_us_per_token": {
                 tier.name: self._load_s(tier) * 1e6 for tier in self._tiers if tier.bytes_per_s is not None
             },
@@ -99,7 +116,7 @@ class TiersPlan:
             before = hits
         return found
 
-    def _point(self, tiers: Sequence[Tier]) -> dict[str, Any]:
+    def _point(self, tiers: Sequence[Tier], *, with_replay: bool = False) -> dict[str, Any]:
         tokens = self._tokens(tiers)
         saved_s = self.saved_s(tiers)
         of_all = self._plan.num_prompt_tokens or 1
@@ -110,6 +127,7 @@ class TiersPlan:
             "saved_s": saved_s,
             "saved_s_per_hour": saved_s / self._hours if self._hours else None,
             "saved_ms_per_request": saved_s * 1e3 / self._num_requests,
+            **({"replayed": self._replayed(tiers)} if with_replay and self._replayed is not None else {}),
         }
 
     def _larger(self, place: int) -> list[list[Tier]]:
@@ -118,11 +136,12 @@ class TiersPlan:
             return []
         device, tier = self._tiers[0], self._tiers[place]
         most = max(self._plan.curve.most_pages - sum(above.pages for above in self._tiers[:place]), 0)
-        sizes = {0, tier.pages, most, *(device.pages << step for step in range(DOUBLINGS)), device.pages // 2}
+        also = self._also.get(tier.name, ())
+        sizes = {0, tier.pages, most, *(device.pages << step for step in range(DOUBLINGS)), device.pages // 2, *also}
         return [
             [*self._tiers[:place], msgspec.structs.replace(tier, pages=size), *self._tiers[place + 1 :]]
             for size in sorted(sizes)
-            if size <= max(most, tier.pages)
+            if size <= max(most, tier.pages, *also)
         ]
 
     def _next(self, place: int) -> dict[str, Any]:

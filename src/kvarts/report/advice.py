@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["advice", "unbounded_hit_ratio"]
+import msgspec
+
+from kvarts.report.words import in_memory, page_bytes_of
+from kvarts.units import as_percent
+
+__all__ = ["HostMemory", "Trials", "advice", "as_size", "unbounded_hit_ratio"]
 
 WORTHWHILE = 0.1
 """Of the prompt tokens that were computed, the least that an unbounded pool must save before that is advised."""
 
 
-def advice(summary: dict[str, Any], *, tier_flag: str | None = None) -> str | None:
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory of `num_bytes`, with which a replay has `hit_ratio`; `most_hit_ratio`: with all it could ever use."""
+
+    num_bytes: int
+    hit_ratio: float
+    most_hit_ratio: float
+
+
+class Trials(Protocol):
+    """Answers what more memory would give, by replays."""
+
+    def least_pages(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Return the smallest pool that a request fits into, its output included."""
+
+    @property
+    def can_have_host_memory(self) -> bool:
+        """Whether host memory can be added."""
+
+    def is_too_long(self, summary: dict[str, Any]) -> bool:
+        """Whether the replay is one that is not repeated without being asked for."""
+
+    def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
+        """Return the least host memory that keeps the hits of a replay; None where none helps."""
+
+
+def advice(summary: dict[str, Any], *, trials: Trials | None = None) -> str | None:
     """Return what to try next and why, for a report's `summary`; None where nothing was completed or rejected.
 
-    `tier_flag`: the option that adds pages below the device, where there is one.
+    `trials`: finds sizes by replay, where there is a trace to replay. No other size is named.
 
     The first of these that holds: requests that can never fit; the sequence cap; waiting for pages; waiting for
     transfers; hits lost to routing or eviction; waiting for the token budget; nothing, so that there is room for more.
     Numbers are those of the report, but for the hit ratio of an unbounded pool, which is estimated from them.
     """
     if summary["num_rejected"]:
-        return _rejected(summary)
+        return _rejected(summary, trials)
     if not summary["num_completed"]:
         return None
     cause = summary["limited_by"]["cause"]
@@ -30,29 +60,40 @@ def advice(summary: dict[str, Any], *, tier_flag: str | None = None) -> str | No
         return _kv_pages(summary)
     if cause == "transfers":
         return _transfers(summary)
-    if (lost := _lost_hits(summary, tier_flag)) is not None:
+    if (lost := _lost_hits(summary, trials)) is not None:
         return lost
     return _compute(summary) if cause == "compute" else _nothing(summary)
 
 
-def _rejected(summary: dict[str, Any]) -> str:
+def _rejected(summary: dict[str, Any], trials: Trials | None) -> str:
     num_refused = summary.get("sessions", {}).get("num_refused_turns", 0)
     if num_refused:
         return (
             f"{num_refused:,} of {summary['num_requests']:,} turns found no room for their session; try a smaller "
             f"--session-window, --session-at-capacity evict, or {_more_memory(summary)}"
         )
-    return (
-        f"{summary['num_rejected']:,} of {summary['num_requests']:,} requests can never fit into "
-        f"{summary['config']['pages']:,} pages; try {_more_memory(summary)}"
-    )
+    config, rejected, requests = summary["config"], summary["num_rejected"], summary["num_requests"]
+    which = "no request fits" if rejected == requests else f"{rejected:,} of {requests:,} requests can never fit"
+    into = f"{which} into {config['pages']:,} pages{in_memory(config['pages'], config)}"
+    longest = summary.get("longest_rejected")
+    if trials is None or longest is None:
+        return f"{into}; try {_more_memory(summary)}"
+    pages = trials.least_pages(longest["input_tokens"], longest["output_tokens"])
+    needs = f"the longest needs {pages:,}{in_memory(pages, config)}"
+    page_bytes = page_bytes_of(config)
+    if page_bytes is None:
+        return f"{into}: {needs}; try --pages {pages}"
+    size = as_size(pages * page_bytes)
+    return f"{into}: {needs}; try --kv-memory {size} if the device has it, or {_more_devices(summary)}"
 
 
 def _sequence_cap(summary: dict[str, Any]) -> str:
     cap, peak = summary["config"]["max_seqs"], summary["peak_used_pct"]
     if peak < 0.9:
-        return f"{cap:,} requests ran at once and used at most {_percent(peak)} of the pages; try --max-seqs {2 * cap}"
-    return f"{cap:,} requests ran at once and used up to {_percent(peak)} of the pages; {_more_replicas(summary)}"
+        return (
+            f"{cap:,} requests ran at once and used at most {as_percent(peak)} of the pages; try --max-seqs {2 * cap}"
+        )
+    return f"{cap:,} requests ran at once and used up to {as_percent(peak)} of the pages; {_more_replicas(summary)}"
 
 
 def _kv_pages(summary: dict[str, Any]) -> str:
@@ -60,7 +101,7 @@ def _kv_pages(summary: dict[str, Any]) -> str:
     preempted = summary["num_preemptions"]
     also = f", and requests were preempted {_times(preempted)}" if preempted else ""
     return (
-        f"{_percent(share)} of the time spent waiting was for KV pages{also}; {_more_replicas(summary)}, or "
+        f"{as_percent(share)} of the time spent waiting was for KV pages{also}; {_more_replicas(summary)}, or "
         f"{_more_memory(summary)}"
     )
 
@@ -69,35 +110,48 @@ def _transfers(summary: dict[str, Any]) -> str:
     limited_by = summary["limited_by"]
     share, lane = limited_by["share_of_waiting"]["transfers"], limited_by["lane"]
     return (
-        f"{_percent(share)} of the time spent waiting was for loads, most of them on {lane}; try a faster "
+        f"{as_percent(share)} of the time spent waiting was for loads, most of them on {lane}; try a faster "
         f"--{lane.replace('_', '-')}, or {_more_memory(summary)}"
     )
 
 
-def _lost_hits(summary: dict[str, Any], tier_flag: str | None) -> str | None:
+def _lost_hits(summary: dict[str, Any], trials: Trials | None) -> str | None:
     """Return what would bring more hits, if many prompt tokens were computed that had been computed before."""
     unbounded, ratio = unbounded_hit_ratio(summary), summary["prefix_hit_ratio"]
     if unbounded is None or unbounded - ratio < WORTHWHILE * (1 - ratio):
         return None
-    hits = f"{_percent(ratio)} of prompt tokens were hits, and about {_percent(unbounded)} would be"
+    hits = f"{as_percent(ratio)} of prompt tokens were hits"
     config = summary["config"]
     if config["replicas"] > 1 and config["router"] != "prefix":
         return (
-            f"what was computed before lies in part on another replica: {hits} if all were on one and nothing were "
-            "evicted; try --router prefix"
+            f"what was computed before lies in part on another replica: {hits}, and about {as_percent(unbounded)} "
+            "would be if all were on one and nothing were evicted; try --router prefix"
         )
     lowest = _lowest_tier(summary)
     if not _has_evicted(summary, lowest):
         return None
-    if lowest is not None:
-        more = f"more --{lowest}-pages"
-    elif tier_flag is not None:
-        more = f"{tier_flag} {summary['working_set_pages']}"
-    else:
-        more = _more_memory(summary)
+    pages = summary["working_set_pages"]
+    why = (
+        f"eviction costs compute: {hits}, and the working set of {pages:,} pages{in_memory(pages, config)} is "
+        f"{summary['working_set_to_pool']:,.2f} times the pool"
+    )
+    if lowest == "disk":
+        return f"{why}; try more --disk-memory"
+    if trials is None or not trials.can_have_host_memory:
+        return (
+            f"{why}; about {as_percent(unbounded)} would be hits if nothing were evicted; try {_more_memory(summary)}"
+        )
+    if trials.is_too_long(summary):
+        return f"{why}; `kvarts plan` with the same options finds by replay what host memory would give"
+    found = trials.host_memory(summary)
+    if found is None:
+        return f"{why}; host memory would not help, say replays; try {_more_memory(summary)}"
+    size = as_size(found.num_bytes)
+    if found.most_hit_ratio - found.hit_ratio < 0.0005:
+        return f"{why}; try --host-memory {size}, the least with which a replay finds {as_percent(found.hit_ratio)}"
     return (
-        f"eviction costs compute: {hits} if nothing were evicted; the working set is "
-        f"{summary['working_set_to_pool']:,.2f} times the pool; try {more}"
+        f"{why}; try --host-memory {size}: a replay finds {as_percent(found.hit_ratio)} with it, and at most "
+        f"{as_percent(found.most_hit_ratio)} with more"
     )
 
 
@@ -119,7 +173,7 @@ def _compute(summary: dict[str, Any]) -> str:
     share = summary["limited_by"]["share_of_waiting"]["compute"]
     budget = summary["config"]["max_batched_tokens"]
     return (
-        f"{_percent(share)} of the time spent waiting was for the budget of {budget:,} tokens a step; "
+        f"{as_percent(share)} of the time spent waiting was for the budget of {budget:,} tokens a step; "
         f"{_more_replicas(summary)}, or a faster --device"
     )
 
@@ -131,7 +185,7 @@ def _nothing(summary: dict[str, Any]) -> str:
     else:
         more = f"--speedup {2 * config['speedup']:g}"
     return (
-        f"hardly any request waited, and at most {_percent(summary['peak_used_pct'])} of the pages were used; "
+        f"hardly any request waited, and at most {as_percent(summary['peak_used_pct'])} of the pages were used; "
         f"try {more} to find the limit, or fewer pages"
     )
 
@@ -156,8 +210,14 @@ def _more_memory(summary: dict[str, Any]) -> str:
     """Return the flag for more KV memory; where a model says what a page weighs, that is a matter of its device."""
     cost = summary["config"]["cost"]
     if isinstance(cost, dict) and cost.get("llm") is not None:
-        return f"--tensor-parallel {2 * cost['tensor_parallel']}, or more --kv-memory if the device has it"
+        return f"{_more_devices(summary)}, or more --kv-memory if the device has it"
     return f"--pages {2 * summary['config']['pages']}"
+
+
+def _more_devices(summary: dict[str, Any]) -> str:
+    cost = summary["config"]["cost"]
+    ways = cost.get("tensor_parallel", 1) if isinstance(cost, dict) else 1
+    return f"--tensor-parallel {2 * ways}"
 
 
 def _more_replicas(summary: dict[str, Any]) -> str:
@@ -168,5 +228,11 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
 
 
-def _percent(ratio: float) -> str:
-    return f"{ratio * 100:.1f} %"
+def as_size(num_bytes: int) -> str:
+    """Return an amount of memory as an option takes it, no less: `94GiB`, `9.4GiB`, `512MiB`."""
+    if num_bytes >= 10 << 30:
+        return f"{-(-num_bytes // (1 << 30))}GiB"
+    if num_bytes >= 1 << 30:
+        tenths = -(-num_bytes * 10 // (1 << 30))
+        return f"{tenths / 10:g}GiB"
+    return f"{-(-num_bytes // (1 << 20))}MiB"

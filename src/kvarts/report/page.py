@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from html import escape
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 
-__all__ = ["fill_page"]
+__all__ = ["fill_page", "table_html"]
 
 
 def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
@@ -31,3 +32,23 @@ def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
         assert mark, f"the page has no place for {name}"
         page = before + part + after
     return page.encode()
+
+
+def table_html(title: str, paragraphs: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table under a title and paragraphs, as a part of a page: what notebooks show for a value.
+
+    A head that begins with > stands over numbers. Without `heads` the first cell of each row names it.
+    """
+    styles = ["text-align: right" if head.startswith(">") else "text-align: left" for head in heads] or []
+    lines = [f"<h4>{escape(title)}</h4>", *(f"<p>{escape(text)}</p>" for text in paragraphs if text), "<table>"]
+    if heads:
+        cells = (
+            f'<th style="{style}">{escape(head.lstrip(">"))}</th>' for style, head in zip(styles, heads, strict=True)
+        )
+        lines.append(f"<thead><tr>{''.join(cells)}</tr></thead>")
+    lines.append("<tbody>")
+    for row in rows:
+        shown = styles or ["text-align: left"] * len(row)
+        cells = (f'<td style="{style}">{escape(cell)}</td>' for style, cell in zip(shown, row, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "\n".join([*lines, "</tbody>", "</table>"])

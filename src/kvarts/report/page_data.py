@@ -141,13 +141,14 @@ def page_data(run: RunDirectory, overviews: Mapping[Path, Overview | None]) -> d
         "title": f"Replay of {title}",
         "subtitle": f"{models}{count(num_requests)} requests in {count(num_steps)} steps",
         "source": "Made by kvarts; charts by uPlot (MIT licence).",
+        "advice": f"{runs[0].summary.advice}." if len(runs) == 1 and runs[0].summary.advice else "",
         "about": _about(runs[0].about()),
         "parts": [
             {
                 "name": each.path.name if has_models else "",
                 "facts": [("trace", each.summary.trace or "-"), *facts(each.summary)]
                 if has_models
-                else facts(each.summary),
+                else [fact for fact in facts(each.summary) if fact[0] != "try next"],  # it stands above them
                 "config": _flat(each.summary.config),
                 **_part(each, overviews.get(each.path), most_rows),
             }
@@ -265,7 +266,7 @@ def _thinned(rows: Column, columns: Sequence[Column], most: int) -> Column:
 def _packed(values: Column) -> str:
     """Return whole numbers as differences of 64-bit floats, deflated, in base64."""
     steps = np.diff(np.asarray(values, "<f8"), prepend=0.0)
-    return b64encode(zlib.compress(steps.tobytes(), 9)).decode()
+    return b64encode(zlib.compress(steps.tobytes())).decode()
 
 
 def _curves(run: RunDirectory, requests: list[RequestRow]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from kvarts.columns import Column
 from kvarts.report.page import fill_page
 from kvarts.report.page_data import Overview, TokenKind, Wait, columns_of, page_data
 from kvarts.report.run_directory import RunDirectory
-from kvarts.report.words import facts
+from kvarts.report.words import facts, wrapped
 
 __all__ = ["Overview", "TokenKind", "Wait", "render_html", "render_text", "sparkline"]
 
@@ -49,7 +49,8 @@ def _run_text(run: RunDirectory, *, width: int, title: str | None) -> str:
         columns = columns_of(path)
         name = f"KV use r{number}" if len(timelines) > 1 else "KV use"
         lines.append(f"{name:<14}{sparkline(columns['t_ms'], columns['used_pct'], width)}")
-    lines += [f"{name:<14}{value}" for name, value in facts(run.summary)]
+    for name, value in facts(run.summary):
+        lines += wrapped(value, f"{name:<14}", " " * 14)
     return "\n".join(lines) + "\n"
 
 

@@ -9,20 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import fsum, inf, isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from kvarts.columns import Column
+from kvarts.columns import Column, to_frame
+from kvarts.errors import ConfigError
 from kvarts.events import Blocked
 from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.kv.transfer import TransferTotals
+from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
 from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.run_config import RunConfig
+from kvarts.report.run_values import RunReport
 from kvarts.report.steps import StepLog
+from kvarts.report.words import facts
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.working_set import working_set_pages
+from kvarts.units import as_duration, as_percent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,8 +43,9 @@ STATUS_NAMES = ("completed", "rejected", "failed")
 class Report:
     """The outcome of a replay.
 
-    `requests` and `steps` are columns that `pandas.DataFrame` and `polars.DataFrame` take as they are; `summary` is
-    what `--json` prints. `num_evicted_parts`: of each KV group, where they are counted; pages are blocks then.
+    `requests` and `steps` are columns that `pandas.DataFrame` and `polars.DataFrame` take as they are; `summary`, with
+    `advice`, is what `--json` prints. `num_evicted_parts`: of each KV group, where they are counted; pages are blocks
+    then. `trials` find the sizes in the advice by replays, when it is asked for.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Report:
         transfers: Sequence[TransferTotals] = (),
         sessions: Mapping[str, int] | None = None,
         num_evicted_parts: Sequence[int] = (),
+        trials: Trials | None = None,
     ) -> None:
         self.config = config
         self._num_evicted_parts = num_evicted_parts
@@ -65,6 +72,7 @@ class Report:
         self._transfers = transfers
         self._sessions = sessions
         self._tiers = list(steps[0].tiers)
+        self._trials = trials
         self.spread: Mapping[str, Distribution] | None = None
         """One standard deviation of each statistic of latency in milliseconds, where it is known how uncertain the cost
         model is. It is said before the summary is asked for."""
@@ -131,6 +139,46 @@ class Report:
     def request_ids(self) -> list[str]:
         """The outside name of each request, by index."""
         return self._request_log.request_ids()
+
+    # For people -------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        ttft, hits = summary["ttft_ms"], summary["prefix_hit_ratio"]
+        ended = f"{summary['num_completed']:,} of {summary['num_requests']:,} requests completed"
+        return (
+            f"<Report on {self.trace_name}: {ended}; "
+            f"TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "
+            f"{as_percent(hits)} prefix hits; limited by {summary['limited_by']['cause'].replace('_', ' ')}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from kvarts.report.page import table_html
+
+        summary = msgspec.convert({**self.summary, "advice": self.advice}, RunReport)
+        return table_html(f"Replay of {self.trace_name}", [], [], facts(summary))
+
+    def to_pandas(self, rows: Literal["requests", "steps"] = "requests") -> Any:
+        """Return `requests`, or `steps`, as a pandas.DataFrame."""
+        if rows not in ("requests", "steps"):
+            raise ConfigError(f"must be 'requests' or 'steps', got {rows!r}", field="rows")
+        return to_frame(self.requests if rows == "requests" else self.steps)
+
+    def plot(self) -> Any:
+        """Return KV use, queues, latencies and hits as a matplotlib Figure. Raise ConfigError without matplotlib."""
+        from kvarts.report.pictures import figure_of
+
+        return figure_of(self)
+
+    # Advice -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def advice(self) -> str | None:
+        """What to try next, and why, in a sentence; None where there is nothing to say.
+
+        It may take some replays of a short run, and none of a long one.
+        """
+        return advice(self.summary, trials=self._trials)
 
     # Summary ----------------------------------------------------------------------------------------------
 
@@ -217,12 +265,14 @@ class Report:
             "working_set_to_pool": None if working_set is None else working_set / (config.num_pages * config.replicas),
             **self._memory(),
             "limited_by": self._limits(queue_ns, e2e_ns),
+            **self._longest_rejected(),
             "replicas": self._replicas(raw, done, peaks),
         }
 
     def to_json(self) -> bytes:
-        """Return the summary as indented JSON, with a line end."""
-        return msgspec.json.format(msgspec.json.encode(self.summary), indent=2) + b"\n"
+        """Return the summary and the advice as indented JSON, with a line end."""
+        values = {**self.summary, "advice": self.advice}
+        return msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n"
 
     def distributions_json(self) -> bytes:
         """Return the gaps between tokens as a histogram.
@@ -326,12 +376,28 @@ class Report:
             lane = {"lane": max(waited_by_lane, key=lambda name: waited_by_lane[name])}
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
-        if fsum(queue_ns.tolist()) * 100 < fsum(e2e_ns.tolist()):
+        if not len(e2e_ns) and (self._request_log.columns["status"] == REJECTED).any():
+            cause = "kv_pages"  # nothing fits, so nothing waited
+        elif fsum(queue_ns.tolist()) * 100 < fsum(e2e_ns.tolist()):
             cause = "nothing"
         return {
             "cause": cause,
             **lane,
             "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
+        }
+
+    def _longest_rejected(self) -> dict[str, Any]:
+        """Return the tokens of the longest request that was refused; nothing where none was."""
+        raw = self._request_log.columns
+        refused = np.flatnonzero(raw["status"] == REJECTED)
+        if not len(refused):
+            return {}
+        longest = refused[np.argmax(raw["input_tokens"][refused] + raw["output_tokens"][refused])]
+        return {
+            "longest_rejected": {
+                "input_tokens": int(raw["input_tokens"][longest]),
+                "output_tokens": int(raw["output_tokens"][longest]),
+            }
         }
 
     def _memory(self) -> dict[str, Any]:

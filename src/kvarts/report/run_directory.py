@@ -83,6 +83,10 @@ class RunDirectory:
         self.path = Path(path)
         with reading(self.path):
             is_there = self.path.is_dir()
+        if not is_there and self.path.exists():
+            raise InputError(
+                "is a file, not a run directory", path=path, hint="Write one with `kvarts replay --run-dir DIR`."
+            )
         if not is_there:
             raise MissingFileError("no such directory", path=path, hint="Write one with `kvarts replay --run-dir`.")
         try:

@@ -81,6 +81,7 @@ class RunReport(msgspec.Struct, frozen=True):
     mean_used_pct: Real | None = None
     working_set_pages: Count | None = None
     limited_by: LimitedBy | None = None
+    advice: str | None = None
     models: dict[str, dict[str, Any]] | None = None
     """Of a run of several models: what each says."""
 
@@ -95,6 +96,9 @@ class RequestRow(msgspec.Struct, frozen=True, gc=False):
     input_tokens: Count = 0
     output_tokens: Count = 0
     cached_tokens: Count = 0
+    request_id: str = ""
+    replica: Count = 0
+    preemptions: Count = 0
 
 
 class Histogram(msgspec.Struct, frozen=True):

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from kvarts.report.run_values import RunReport, Spread
+from collections.abc import Mapping
+from textwrap import wrap
+from typing import Any
 
-__all__ = ["LATENCIES", "LIMITS", "count", "duration", "facts", "memory_unit", "percent"]
+from kvarts.report.run_values import RunReport, Spread
+from kvarts.units import as_duration as duration
+from kvarts.units import as_memory, parse_bytes
+from kvarts.units import as_percent as percent
+
+__all__ = ["LATENCIES", "LIMITS", "NAME_ONE", "count", "duration", "facts", "in_memory", "memory_unit", "number"]
+__all__ += ["opening", "page_bytes_of", "percent", "wrapped"]
 
 LATENCIES = {"TTFT": "ttft_ms", "ITL": "itl_ms", "TPOT": "tpot_ms", "E2E": "e2e_ms", "queue time": "queue_ms"}
 LIMITS = {
@@ -21,7 +29,10 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     ended = f"{count(report.num_completed)} completed, {count(report.num_rejected)} rejected"
     if report.num_failed:
         ended += f", {count(report.num_failed)} failed"
-    out = [("requests", ended)]
+    *placed, memory = opening(report.config) or [""]
+    out = [("replayed on", "; ".join(line.strip() for line in placed))] if placed else []
+    out += [("memory", memory)] if memory else []
+    out.append(("requests", ended))
     if report.duration_ms is not None:
         out.append(("duration", f"{duration(report.duration_ms)} in {count(report.num_steps)} steps"))
     if report.request_throughput_per_s is not None:
@@ -61,6 +72,8 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         of_waiting = "" if share is None else f" ({percent(share)} of the time spent waiting)"
         lane = f" {limited.lane}" if limited.cause == "transfers" else ""
         out.append(("limited by", LIMITS.get(limited.cause, limited.cause.replace("_", " ")) + lane + of_waiting))
+    if report.advice is not None:
+        out.append(("try next", f"{report.advice}."))
     return out
 
 
@@ -69,19 +82,83 @@ def memory_unit(report: RunReport) -> str:
     return "blocks" if report.config.get("kv_groups", "off") != "off" else "pages"
 
 
-def duration(ms: float) -> str:
-    """Return a time in the units in which people say it."""
-    if ms < 999.95:
-        return f"{ms:,.1f} ms" if ms >= 0.1 else f"{ms:,.4f} ms"
-    seconds = ms / 1e3
-    if seconds < 59.95:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 2 * 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole / 86400:,.1f} days"
+RULES = {"default": "rules of vLLM", "mocker": "rules of Dynamo's mocker"}
+COSTS = {"polynomial": "polynomial, of Dynamo's mocker"}
+NAME_ONE = "name yours: --model llama-3.1-8b --device h100-80gb"
+
+
+def opening(config: Mapping[str, Any]) -> list[str]:
+    """Return what a run was replayed on, from its configuration: model, device, engine rules, cost model and memory.
+
+    Each line has 80 characters at most, but for names that are long. Nothing of a run without a configuration.
+    """
+    if not config:
+        return []
+    cost = config.get("cost")
+    of_cost: Mapping[str, Any] = cost if isinstance(cost, Mapping) else {}
+    kind = of_cost.get("model") or ("callable" if cost is None else str(cost))
+    model, device = config.get("model") or of_cost.get("llm"), config.get("device") or of_cost.get("device")
+    rules = RULES.get(config.get("profile", ""), f"rules of {config.get('profile', 'vLLM')}")
+    lines = []
+    if model is not None and device is not None:
+        lines.append(f"{model} on {_devices(device, of_cost)}; {rules}; step times: {COSTS.get(kind, kind)}")
+    elif kind == "polynomial" and config.get("profile") != "mocker":
+        lines += [f"No --model: generic step times ({COSTS[kind]}); {rules}", f"  {NAME_ONE}"]
+    else:
+        lines.append(f"No --model; {rules}; step times: {COSTS.get(kind, kind)}")
+    if "pages" in config:
+        lines.append(_memory(config))
+    return lines
+
+
+def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Return `text` in lines of 80 characters at most, `first` and `rest` before them; a number keeps its unit."""
+    whole = text.replace(" %", "\xa0%")
+    lines = wrap(
+        whole, width=80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+    )
+    return [line.replace("\xa0", " ") for line in lines]
+
+
+def _devices(device: str, cost: Mapping[str, Any]) -> str:
+    count = 1
+    for ways in ("tensor_parallel", "data_parallel", "pipeline_parallel"):
+        count *= int(cost.get(ways) or 1)
+    return device if count == 1 else f"{count} x {device}"
+
+
+def _memory(config: Mapping[str, Any]) -> str:
+    pages, replicas = config["pages"], config.get("replicas", 1)
+    size = in_memory(pages, config)
+    cost = config.get("cost")
+    if size and isinstance(cost, Mapping) and _devices("", cost):
+        size = f"{size[:-1]} on each)"
+    text = f"{pages:,} pages of {config.get('page_size', 16)} tokens{size}"
+    if replicas > 1:
+        text = f"{replicas} replicas, each of {text}"
+    offload = config.get("offload") or {}
+    for tier in ("host", "disk"):
+        if offload.get(f"{tier}_memory"):
+            size = offload[f"{tier}_memory"]
+            text += f", {tier} {as_memory(size if isinstance(size, int) else parse_bytes(size))}"
+        elif offload.get(f"{tier}_pages"):
+            text += f", {tier} {offload[f'{tier}_pages']:,} pages"
+    return text
+
+
+def page_bytes_of(config: Mapping[str, Any]) -> int | None:
+    """Return the bytes of a page on each device; None where no model says them."""
+    if "page_bytes" in config:
+        return int(config["page_bytes"])
+    if "kv_bytes_per_token" not in config:
+        return None
+    return int(config["kv_bytes_per_token"]) * int(config["page_size"])
+
+
+def in_memory(pages: float, config: Mapping[str, Any]) -> str:
+    """Return what pages take: ` (55.5 GiB)`; nothing where no model says what a page takes."""
+    page_bytes = page_bytes_of(config)
+    return "" if page_bytes is None else f" ({as_memory(pages * page_bytes)})"
 
 
 def number(value: float | None) -> str:
@@ -94,11 +171,6 @@ def number(value: float | None) -> str:
 def count(value: int | None) -> str:
     """Return a whole number, or `-` for none."""
     return "-" if value is None else f"{value:,}"
-
-
-def percent(value: float | None) -> str:
-    """Return a share in per cent, or `-` for none."""
-    return "-" if value is None else f"{value * 100:.1f} %"
 
 
 def _bytes(num_bytes: float) -> str:

@@ -356,7 +356,7 @@ class SessionTable:
         for session in leaving:
             self.remove(session, "evicted")
 
-    def _num_reserved(self, pages: OwnTables | None) -> int:
+    def _num_reserved(self, pages: SessionPages | None) -> int:
         """Return the pages that are reserved for a session with these."""
         return 0 if pages is None else self._memory.most_pages(pages.keeps)
 

@@ -19,6 +19,7 @@ from kvarts.sim.hardware import (
     DeviceSettings,
     ModelSettings,
     Placed,
+    Placement,
     counted_groups,
     kv_bytes_of,
     parsed_cost,
@@ -243,6 +244,13 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         """Whether KV groups of some model are counted."""
         return any(self.groups.values())
 
+    def _placement_of(self, name: str) -> Placement | None:
+        """Return what a report says of a model and the device; None where only numbers are known of it."""
+        model = self.models[name].model
+        if model is None or self.device is None:
+            return None
+        return Placement(model=model, device=self.device, kv_bytes_per_token=self._placed[name].kv_bytes_per_token)
+
     @cached_property
     def page_bytes(self) -> dict[str, int]:
         """Bytes of a page, by model; with KV groups, of all its parts."""
@@ -339,6 +347,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                     self.each,
                     num_pages=most // page_bytes,
                     cost=placed.cost,
+                    placement=self._placement_of(name),
                     offload=offload,
                     kv_groups=kv_groups if groups else "off",
                     groups=groups,

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
 
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
-from kvarts.settings import Given, Section, SettingError, given_in, setting
-from kvarts.sim.hardware import DeviceSettings, ModelSettings, resolve_hardware
+from kvarts.rooms import from_room
+from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
+from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
     from kvarts.event_log import EventReader
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
-    from kvarts.kv.group_memory import GroupMemory
+    from kvarts.kv.group_memory import GroupMemory, PartGroup
     from kvarts.kv.tiered_pages import TieredPages
     from kvarts.kv.transfer import PrefillTimes
     from kvarts.report.report import Report
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.arrivals import SessionsKept
     from kvarts.sim.replay import Traffic
-    from kvarts.sim.router import Routed
+    from kvarts.sim.router import Routed, Router
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
@@ -34,6 +37,30 @@ __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
+if TYPE_CHECKING:
+    StepTimes = Any  # a CostModel, or a callable: which of them is asked where it is used
+    EvictionMaker = Callable[[], EvictionOrder]
+    AdmissionMaker = Callable[[], AdmissionPolicy]
+    RouterMaker = Callable[[], Router]
+    PartGroups = tuple[PartGroup, ...]
+else:  # the rooms of these are imported where they are used: help prints these names and their texts
+
+    class StepTimes:
+        """A cost model, or a function of a Batch that returns the milliseconds of the step."""
+
+    class EvictionMaker:
+        """Makes the EvictionOrder of a replica: a class, or a function without arguments."""
+
+    class AdmissionMaker:
+        """Makes the AdmissionPolicy of a replica: a class, or a function without arguments."""
+
+    class RouterMaker:
+        """Makes the Router of a replay: a class, or a function without arguments."""
+
+    class PartGroups:
+        """A tuple of PartGroups."""
+
+
 RouterName = Literal["round-robin", "least-loaded", "prefix"]
 KvGroupsName = Literal["off", "all", "tails"]
 
@@ -62,6 +89,9 @@ class TiersBelow(Protocol):
 
     def tiers(self, page_size: int) -> dict[str, int]:
         """Return the pages of each tier, the fastest first, by its name."""
+
+    def bytes_per_s(self, field: str) -> int:
+        """Return the bandwidth of a channel, such as `h2d`."""
 
     def for_model(self, kv_bytes_per_token: int) -> TiersBelow:
         """Return the same for a model with tokens of `kv_bytes_per_token` bytes."""
@@ -122,17 +152,20 @@ class ReplayConfig(
     of sessions between their turns; left out, a turn is a request as any other.
 
     Only Python can give `groups`, PartGroups that are counted where `kv_groups` is not off and no model says them,
-    `eviction`, which makes the EvictionOrder of a replica (LruOrder unless given), and
+    `placement`, the names of the model and the device that `cost` and `num_pages` follow from, for reports,
+    a `router` of one's own, which makes the Router of a replay, `eviction`, which makes the EvictionOrder of a replica
+    (LruOrder unless given), and
     `admission`, which makes its AdmissionPolicy (PriorityPolicy): a class, or a function without arguments.
     """
 
     cost: Annotated[
-        Any,
+        StepTimes,
         setting(
             "How long a step takes: polynomial, or linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,"
             "context_token_ms=0, or a file that `kvarts calibrate` wrote.",
             metavar="MODEL",
             default="polynomial; with --device, its roofline",
+            kind=Any,
         ),
     ] = msgspec.field(default_factory=_default_cost)
     cost_factor: Annotated[
@@ -147,10 +180,11 @@ class ReplayConfig(
         ),
     ] = 1
     router: Annotated[
-        RouterName,
+        RouterName | RouterMaker,
         setting(
             "Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to compute "
-            "plus pages in use or waited for."
+            "plus pages in use or waited for.",
+            kind=RouterName,
         ),
     ] = "round-robin"
     concurrency: Annotated[
@@ -176,16 +210,31 @@ class ReplayConfig(
     ] = "off"
     offload: TiersBelow | None = None
     sessions: SessionSettings | None = None
-    # Any, because msgspec checks types of fields: the rooms of these are imported where they are used, and it knows no
-    # callables.
-    groups: tuple[Any, ...] = ()
-    eviction: Any = msgspec.field(default_factory=_default_eviction)
-    admission: Any = msgspec.field(default_factory=_default_admission)
+    placement: Placement | None = None
+    groups: PartGroups = ()
+    eviction: EvictionMaker = msgspec.field(default_factory=_default_eviction)
+    admission: AdmissionMaker = msgspec.field(default_factory=_default_admission)
+
+    @classmethod
+    def for_device(cls, model: str, device: str, **settings: Any) -> ReplayConfig:
+        """Return the configuration of `model` on `device`: step times of a roofline, and as many pages as fit.
+
+        `model` and `device` are presets, or files as the command line takes them; `kvarts model list` lists both.
+        `settings` are the options of `kvarts replay` by their names: `replicas=2`, `kv_memory="40GiB"`,
+        `host_memory="96GiB"`, `tensor_parallel=2`, `slo_ttft_ms=3000`. `eviction`, `admission`, `slo`, and a
+        `router` of one's own, are objects.
+        Raise ConfigError that names the argument.
+        """
+        names = ("admission", "eviction", "slo", *(("router",) if callable(settings.get("router")) else ()))
+        objects = {name: settings.pop(name) for name in names if name in settings}
+        sections = [*SECTIONS, *_optional_sections()]
+        given = given_by_keywords({"model": model, "device": device, **settings}, sections)
+        return msgspec.structs.replace(resolve_replay(given, sections), **objects)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
-        if self.router not in ("round-robin", "least-loaded", "prefix"):
+        if not callable(self.router) and self.router not in get_args(RouterName):
             raise SettingError(f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}", "router")
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
@@ -248,6 +297,19 @@ class ReplayConfig(
                 f"make {self.num_blocks:,} blocks of {self.memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
                 "num_pages",
             )
+
+    def check_tiers(self) -> None:
+        """Refuse a tier that holds no page: it would silently be none.
+
+        Of one model only: what a page of each of several takes is not known here.
+        """
+        if self.offload is None or self.kv_groups != "off":
+            return
+        try:
+            self.offload.tiers(self.page_size)
+        except SettingError as error:
+            what, hint = error.texts
+            raise SettingError(what, *(f"offload.{field}" for field in error.fields), hint=hint) from error
 
     @property
     def tiers(self) -> dict[str, int]:
@@ -330,6 +392,9 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
+        placement = values.pop("placement")
+        if placement is not None:
+            values = {**msgspec.to_builtins(placement), **values}
         groups = values.pop("groups")
         if groups:
             values["page_bytes"] = self.memory.page_bytes
@@ -341,6 +406,8 @@ class ReplayConfig(
             values["sessions"] = msgspec.to_builtins(self.sessions)
         # How a replay is carried out is no part of what it says.
         del values["step_by_step"], values["audit"]
+        if callable(self.router):
+            values["router"] = type(self.router()).__name__
         for field, default in (("eviction", _default_eviction()), ("admission", _default_admission())):
             make = values.pop(field)
             if make is not default:
@@ -379,13 +446,31 @@ SECTIONS = (
 """What can be said of a replay of one model; parts add to it what they know, such as tiers."""
 
 
+OPTIONAL = (("offload.config", "OffloadConfig", "offload"), ("session.replayed.config", "SessionReplay", "sessions"))
+"""Modules of rooms that may be missing, with structs of settings and their tables."""
+
+
+def _optional_sections() -> list[Section]:
+    """Return the settings of the optional rooms that are installed."""
+    found = []
+    for module, struct, table in OPTIONAL:
+        with suppress(ConfigError):
+            found.append(Section(struct=from_room(module, struct, field=table), title="", table=table))
+    return found
+
+
 def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> ReplayConfig:
     """Build a ReplayConfig from what was given: model and device first, then tables, then the rest.
 
     A section with a table that is a field of ReplayConfig becomes its value where anything in it was given. Raises
     ConfigError that names what was given, where it was given.
     """
-    return build_replay(given, sections, resolve_hardware(given))
+    config = build_replay(given, sections, resolve_hardware(given))
+    try:
+        config.check_tiers()
+    except ConfigError as error:
+        raise given.named(error, ()) from error
+    return config
 
 
 def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, Any]) -> ReplayConfig:
@@ -397,6 +482,8 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
     }
     if "cost" in facts:
         values["cost"] = facts["cost"]
+    if "placement" in facts:
+        values["placement"] = facts["placement"]
     if "groups" in facts:
         values["groups"] = facts["groups"]
         if not facts["groups"]:

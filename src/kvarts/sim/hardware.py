@@ -15,7 +15,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError, parts_of
 from kvarts.limits import MOST_BYTES, MOST_REPLICAS, check_whole
 from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_of
-from kvarts.units import parse_bytes
+from kvarts.units import meant_size, parse_bytes
 
 if TYPE_CHECKING:
     from kvarts.executor.cost import CostSpec
@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that say over how many of them a model is divided, and how."""
 
-__all__ = ["DeviceSettings", "ModelSettings", "Placed", "counted_groups", "given_cost", "kv_bytes_of", "parsed_cost"]
+__all__ = [
+    "DeviceSettings",
+    "ModelSettings",
+    "Placed",
+    "Placement",
+    "counted_groups",
+    "given_cost",
+    "kv_bytes_of",
+    "parsed_cost",
+]
 __all__ += ["place", "resolve_hardware"]
 
 
@@ -89,6 +98,14 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise SettingError(f"must be above 0 and at most 1, got {self.memory_fraction}", "memory_fraction")
         if isinstance(self.kv_memory, int):
             check_whole(self.kv_memory, "kv_memory", most=MOST_BYTES)
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """What a configuration says of where it is from: names of model and device, and bytes of KV per token on each."""
+
+    model: str
+    device: str
+    kv_bytes_per_token: int
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +247,10 @@ def resolve_hardware(given: Given) -> dict[str, Any]:
     try:
         placed = place(model, on, cost)
         facts: dict[str, Any] = {"cost": placed.cost, "kv_bytes_per_token": placed.kv_bytes_per_token}
+        if model.model is not None and on.device is not None:
+            facts["placement"] = Placement(
+                model=model.model, device=on.device, kv_bytes_per_token=placed.kv_bytes_per_token
+            )
         if on.data_parallel > 1:
             facts["data_parallel"] = on.data_parallel
         groups: tuple[PartGroup, ...] = ()
@@ -295,7 +316,7 @@ def _num_pages(
             assert fit is not None
             kv_bytes = fit.kv_bytes
         if kv_bytes < page_bytes:
-            raise SettingError(f"{on.kv_memory} hold no page of {page_bytes:,} bytes", "kv_memory")
+            raise _no_page(on, page_bytes)
         return kv_bytes // page_bytes
     if kv_bytes is None:
         fit = placed.fit(engine, on, kv_dtype)
@@ -305,5 +326,14 @@ def _num_pages(
     state_bytes = placed.state_bytes(engine, on)
     if kv_bytes - state_bytes < page_bytes:
         beside = f" beside {state_bytes:,} bytes of states of {engine.max_num_seqs} sequences" if state_bytes else ""
-        raise SettingError(f"{on.kv_memory} hold no page of {page_bytes:,} bytes{beside}", "kv_memory")
+        raise _no_page(on, page_bytes, beside)
     return (kv_bytes - state_bytes) // page_bytes
+
+
+def _no_page(on: DeviceSettings, page_bytes: int, beside: str = "") -> SettingError:
+    """Return the refusal of KV memory that holds no page."""
+    size = on.kv_memory
+    shown = f"{size} bytes" if str(size).strip().isdecimal() else size
+    return SettingError(
+        f"{shown} hold no page of {page_bytes:,} bytes{beside}", "kv_memory", hint=meant_size(size, page_bytes)
+    )

@@ -20,6 +20,7 @@ from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.lockstep import GivenDuration, LockstepCost, Ranks, num_ranks_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import make_router
+from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
@@ -138,6 +139,7 @@ def replay_one(
         transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
         sessions=None if sessions is None else sessions.totals,
         num_evicted_parts=list(map(sum, zip(*(each.num_evicted_parts() for each in replicas), strict=True))),
+        trials=ReplayTrials(trace, config),
     )
 
 

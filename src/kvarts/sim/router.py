@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvarts.config import EngineConfig
 from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
+from kvarts.settings import SettingError
 from kvarts.sim.config import RouterName
 
-__all__ = ["LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Router", "RouterName", "WithinGroups"]
+if TYPE_CHECKING:
+    from kvarts.sim.config import RouterMaker
+
+__all__ = ["Checked", "LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Router", "RouterName", "WithinGroups"]
 __all__ += ["make_router"]
 
 
@@ -117,13 +121,38 @@ def num_requests(replica: Routed) -> int:
     return replica.scheduler.running.num_running + replica.scheduler.waiting.num_waiting
 
 
-def make_router(name: RouterName, ranks: int = 1) -> Router:
-    """Return a new router by its name. `ranks`: how many engines, one after the other, are in lock step."""
-    if ranks > 1 and name == "round-robin":
+class Checked:
+    """A router of a user's own: what it chooses is a replica."""
+
+    def __init__(self, router: Router) -> None:
+        for name in ("choose", "looks_at_engines"):
+            if not hasattr(router, name):
+                hint = "See kvarts.sim.router.Router for what a router has."
+                raise SettingError(f"{type(router).__name__} has no {name}", "router", hint=hint)
+        self._router = router
+        self.looks_at_engines = router.looks_at_engines
+
+    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
+        """Return the index that the router chooses. Raise SettingError for what is none."""
+        index = self._router.choose(request, replicas)
+        if not (isinstance(index, int) and 0 <= index < len(replicas)):
+            what = f"{type(self._router).__name__} chose {index!r}, and there are {len(replicas)} replicas"
+            raise SettingError(what, "router", hint="Return an index from 0.")
+        return index
+
+
+def make_router(router: RouterName | RouterMaker, ranks: int = 1) -> Router:
+    """Return a new router: one by its name, or what a user's own makes.
+
+    `ranks`: how many engines, one after the other, are in lock step.
+    """
+    if callable(router):
+        return Checked(router())
+    if ranks > 1 and router == "round-robin":
         return WithinGroups(ranks)
     routers: dict[str, type[RoundRobin | LeastLoaded | PrefixAware]] = {
         "round-robin": RoundRobin,
         "least-loaded": LeastLoaded,
         "prefix": PrefixAware,
     }
-    return routers[name]()
+    return routers[router]()

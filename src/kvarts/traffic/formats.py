@@ -7,6 +7,7 @@ from typing import Any
 
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import reading
+from kvarts.samples import sample_of
 from kvarts.traffic.deltas import broken_sessions
 from kvarts.traffic.forms import FORMS, Form, form_of, nearest
 from kvarts.traffic.mooncake import Turns
@@ -30,11 +31,18 @@ def load_trace(
 ) -> Trace:
     """Read a trace of any form in `kvarts.traffic.forms`, which its content tells. Files may be packed with gzip.
 
+    `sample:mooncake` is a bundled one, see `kvarts.samples`.
+
     `trace_block_size`: tokens that a hash id stands for: 512 in Mooncake's form unless given, 16 in Qwen-Bailian's.
     `skip_bad_lines`: leave out and count lines that cannot be read. `session_turns`: of Mooncake's sessions, whether
     later turns have whole prompts or only `deltas`. Raise MissingFileError, InputError with file and place, also for a
     file of no known form, or ConfigError for an option that its form does not take.
     """
+    if Path(path).suffix == ".toml":
+        raise ConfigError("is a configuration, not a trace", path=path, hint="Use --config FILE.")
+    sample = sample_of(path)
+    if sample is not None:
+        trace_block_size = trace_block_size or sample.trace_block_size
     file = TraceFile(path)
     form = _form(file)
     options: dict[str, Any] = {}

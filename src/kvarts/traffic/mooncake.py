@@ -18,6 +18,7 @@ import msgspec
 
 from kvarts.errors import InputError, parts_of
 from kvarts.limits import check_whole
+from kvarts.samples import sample_of
 from kvarts.traffic.deltas import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
 from kvarts.traffic.mooncake_row import MooncakeRow
@@ -151,13 +152,16 @@ def load_mooncake(
     skip_bad_lines: bool = False,
     session_turns: Turns | None = None,
 ) -> Trace:
-    """Read a whole file: every line is checked before anything is replayed.
+    """Read a whole file, or a bundled one (`sample:mooncake`): every line is checked before anything is replayed.
 
     `session_turns`: `whole` if a session's later turns have their whole prompts, `deltas` if they have only what is new
     since the turn before and its answer. Left out, a file is refused if later turns are shorter than those before and
     share no first id with them. Rows are sorted by time, equals in the order of the file, and the first arrival becomes
     0. Raise InputError, also for a file without rows.
     """
+    sample = None if isinstance(path, TraceFile) else sample_of(path)
+    if sample is not None:
+        trace_block_size = trace_block_size or sample.trace_block_size
     file = TraceFile.of(path)
     reader = MooncakeReader(file, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
     requests = list(reader)

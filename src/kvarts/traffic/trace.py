@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
 
 from kvarts.content import UNIT_BYTES, Content
 from kvarts.few import arrays_pay
 from kvarts.traffic.trace_request import TraceRequest, Units
+from kvarts.units import as_duration
 
 __all__ = ["Trace", "TraceRequest"]
 
@@ -75,6 +78,53 @@ class Trace:
             or request.answered_units is not None
             or (request.session_id is not None and lasts[request.session_id] == request.row)
             for request in self._requests
+        )
+
+    def __repr__(self) -> str:
+        return f"<Trace {self.name}: {', '.join(text for _, text in self._facts())}>"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{name}</th><td>{text}</td></tr>" for name, text in self._facts())
+        return f"<h4>Trace {escape(self.name)}</h4><table>{rows}</table>"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Return what is in the trace, by name, for people."""
+        requests = self.requests
+        if requests is None:
+            return [("requests", "read as they are needed")]
+        facts = [("requests", f"{len(requests):,} requests")]
+        if self.has_sessions:
+            num_sessions = len({request.session_id for request in requests if request.session_id is not None})
+            facts.append(("sessions", f"{num_sessions:,} sessions"))
+        last_ns = max((request.arrival_ns for request in requests), default=0)
+        facts.append(("arrivals", f"arrivals over {as_duration(last_ns / 1e6)}"))
+        for name, tokens in (
+            ("prompts", [request.num_prompt_tokens for request in requests]),
+            ("outputs", [request.num_output_tokens for request in requests]),
+        ):
+            facts.append((name, f"{sum(tokens):,} tokens of {name}, the longest {max(tokens, default=0):,}"))
+        if not self.knows_prefixes:
+            facts.append(("prefixes", "prefixes not known: no two prompts share any"))
+        if self.num_skipped_lines:
+            facts.append(("skipped", f"{self.num_skipped_lines:,} lines skipped"))
+        return facts
+
+    def to_pandas(self) -> Any:
+        """Return a pandas.DataFrame with one row per request: times in s from the first arrival."""
+        from kvarts.columns import to_frame
+
+        requests = list(self)
+        return to_frame(
+            {
+                "request_id": [request.request_id for request in requests],
+                "arrival_s": [request.arrival_ns / 1e9 for request in requests],
+                "input_tokens": [request.num_prompt_tokens for request in requests],
+                "output_tokens": [request.num_output_tokens for request in requests],
+                "session_id": [request.session_id for request in requests],
+                "delay_s": [None if request.delay_ns is None else request.delay_ns / 1e9 for request in requests],
+                "priority": [request.priority for request in requests],
+                "tenant": [request.tenant for request in requests],
+            }
         )
 
     def said(self) -> list[str]:

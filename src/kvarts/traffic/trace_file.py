@@ -17,6 +17,7 @@ import msgspec
 
 from kvarts.errors import InputError
 from kvarts.files import reading
+from kvarts.samples import located, where_samples_are
 
 __all__ = ["BLOCK_BYTES", "TraceFile"]
 
@@ -24,7 +25,6 @@ BLOCK_BYTES = 1 << 20
 MOST_LINE_BYTES = 1 << 24
 MOST_RECORDS = 20
 GZIP = b"\x1f\x8b"
-HINT = "Check the path of the trace."
 
 
 class TraceFile:
@@ -34,7 +34,7 @@ class TraceFile:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path = located(path)
         self._data: bytes | None = None
 
     @classmethod
@@ -50,7 +50,7 @@ class TraceFile:
     @cached_property
     def is_directory(self) -> bool:
         """Whether the path is a directory."""
-        with reading(self.path, hint=HINT):
+        with reading(self.path, hint=where_samples_are(self.path)):
             return self.path.is_dir()
 
     def read(self) -> bytes:
@@ -163,7 +163,7 @@ class TraceFile:
         return lines
 
     def _open(self) -> BinaryIO:
-        with reading(self.path, hint=HINT):
+        with reading(self.path, hint=where_samples_are(self.path)):
             if self._data is None and not self.path.is_file() and not self.path.is_dir():
                 self._data = self.path.read_bytes()
             if self._data is not None:
@@ -176,7 +176,7 @@ class TraceFile:
     @contextmanager
     def _unpacking(self) -> Iterator[None]:
         try:
-            with reading(self.path, hint=HINT):
+            with reading(self.path, hint=where_samples_are(self.path)):
                 yield
         except (EOFError, zlib.error) as error:
             raise InputError(f"cannot be read: {error}", path=self.path) from error

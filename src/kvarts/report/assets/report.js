@@ -10,7 +10,7 @@
 
   head(data);
   document.getElementById("source").textContent = data.source;
-  if (data.advice) make("p", { parent: document.getElementById("advice"), text: data.advice });
+  if (data.advice) make("p", { parent: document.getElementById("advice"), text: data.advice[0].toUpperCase() + data.advice.slice(1) });
 
   const bar = (parent, parts, whole) => {
     const outer = make("div", { parent, className: "bar" });

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from textwrap import wrap
 from typing import Any
 
-from kvarts.cli.table import as_number, as_percent
 from kvarts.plan.series import usual_points
+from kvarts.report.words import NAME_ONE, number, opening, page_bytes_of, wrapped
+from kvarts.units import as_duration, as_percent
 
 __all__ = ["render", "render_sample", "render_shares", "render_users"]
 
 GIB = 1 << 30
-LATENCY_HEADING = (
-    f"{'replicas':>8}{'pages':>12}{'rate':>8}{'hits':>9}{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>11}{'SLO kept':>10}"
-)
+LATENCY_HEADING = f"{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>10}{'SLO':>8}"
 ORIGINS = {
     "own_history": "own session",
     "shared_prefix": "own session and others",
@@ -23,13 +21,14 @@ ORIGINS = {
 
 def render(plan: dict[str, Any]) -> str:
     """Return the tables, with a line end."""
-    most = as_percent(plan["most_hit_ratio"])
     lines = [
         *_heading(plan),
-        f"prefix LRU, one request at a time; hits are at most {most} of prompt tokens,",
-        f"with {plan['most_pages']:,} pages",
         "",
-        f"{'pages':>14}{'tokens':>16}{'hits':>10}{'optimum':>10}{'evicted':>12}{_group_heading(plan)}",
+        *_paragraph(plan["advice"]),
+        "",
+        "hits by memory: prefix LRU, one request at a time",
+        "",
+        f"{'pages':>14}{_gib_heading(plan):>10}{'tokens':>15}{'hits':>9}{'optimum':>9}{'evicted':>9}{_group_heading(plan)}",
     ]
     knees = {point["pages"] for point in plan["knees"]}
     num_tokens = plan["num_prompt_tokens"]
@@ -37,14 +36,28 @@ def render(plan: dict[str, Any]) -> str:
         evicted = point["computed_tokens"]["evicted"] / num_tokens
         note = "knee" if point["pages"] in knees else ""
         lines.append(
-            f"{point['pages']:>14,}{point['tokens']:>16,}{as_percent(point['hit_ratio']):>10}"
-            f"{as_percent(point['optimum_hit_ratio']):>10}{as_percent(evicted):>12}"
+            f"{point['pages']:>14,}{_gib(plan, point['pages']):>10}{point['tokens']:>15,}"
+            f"{as_percent(point['hit_ratio']):>9}{as_percent(point['optimum_hit_ratio']):>9}{as_percent(evicted):>9}"
             f"{_of_groups(point)}   {note}".rstrip()
         )
     if plan["at"]:
         lines += _details(plan, _looked_at(plan))
     lines += [*_league(plan), *_tiers(plan), *_latencies(plan)]
     return "\n".join(lines) + "\n"
+
+
+def _paragraph(text: str) -> list[str]:
+    return wrapped(f"{text}.")
+
+
+def _gib_heading(plan: dict[str, Any]) -> str:
+    return "GiB" if page_bytes_of(plan.get("config") or {}) else ""
+
+
+def _gib(plan: dict[str, Any], pages: int) -> str:
+    """Return what pages take, in GiB; nothing where no model says it."""
+    page_bytes = page_bytes_of(plan.get("config") or {})
+    return "" if page_bytes is None else f"{pages * page_bytes / GIB:,.1f}"
 
 
 def _group_heading(plan: dict[str, Any]) -> str:
@@ -61,19 +74,19 @@ def render_users(plan: dict[str, Any]) -> str:
     users = plan["users"]
     lines = [
         f"{plan['trace']}: {users['num_sessions']:,} sessions, a user in one at a time",
-        plan["setting"],
+        *opening(plan["config"]),
         "",
         f"{'users':>8}{'hits':>9}{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>11}{'requests/s':>12}{'SLO kept':>10}",
     ]
     lines += [
-        f"{point['users']:>8}{as_percent(point['hit_ratio']):>9}{as_number(point['ttft_ms']['p50']):>11}"
-        f"{as_number(point['ttft_ms']['p99']):>11}{as_number(point['tpot_ms']['p99']):>11}"
-        f"{as_number(point['request_throughput_per_s']):>12}{as_percent(point['slo_ratio']):>10}"
+        f"{point['users']:>8}{as_percent(point['hit_ratio']):>9}{as_duration(point['ttft_ms']['p50']):>11}"
+        f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>11}"
+        f"{number(point['request_throughput_per_s']):>12}{as_percent(point['slo_ratio'], bound=users['slo_share']):>10}"
         for point in users["points"]
     ]
     fits, fails = users["fits"], users["fails_at"]
     if users["slo_share"] is not None:
-        share = f"{users['slo_share']:.0%} of the requests"
+        share = f"{as_percent(users['slo_share'])} of the requests"
         if fits is None:
             lines += ["", f"{fails:,} users are too many: the SLO is not kept for {share}"]
         else:
@@ -119,10 +132,11 @@ def render_sample(plan: dict[str, Any]) -> str:
 
 
 def _heading(plan: dict[str, Any]) -> list[str]:
-    return [
-        f"{plan['trace']}: {plan['num_requests']:,} requests, {plan['num_prompt_tokens']:,} prompt tokens",
-        f"pages of {plan['page_size']} tokens",
-    ]
+    """Return what is planned for, and on what."""
+    what = f"{plan['trace']}: {plan['num_requests']:,} requests, {plan['num_prompt_tokens']:,} prompt tokens"
+    if plan.get("config"):
+        return [what, *opening(plan["config"])]
+    return [what, f"pages of {plan['page_size']} tokens; nothing is replayed", f"  for latencies, {NAME_ONE}"]
 
 
 def _looked_at(plan: dict[str, Any]) -> dict[str, Any]:
@@ -178,11 +192,12 @@ def _league(plan: dict[str, Any]) -> list[str]:
     ]
     replayed = [row for row in rows if "replayed" in row]
     if replayed:
-        lines += ["", f"the same, replayed with {replayed[0]['pages']:,} pages", ""]
-        lines.append(f"  {'policy':<28}{'hits':>9}{'TTFT mean':>12}{'p99':>11}{'goodput/s':>11}")
+        lines += ["", "the same, replayed", ""]
+        lines.append(f"{'pages':>14}  {'policy':<24}{'hits':>9}{'TTFT mean':>11}{'p99':>11}{'goodput/s':>9}")
         lines += [
-            f"  {row['policy'][-27:]:<28}{as_percent(row['hit_ratio']):>9}{as_number(row['ttft_ms']['mean']):>12}"
-            f"{as_number(row['ttft_ms']['p99']):>11}{as_number(row['goodput_per_s']):>11}"
+            f"{row['pages']:>14,}  {row['policy'][-23:]:<24}{as_percent(row['hit_ratio']):>9}"
+            f"{as_duration(row['ttft_ms']['mean']):>11}{as_duration(row['ttft_ms']['p99']):>11}"
+            f"{number(row['goodput_per_s']):>9}"
             for row in replayed
         ]
     return lines
@@ -195,20 +210,23 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "",
-        "device and host memory together, as one LRU list",
+        "device and host memory: hits as replayed, beside a bound: one LRU list, one",
+        "request at a time",
         *_tier_curve(tiers["curve"], "device", "host"),
     ]
     load_us, prefill_us = tiers["load_us_per_token"]["disk"], tiers["prefill_us_per_token"]
-    if load_us < prefill_us:
+    if not tiers["now"]["pages"]["host"]:
+        lines += ["", "files are below host memory: with --host-memory, they are looked at too"]
+    elif load_us < prefill_us:
         lines += ["", "disk below that", *_tier_curve(tiers["disk_curve"], "host", "disk")]
     else:
         lines += ["", f"a token takes {load_us:,.1f} us to load from disk and {prefill_us:,.1f} us to compute"]
-    lines += ["", "the next GiB saves"]
+    lines += ["", "the next GiB saves, by the bound"]
     for each in tiers["next_gib"]:
-        text = f"  {each['tier']:<8}{as_number(each['saved_s_per_hour']):>10} s/h"
-        text += f"{as_number(each['saved_ms_per_request']):>10} ms a request"
+        text = f"  {each['tier']:<8}{number(each['saved_s_per_hour']):>10} s/h"
+        text += f"{number(each['saved_ms_per_request']):>10} ms a request"
         if each["price"] is not None:
-            text += f"{as_number(each['saved_s_per_price']):>12} s for a unit of price"
+            text += f"{number(each['saved_s_per_price']):>12} s for a unit of price"
         lines.append(text)
     if tiers["best_buy"] is not None:
         lines.append(f"  {tiers['best_buy']} memory saves most for its price")
@@ -216,15 +234,27 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
 
 
 def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[str]:
+    heading = f"{above + ' GiB':>12}{below + ' GiB':>10}{'replayed':>11}{'from ' + below:>11}{'TTFT p99':>12}"
     return [
         "",
-        f"{above + ' GiB':>12}{below + ' GiB':>12}{above:>10}{below:>10}{'prefill saved':>18}",
+        f"{heading}{'bound':>9}{'saved':>13}",
         *(
-            f"{point['gib'][above]:>12,.1f}{point['gib'][below]:>12,.1f}{as_percent(point['hit_ratio'][above]):>10}"
-            f"{as_percent(point['hit_ratio'][below]):>10}{as_number(point['saved_s_per_hour']):>13} s/h"
+            f"{point['gib'][above]:>12,.1f}{point['gib'][below]:>10,.1f}{_as_replayed(point, below)}"
+            f"{as_percent(sum(point['hit_ratio'].values())):>9}{number(point['saved_s_per_hour']):>9} s/h"
             for point in points
         ),
     ]
+
+
+def _as_replayed(point: dict[str, Any], tier: str) -> str:
+    """Return what a replay finds in all and in `tier`, and its TTFT; dashes where there is none."""
+    replayed = point.get("replayed")
+    if replayed is None:
+        return f"{'-':>11}{'-':>11}{'-':>12}"
+    of_tier = replayed["hit_ratio_by_tier"].get(tier, 0.0)
+    return (
+        f"{as_percent(replayed['hit_ratio']):>11}{as_percent(of_tier):>11}{as_duration(replayed['ttft_ms']['p99']):>12}"
+    )
 
 
 def _latencies(plan: dict[str, Any]) -> list[str]:
@@ -234,28 +264,29 @@ def _latencies(plan: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "",
-        f"replayed: {latency['setting']}",
+        "replayed",
         "",
-        LATENCY_HEADING,
+        f"{'replicas':>8}{'pages':>10}{_gib_heading(plan):>8}{'rate':>6}{'hits':>8}{LATENCY_HEADING}",
     ]
     lines += [
-        f"{point['replicas']:>8}{point['pages']:>12,}{point['rate']:>8.3g}{as_percent(point['hit_ratio']):>9}"
-        f"{as_number(point['ttft_ms']['p50']):>11}{as_number(point['ttft_ms']['p99']):>11}"
-        f"{as_number(point['tpot_ms']['p99']):>11}{as_percent(point['slo_ratio']):>10}"
+        f"{point['replicas']:>8}{point['pages']:>10,}{_gib(plan, point['pages']):>8}{point['rate']:>6.3g}"
+        f"{as_percent(point['hit_ratio']):>8}{as_duration(point['ttft_ms']['p50']):>11}"
+        f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>10}"
+        f"{as_percent(point['slo_ratio'], bound=latency['slo_share']):>8}"
         for point in usual_points(latency)
     ]
     largest = latency["largest_rate"]
     if largest is not None:
         lines += ["", _largest(largest)]
-    lines += _replicas(latency["replicas"])
+    lines += _replicas(latency["replicas"], latency["slo_share"])
     for option in latency["options"]:
         lines += ["", f"{option['name']}: {option['what']}", f"  {option['command']}"]
         for text in (*option["notes"], *option["would_change"]):
-            lines += wrap(text, width=80, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+            lines += wrapped(text, "  ", "    ")
     return lines
 
 
-def _replicas(replicas: dict[str, Any] | None) -> list[str]:
+def _replicas(replicas: dict[str, Any] | None, slo_share: float | None) -> list[str]:
     """Return the fewest replicas for each router; nothing where one is enough, or without an SLO."""
     if replicas is None or all(row["replicas"] == 1 for row in replicas["by_router"]):
         return []
@@ -264,7 +295,8 @@ def _replicas(replicas: dict[str, Any] | None) -> list[str]:
         text = f"  {row['router']:<14}{'none found' if row['replicas'] is None else row['replicas']:>10}"
         if "one_less" in row:
             less = row["one_less"]
-            text += f"   {as_percent(row['slo_ratio'])}; with {less['replicas']}: {as_percent(less['slo_ratio'])}"
+            kept, missed = as_percent(row["slo_ratio"]), as_percent(less["slo_ratio"], bound=slo_share)
+            text += f"   {kept}; with {less['replicas']}: {missed}"
         lines.append(text)
     return lines
 
@@ -275,4 +307,5 @@ def _largest(largest: dict[str, Any]) -> str:
     if rate is None:
         return f"no rate down to {fails_at:.3g} times that of the trace keeps the SLO {on}"
     until = "no limit was found" if fails_at is None else f"{fails_at:.3g} times does not"
-    return f"{rate:.3g} times the rate of the trace keeps the SLO, {until}: {on}, to within {largest['tolerance']:.0%}"
+    within = as_percent(largest["tolerance"])
+    return f"{rate:.3g} times the rate of the trace keeps the SLO, {until}: {on}, to within {within}"

@@ -1,0 +1,107 @@
+"""Write what examples of the docs print today into the docs: for a change of numbers that is meant.
+
+    python scripts/regenerate_examples.py [PAGE ...]
+
+Of `console` blocks, each `$ kvarts` command is run in the folder that tests/docs has, and what it prints takes the
+place of what follows it. Where that has lines of `...`, the lines between them are those of the output that are most
+like the old ones. Look at the difference before it is committed: a line that is gone is no number that has changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "src" / "kvarts" / "data"
+IN_ORDER = {"first-ten-minutes.md"}
+"""Pages of which all examples run in one folder, `python` blocks too; `...` alone stands for what was not seen yet."""
+CONSOLE = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
+SAMPLES = {
+    "trace.jsonl": "mooncake-conversation-1000.jsonl",
+    "mooncake-conversation-1000.jsonl": "mooncake-conversation-1000.jsonl",
+    "chat.csv": "azure-conv-1000.csv",
+    "code.csv": "azure-code-1000.csv",
+}
+
+
+def prepare(folder: Path) -> None:
+    """Put the files there that examples name."""
+    for name, source in SAMPLES.items():
+        shutil.copy(DATA / source, folder / name)
+    shutil.copytree(DATA / "vllm-rtx4090", folder / "vllm-rtx4090", dirs_exist_ok=True)
+
+
+def printed(line: str, folder: Path) -> str:
+    """Return what a command prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    words = [sys.executable, "-m", *shlex.split(line)]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{line}: exit code {done.returncode}", file=sys.stderr)
+        return done.stdout + done.stderr
+    return done.stdout
+
+
+def renewed(expected: str, output: str) -> str:
+    """Return `expected` with the lines of `output` that are most like its own; `...` stays where it is."""
+    if "..." not in expected or expected == "...\n":
+        return output if not expected.endswith("\n\n") else output + "\n"
+    lines = output.splitlines()
+    kept, start = [], 0
+    for old in expected.splitlines():
+        if old.strip() == "..." or not old.strip() or "..." in old:
+            kept.append(old)
+            continue
+        ratios = [difflib.SequenceMatcher(None, _words(old), _words(line)).ratio() for line in lines[start:]]
+        best = max(range(len(ratios)), key=lambda place: ratios[place], default=None)
+        if best is None or ratios[best] < 0.3:
+            print(f"  nothing like: {old}", file=sys.stderr)
+            kept.append(old)
+            continue
+        kept.append(lines[start + best])
+        start += best + 1
+    return "\n".join(kept) + "\n"
+
+
+def _words(line: str) -> list[str]:
+    """Return the words of a line with all numbers the same."""
+    return ["0" if re.fullmatch(r"[-+~\d.,:]+", word) else word for word in line.split()]
+
+
+def regenerate(page: Path) -> None:
+    """Write a page again."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        if page.name in IN_ORDER:
+            for code in PYTHON.findall(page.read_text()):
+                subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+
+        def of_block(match: re.Match[str]) -> str:
+            first, *commands = re.split(r"^\$ ", match[1], flags=re.MULTILINE)
+            out = first
+            for command in commands:
+                head, expected = command.split("\n", 1)
+                while head.endswith("\\"):
+                    more, expected = expected.split("\n", 1)
+                    head = f"{head}\n{more}"
+                line = head.replace("\\\n", " ")
+                out += f"$ {head}\n" + renewed(expected, printed(line, folder))
+            return out
+
+        page.write_text(CONSOLE.sub(of_block, page.read_text()))
+
+
+if __name__ == "__main__":
+    for path in [Path(name) for name in sys.argv[1:]] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        print(path, file=sys.stderr)
+        regenerate(path)

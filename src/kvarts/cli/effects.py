@@ -1,0 +1,148 @@
+"""Options that cannot have an effect are refused: one rule, in every command, by the tables below.
+
+A row says when options have none. What is refused was typed: a key of a file that other commands read as well is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import click
+from click.core import ParameterSource
+
+from kvarts.cli.helps import path_of
+from kvarts.errors import ConfigError
+
+__all__ = ["MODES", "NEEDS", "Mode", "Need", "check_effects"]
+
+
+class Need(NamedTuple):
+    """`options` have an effect only where one of `needs` is given: an option, or `--option=value`.
+
+    `commands`: those that it holds for; none, all that have such an option and know one of what it needs.
+    `unless`: they have none either where one of these is given.
+    """
+
+    options: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+
+
+class Mode(NamedTuple):
+    """Where `when` is given, or is a fact, `command` reads the options `keeps`, or all but `drops`, and no others."""
+
+    command: str
+    when: str
+    keeps: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    why: str | None = None
+    hint: str = "Leave it out."
+
+
+NO_REPLAY = "no replay"
+SLO = ("--slo-ttft-ms", "--slo-tpot-ms", "--slo-e2e-ms")
+READING = ("--trace-block-size", "--skip-bad-lines")
+PLAN_RESULTS = ("--json", "--html", "--open", "--plot", "--config", "--page-size", *READING)
+REPLAYED_ON = ("--model", "--device", "--cost")
+OF_MODEL = ("--dtype", "--quantization", "--device", "--attention", "--layers")
+OF_FIT = ("--column", "--time-unit", "--trace-block-size", "--seed")
+
+NEEDS = (
+    Need(("--timeline-every",), ("--timeline", "--run-dir")),
+    Need(
+        ("--kv-events-replay", "--kv-events-format", "--kv-events-topic", "--kv-events-wait", "--kv-events-stay"),
+        ("--kv-events",),
+    ),
+    Need(("--target-free",), ("--offload=lazy",)),
+    Need(("--disk-read", "--disk-write", "--disk-latency-us"), ("--disk-pages", "--disk-memory")),
+    Need(("--memory-fraction",), unless=("--pages", "--kv-memory"), commands=("replay", "plan", "mock")),
+    Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
+    Need(("--router",), ("--replicas", "--data-parallel"), commands=("replay", "calibrate")),
+    Need(("--slo-share", "--cost-error"), SLO, commands=("plan",)),
+    Need(("--trace-block-size",), ("--prompts",), commands=("calibrate",)),
+    Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
+    Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile", "chat")),
+    Need(("--open",), ("--html",)),
+    Need(("--checkpoint-turns",), ("--json",), commands=("soak",)),
+    Need(("--server-pid",), ("--address",), commands=("soak",)),
+    Need(("--every",), unless=("--quiet",), commands=("watch",)),
+    Need(("--max-rss-growth",), ("--server-pid",), unless=("--virtual",), commands=("soak",)),
+)
+
+MODES = (
+    Mode("plan", "--share", keeps=("--share", "--kv-memory", "--page-size", "--json", "--config", *READING)),
+    Mode("plan", "--sample", keeps=("--sample", "--at", "--page-size", "--json", "--config", *READING)),
+    Mode("plan", "--users", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error",
+                                   "--curves-only", "--concurrency", "--speedup")),
+    Mode("plan", "--curves-only", keeps=("--at", "--outputs", "--policy", "--league", *REPLAYED_ON, *PLAN_RESULTS)),
+    Mode("plan", NO_REPLAY, keeps=("--at", "--outputs", "--policy", "--league", "--curves-only", *PLAN_RESULTS),
+         why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost."),
+    Mode("soak", "--judge", keeps=("--judge", "--json", "--page")),
+    Mode("calibrate", "--design", drops=OF_FIT),
+    Mode("serve sessions", "--mock", drops=OF_MODEL),
+)  # fmt: skip
+
+
+def check_effects(
+    context: click.Context, *, is_set: Callable[[str], bool] = lambda flag: False, facts: Collection[str] = ()
+) -> None:
+    """Raise ConfigError for an option that was typed and cannot have an effect.
+
+    `is_set`: whether an option is given otherwise, by a file. `facts`: what else modes are about, such as NO_REPLAY.
+    """
+    flags = _flags_of(context)
+    typed = {flag: context.params[name] for flag, name in flags.items() if _is_typed(context, name)}
+
+    def is_given(what: str) -> bool:
+        flag, equals, value = what.partition("=")
+        if not equals:
+            return flag in typed or is_set(flag)
+        return str(typed.get(flag)) == value or (flag not in typed and is_set(what))
+
+    command = path_of(context)
+    for mode in MODES:
+        if mode.command == command and (is_given(mode.when) or mode.when in facts):
+            _refuse_others(mode, typed)
+    for need in NEEDS:
+        if need.commands and command not in need.commands:
+            continue
+        if need.needs and not any(what.partition("=")[0] in flags for what in need.needs):
+            continue
+        for flag in need.options:
+            if flag in typed:
+                _refuse_unless(need, flag, is_given)
+
+
+def _refuse_others(mode: Mode, typed: Mapping[str, Any]) -> None:
+    for flag in typed:
+        if flag != mode.when and (flag not in mode.keeps if mode.keeps else flag in mode.drops):
+            raise ConfigError(mode.why or f"has no effect with {mode.when}", field=flag, hint=mode.hint)
+
+
+def _refuse_unless(need: Need, flag: str, is_given: Callable[[str], bool]) -> None:
+    for other in need.unless:
+        if is_given(other):
+            raise ConfigError(f"has no effect with {other}", field=flag, hint="Keep one of them.")
+    if need.needs and not any(map(is_given, need.needs)):
+        choices = [what.replace("=", " ") for what in need.needs]
+        *others, last = choices
+        raise ConfigError(
+            f"has no effect without {' or '.join([', '.join(others), last] if others else [last])}",
+            field=flag,
+            hint=f"Give {choices[0]} as well, or leave it out.",
+        )
+
+
+def _flags_of(context: click.Context) -> dict[str, str]:
+    """Return the names of parameters by their flags; arguments are not among them."""
+    return {
+        param.opts[0] if param.opts[0].startswith("--") else param.opts[-1]: param.name or ""
+        for param in context.command.params
+        if param.param_type_name == "option"
+    }
+
+
+def _is_typed(context: click.Context, name: str) -> bool:
+    return name in context.params and context.get_parameter_source(name) is ParameterSource.COMMANDLINE

@@ -1,0 +1,301 @@
+"""`kvarts.plan`: how much memory a trace needs, in one value that prints, plots and serialises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
+from kvarts.plan.cache import CachePlan
+from kvarts.plan.latency import COST_ERROR, LatencyPlan
+from kvarts.plan.lead import lead
+from kvarts.plan.tiers import Tier, TiersPlan, best_buy, prefill_s_per_token
+from kvarts.settings import SettingError
+from kvarts.sim.replay import trace_of
+from kvarts.sim.trials import ReplayTrials
+from kvarts.units import parse_rate
+
+if TYPE_CHECKING:
+    from kvarts.plan.league import MakeOrder
+    from kvarts.sim.config import ReplayConfig
+    from kvarts.sim.replay import Traffic
+    from kvarts.traffic.trace import Trace
+
+    FindPolicy = Callable[[str, Trace], MakeOrder]
+
+__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Commands", "NoCommands", "Plan", "make_plan"]
+
+SLO_SHARE = 0.99
+RATES = {"host": ("h2d", "50GB/s"), "disk": ("disk_read", "5GB/s")}
+"""The channel from each tier, and its bandwidth where no tier is configured."""
+TOKEN_BYTES = 131_072
+"""Of Llama 3.1 8B in 16 bits, where no model says it."""
+
+
+class Commands(Protocol):
+    """Answers the command lines that a plan names: each point of it can be replayed, or planned again."""
+
+    def plan(self, *more: str) -> str:
+        """Return the command line of the plan, with `more` options."""
+
+    def replay(self, changes: Mapping[str, Any]) -> str:
+        """Return the command line of a replay with `changes` by the keys of a file; False drops a setting."""
+
+
+class NoCommands:
+    """Of a plan that no command line made."""
+
+    def plan(self, *more: str) -> str:
+        """Return no text."""
+        return ""
+
+    def replay(self, changes: Mapping[str, Any]) -> str:
+        """Return no text."""
+        return ""
+
+
+class Plan:
+    """What each size of KV memory buys on a trace, as tables, as a page, as a figure, and as `values`, JSON-able.
+
+    `values` has the curve of hits of all sizes, its knees, the sizes looked at with the optimum of each (`at`), and
+    where a configuration was given, memory below the device (`tiers`), and replays with what they recommend
+    (`latency`). The reference lists all fields.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    @property
+    def advice(self) -> str:
+        """What the plan comes to, in a sentence or two."""
+        return str(self.values["advice"])
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The recommendations, the cheapest that keeps the SLO first; none without a configuration."""
+        return list((self.values.get("latency") or {}).get("options", []))
+
+    def hit_ratio(self, num_pages: int) -> float:
+        """Return the share of prompt tokens that `num_pages` find, one request at a time, with LRU eviction."""
+        import numpy as np
+
+        curve = self.values["curve"]
+        return float(np.interp(num_pages, curve["pages"], curve["hit_ratio"], left=0.0))
+
+    def to_text(self) -> str:
+        """Return the tables that `kvarts plan` prints, with a line end."""
+        from kvarts.plan.tables import render
+
+        return render(self.values)
+
+    def to_html(self) -> bytes:
+        """Return a page that needs nothing else; it is what `kvarts plan --html` writes."""
+        from kvarts.plan.page import render_page
+
+        return render_page(self.values)
+
+    def to_json(self) -> bytes:
+        """Return `values` as indented JSON, with a line end."""
+        return msgspec.json.format(msgspec.json.encode(self.values), indent=2) + b"\n"
+
+    def to_pandas(self) -> Any:
+        """Return the sizes that were looked at as a pandas.DataFrame, a row a size: hits, optimum, evicted tokens."""
+        from kvarts.columns import to_frame
+
+        names = ("pages", "tokens", "hit_ratio", "optimum_hit_ratio", "hit_tokens")
+        at = self.values["at"]
+        columns = {name: [point[name] for point in at] for name in names}
+        kinds = at[0]["computed_tokens"] if at else {}
+        columns |= {f"{kind}_tokens": [point["computed_tokens"][kind] for point in at] for kind in kinds}
+        return to_frame(columns)
+
+    def plot(self) -> Any:
+        """Return the charts of the page as a matplotlib Figure. Raise ConfigError where matplotlib is not installed."""
+        from kvarts.plan.pictures import figure_of
+        from kvarts.report.pictures import check_installed
+
+        check_installed("plot")
+        return figure_of(self.values)
+
+    def __repr__(self) -> str:
+        return f"<Plan for {self.values['trace']}: {self.advice}>"
+
+    def _repr_html_(self) -> str:
+        from kvarts.plan.page import summary_html
+
+        return summary_html(self.values)
+
+
+def make_plan(
+    traffic: Traffic,
+    config: ReplayConfig | None = None,
+    *,
+    at: Sequence[int] | None = None,
+    page_size: int | None = None,
+    count_outputs: bool = False,
+    policies: Sequence[str] = (),
+    slo_share: float = SLO_SHARE,
+    cost_error: float = COST_ERROR,
+    router: str = "prefix",
+    prices: Mapping[str, float] | None = None,
+    kv_bytes_per_token: int | None = None,
+    find_policy: FindPolicy | None = None,
+    commands: Commands | None = None,
+    on_replay: Callable[[], object] | None = None,
+) -> Plan:
+    """Return what each size of KV memory buys on `traffic`; with `config`, replayed at some sizes as well.
+
+    `at`: sizes in pages to look at; the knees and sizes for round shares of the hits unless given. `page_size`: that of
+    `config`, or 16. `count_outputs`: generated tokens that the trace does not know take pages too. `policies`: eviction
+    policies to compare with LRU, by name; `find_policy` finds them. With an SLO in `config`, the least memory that
+    keeps it for `slo_share` of the requests is looked for, also if steps take `cost_error` less or more time; `router`
+    is that of several replicas. `prices`: of a GiB of `device`, `host` and `disk`. `kv_bytes_per_token`: what the model
+    of `config` says, unless given. `commands`: of the points. `on_replay` is called before each replay.
+
+    Raise ConfigError for what does not go together, InputError for a trace that cannot be read.
+    """
+    trace = trace_of(traffic)
+    answers = commands or NoCommands()
+    if config is None and prices is not None:
+        raise SettingError("needs a model and a device, or a cost", "price", hint="Give {model} and {device}.")
+    if config is not None and config.kv_groups != "off":
+        _check_groups(policies, prices)
+    if page_size is None:
+        page_size = EngineConfig().page_size if config is None else config.page_size
+    curves = CachePlan(trace, page_size, count_outputs=count_outputs)
+    sizes = at
+    if at is None and config is not None:
+        sizes = sorted({*curves.default_sizes(), config.num_pages})
+    values = curves.to_builtins(sizes)
+    if config is not None and config.kv_groups != "off":
+        from kvarts.plan.group_hits import GroupHits
+
+        of_groups = GroupHits(trace, config)
+        for point in values["at"]:
+            point["group_hit_ratio"] = of_groups.hit_ratio(point["pages"])
+    values["config"] = None if config is None else config.to_builtins()
+    values["command"] = answers.plan()
+    for point in values["at"]:
+        point["command"] = answers.plan("--at", str(point["pages"]))
+    if policies:
+        values["league"] = _league(curves, policies, config, at, find_policy, answers, on_replay)
+    if config is not None:
+        if config.kv_groups == "off":  # tiers keep whole pages
+            values["tiers"] = _tiers(curves, config, prices or {}, kv_bytes_per_token, answers, on_replay)
+        values["latency"] = LatencyPlan(
+            curves,
+            config,
+            command=answers.replay,
+            slo_share=slo_share,
+            cost_error=cost_error,
+            router=router,
+            on_replay=on_replay,
+        ).to_builtins()
+    values["advice"] = lead(values)
+    return Plan(values)
+
+
+def _check_groups(policies: Sequence[str], prices: Mapping[str, float] | None) -> None:
+    """Raise ConfigError for what is planned in whole pages only."""
+    for field, value in {"policy": policies, "price": prices}.items():
+        if value:
+            raise SettingError(
+                "is not counted by KV group yet: only replays are",
+                field,
+                hint="Leave it out, or set {kv_groups} to off.",
+            )
+
+
+def _league(
+    curves: CachePlan,
+    policies: Sequence[str],
+    config: ReplayConfig | None,
+    sizes: Sequence[int] | None,
+    find: FindPolicy | None,
+    commands: Commands,
+    on_replay: Callable[[], object] | None,
+) -> list[dict[str, Any]]:
+    """Return a row for each policy: at the sizes given, or else the knee and half of it; replayed too."""
+    from kvarts.plan.league import League
+
+    try:
+        league = League(
+            curves,
+            policies,
+            config=config,
+            find=find,
+            command=lambda name, pages: commands.plan("--policy", name, "--at", str(pages)),
+            replay_command=lambda name, pages: commands.replay({"eviction": name, "pages": pages}),
+            on_replay=on_replay,
+        )
+    except ConfigError as error:
+        raise SettingError(error.what, "policy", hint=error.hint) from error
+    return league.to_builtins(sizes if sizes is not None else curves.sizes_under_pressure)
+
+
+def _tiers(
+    curves: CachePlan,
+    config: ReplayConfig,
+    prices: Mapping[str, float],
+    token_bytes: int | None,
+    commands: Commands,
+    on_replay: Callable[[], object] | None,
+) -> dict[str, Any]:
+    """Return the curve over host memory, and what the next GiB of each tier saves."""
+    if token_bytes is None:
+        placement = config.placement
+        token_bytes = TOKEN_BYTES if placement is None else placement.kv_bytes_per_token
+    page_bytes = token_bytes * config.page_size
+    tiers = [Tier(name="device", pages=config.num_pages * config.replicas, price=prices.get("device"))]
+    for name, (channel, default) in RATES.items():
+        rate = parse_rate(default) if config.offload is None else config.offload.bytes_per_s(channel)
+        pages = config.tiers.get(name, 0) * config.replicas
+        tiers.append(Tier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
+    trials = ReplayTrials(curves.trace, config, is_asked=True, on_replay=on_replay)
+    found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
+    also = {} if found is None else {"host": [found.num_bytes // page_bytes * config.replicas]}
+    num_tokens = max(1, curves.num_prompt_tokens // max(1, len(curves.trace.requests or ())))
+    values = TiersPlan(
+        curves,
+        tiers,
+        kv_bytes_per_token=token_bytes,
+        s_per_token=prefill_s_per_token(config, num_tokens),
+        replayed=lambda tiers: _replayed(trials, tiers, page_bytes, config.replicas),
+        also=also,
+    ).to_builtins()
+    for curve in ("curve", "disk_curve"):
+        for point in values[curve]:
+            point["command"] = _tiers_command(point["pages"], config.replicas, commands)
+    values["best_buy"] = best_buy(values)
+    values["least_host"] = None if found is None else msgspec.to_builtins(found)
+    return values
+
+
+def _tiers_command(pages: Mapping[str, int], replicas: int, commands: Commands) -> str:
+    """Return what replays with so many pages of all replicas in each tier; the plan where no replay can."""
+    below = {name: pages[name] // replicas for name in RATES if pages[name]}
+    if "disk" in below and "host" not in below:
+        return commands.plan()
+    changes: dict[str, Any] = {f"offload.{name}_memory": False for name in RATES}
+    return commands.replay({**changes, **{f"offload.{name}_pages": size for name, size in below.items()}})
+
+
+def _replayed(trials: ReplayTrials, tiers: Sequence[Tier], page_bytes: int, replicas: int) -> dict[str, Any] | None:
+    """Return what a replay with `tiers` finds; None for files without host memory above them, which cannot be.
+
+    `tiers` are those of all replicas together.
+    """
+    host, disk = (
+        sum(tier.pages for tier in tiers if tier.name == name) // replicas * page_bytes for name in ("host", "disk")
+    )
+    if (disk and not host) or not trials.can_have_host_memory:
+        return None
+    summary = trials.replayed(host, disk)
+    return {
+        "hit_ratio": summary["prefix_hit_ratio"],
+        "hit_ratio_by_tier": summary["prefix_hit_ratio_by_tier"],
+        "ttft_ms": summary["ttft_ms"],
+    }

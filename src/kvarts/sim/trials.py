@@ -1,0 +1,155 @@
+"""What more memory would give, found by replays: the least host memory that keeps what eviction loses.
+
+Sizes are tried on a grid, a tenth apart, by bisection: the size that is named has been replayed, and so has the next
+smaller one, which loses more. A hit ratio counts as kept where it has all but a hundredth of what host memory without
+bound gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.kv.group_needs import GroupNeeds
+from kvarts.report.advice import HostMemory
+from kvarts.rooms import from_room
+from kvarts.sim.config import ReplayConfig
+from kvarts.traffic.trace import Trace
+
+__all__ = ["MOST_REQUESTS", "MOST_STEPS", "ReplayTrials", "round_sizes"]
+
+GIB, MIB = 1 << 30, 1 << 20
+RATIO = 1.1
+SMALLEST = 1 / 64
+"""Of the working set: no less host memory than that is tried."""
+KEPT = 0.99
+"""The share of what unbounded host memory gains that counts as all of it."""
+WORTHWHILE = 0.005
+"""Hits that host memory must gain, as a share of prompt tokens, before it is advised."""
+MOST_REQUESTS, MOST_STEPS = 2_000, 500_000
+"""Of a replay that is repeated without being asked for: some tenths of a second."""
+
+
+def round_sizes(least_bytes: float, most_bytes: float) -> list[int]:
+    """Return sizes a tenth apart, from about `least_bytes` to at least `most_bytes`, that people write: 94 GiB."""
+    sizes = {_rounded_up(most_bytes)}
+    size = most_bytes / RATIO
+    while size > least_bytes:
+        sizes.add(_rounded_up(size))
+        size /= RATIO
+    return sorted(sizes)
+
+
+def _rounded_up(num_bytes: float) -> int:
+    for unit in (GIB, GIB // 10, MIB):
+        if num_bytes >= 10 * unit:
+            return -int(-num_bytes // unit) * unit
+    return max(MIB, -int(-num_bytes // MIB) * MIB)
+
+
+class ReplayTrials:
+    """Answers what more memory would give a replay of `trace` under `config`; each answer costs some replays.
+
+    `is_asked`: also of long replays. `on_replay` is called before each.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        *,
+        is_asked: bool = False,
+        on_replay: Callable[[], object] | None = None,
+    ) -> None:
+        self._trace = trace
+        self._is_asked = is_asked
+        self._on_replay = on_replay
+        self._config = config.certain
+        self._found: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def least_pages(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Return the smallest pool that a request fits into, its output included."""
+        config = self._config
+        if config.kv_groups == "off":
+            return max(1, -(-(num_prompt_tokens + max_tokens - 1) // config.page_size))
+        memory = config.memory
+        needs = GroupNeeds(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+        return -(-needs.of_request(num_prompt_tokens, max_tokens) * memory.block_bytes // memory.page_bytes)
+
+    @property
+    def can_have_host_memory(self) -> bool:
+        """Whether host memory is something that can be added."""
+        try:
+            self._with_memory(host_memory=GIB * 1024)
+        except ConfigError:
+            return False
+        return True
+
+    def is_too_long(self, summary: dict[str, Any]) -> bool:
+        """Whether the replay is one that is not repeated without being asked for."""
+        is_long = summary["num_requests"] > MOST_REQUESTS or summary["num_steps"] > MOST_STEPS
+        return is_long and not self._is_asked
+
+    def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
+        """Return the least host memory that keeps the hits of a replay with that `summary`; None where none helps."""
+        if summary["working_set_pages"] is None or not self.can_have_host_memory:
+            return None
+        working_set = summary["working_set_pages"] * self._page_bytes
+        sizes = [size for size in round_sizes(working_set * SMALLEST, working_set) if size >= self._page_bytes]
+        if not sizes:
+            return None
+        base, most = summary["prefix_hit_ratio"] or 0.0, self._hit_ratio(sizes[-1])
+        if most - base < WORTHWHILE:
+            return None
+        enough = base + KEPT * (most - base)
+        low, high = -1, len(sizes) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._hit_ratio(sizes[middle]) >= enough:
+                high = middle
+            else:
+                low = middle
+        return HostMemory(num_bytes=sizes[high], hit_ratio=self._hit_ratio(sizes[high]), most_hit_ratio=most)
+
+    def replayed(self, host_bytes: int, disk_bytes: int = 0) -> dict[str, Any]:
+        """Return the summary of a replay with so much below the device; each combination is replayed once."""
+        from kvarts.sim.replay import replay_one  # which makes trials of its own
+
+        sizes = host_bytes, disk_bytes
+        if sizes not in self._found:
+            if self._on_replay is not None:
+                self._on_replay()
+            config = self._with_memory(host_memory=host_bytes or None, disk_memory=disk_bytes or None)
+            self._found[sizes] = replay_one(self._trace, config).summary
+        return self._found[sizes]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV per token on each device: those of the model, else what tiers take where none is named."""
+        config = self._config
+        if config.placement is not None:
+            return config.placement.kv_bytes_per_token
+        return int(getattr(config.offload or self._offload(), "kv_bytes_per_token", 0))
+
+    @property
+    def _page_bytes(self) -> int:
+        config = self._config
+        return self.token_bytes * config.page_size if config.kv_groups == "off" else config.memory.page_bytes
+
+    def _hit_ratio(self, host_bytes: int) -> float:
+        return self.replayed(host_bytes)["prefix_hit_ratio"] or 0.0
+
+    def _with_memory(self, **sizes: int | None) -> ReplayConfig:
+        """Return the configuration with tiers of these sizes. Raise ConfigError where there can be none."""
+        offload: Any = self._config.offload or self._offload()
+        pages = dict.fromkeys((name.replace("memory", "pages") for name in sizes), None)
+        offload = msgspec.structs.replace(offload, **pages, **sizes)
+        return msgspec.structs.replace(self._config, offload=offload)
+
+    def _offload(self) -> Any:
+        offload = from_room("offload.config", "OffloadConfig", field="host_memory")
+        placement = self._config.placement
+        return offload() if placement is None else offload(kv_bytes_per_token=placement.kv_bytes_per_token)

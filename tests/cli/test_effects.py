@@ -1,0 +1,120 @@
+"""Options that cannot have an effect are refused: in every command, by the rows of one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvarts.cli.effects import MODES, NEEDS, NO_REPLAY
+
+from builders.calls import commands
+
+Call = Callable[..., tuple[int, str]]
+EVERY = commands()
+MODEL = "--model llama-3.1-8b --device h100-80gb"
+
+
+@pytest.fixture
+def call(run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]) -> Call:
+    def answer(*words: object) -> tuple[int, str]:
+        code = run_command(*words)
+        return code, capsysbinary.readouterr().err.decode()
+
+    return answer
+
+
+def flags_of(name: str) -> set[str]:
+    return {flag for param in EVERY[name].params for flag in param.opts}
+
+
+def test_rows_name_options_that_exist() -> None:
+    for mode in MODES:
+        if mode.command in EVERY:
+            named = {*mode.keeps, *mode.drops, mode.when} - {NO_REPLAY}
+            assert named <= flags_of(mode.command), mode
+    for need in NEEDS:
+        known = [flags_of(name) for name in (need.commands or EVERY) if name in EVERY]
+        assert any(set(need.options) & flags for flags in known), need
+
+
+OF_PLAN = [
+    flag
+    for param in EVERY["plan"].params
+    for flag in param.opts
+    if flag.startswith("--") and flag not in {"--share", "--sample", "--users", "--curves-only"}
+]
+VALUES = {
+    "--at": "100", "--price": "host=1", "--html": "x.html", "--plot": "x.svg", "--config": "c.toml", "--policy": "arc",
+    "--trace": "a=b", "--model": "qwen3-8b", "--device": "l4", "--cost": "linear:step_ms=1", "--share": "a=b",
+    "--health": "a=dead@3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", OF_PLAN)
+def test_a_plan_that_replays_nothing_takes_only_what_curves_need(flag: str, call: Call, tmp_path: Path) -> None:
+    (mode,) = (mode for mode in MODES if mode.when == NO_REPLAY)
+    param = next(param for param in EVERY["plan"].params if flag in param.opts)
+    if flag in mode.keeps or flag in {"--price", "--model", "--device", "--cost", "--trace", "--loans", "--eviction"}:
+        return
+    words = [flag] if getattr(param, "is_flag", False) else [flag, _value(flag, param)]
+    code, err = call("plan", "sample:mooncake", *words)
+    assert code == 2, (flag, err)
+    assert flag in err and ("has no effect" in err or "says nothing" in err or "needs" in err), err
+
+
+def _value(flag: str, param: object) -> str:
+    choices = getattr(getattr(param, "type", None), "choices", None)
+    if choices:
+        return str(list(choices)[-1])
+    return VALUES.get(flag, "0.5" if "FloatRange" in repr(getattr(param, "type", "")) else "3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("plan sample:mooncake --slo-ttft-ms 300", "--slo-ttft-ms: has no effect: nothing is replayed. Give --model"),
+        ("plan --sample 0.5 --slo-ttft-ms 300", "--slo-ttft-ms: has no effect with --sample"),
+        ("plan --sample 0.5 --users 1..12", "--users: has no effect with --sample"),
+        ("plan --sample 0.5 --league", "--league: has no effect with --sample"),
+        ("plan --users 1..2 --league", "--league: has no effect with --users"),
+        ("plan --slo-share 0.9", "--slo-share: has no effect without --slo-ttft-ms, --slo-tpot-ms or --slo-e2e-ms"),
+        ("replay --router prefix", "--router: has no effect without --replicas or --data-parallel"),
+        ("replay --timeline-every 3", "--timeline-every: has no effect without --timeline or --run-dir"),
+        ("replay --host-pages 9 --target-free 3", "--target-free: has no effect without --offload lazy"),
+        ("replay --host-pages 9 --disk-read 1GB/s", "--disk-read: has no effect without --disk-pages or --disk-memory"),
+        ("replay --pages 40000 --memory-fraction 0.5", "--memory-fraction: has no effect with --pages"),
+        ("replay --open", "--open: has no effect without --html"),
+        ("replay --kv-events-topic x", "--kv-events-topic: has no effect without --kv-events"),
+        ("model show llama-3.1-8b --memory-fraction 0.5", "--memory-fraction: has no effect without --device"),
+        ("soak --judge x --duration 3", "--duration: has no effect with --judge"),
+        ("soak --virtual --server-pid 1", "--server-pid: has no effect without --address"),
+        ("serve sessions --mock --dtype float32", "--dtype: has no effect with --mock"),
+        ("calibrate --design --time-unit ms", "--time-unit: has no effect with --design"),
+        ("watch tcp://127.0.0.1:1 --quiet --every 3", "--every: has no effect with --quiet"),
+    ],
+)
+def test_what_has_no_effect_is_refused(arguments: str, says: str, call: Call) -> None:
+    words = arguments.split()
+    if " ".join(words[:2]) not in EVERY and words[0] not in EVERY:
+        pytest.skip("there is no such command")
+    code, err = call(*words)
+    assert (code, says in err) == (2, True), err
+
+
+def test_what_a_file_gives_counts(call: Call, tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("replicas = 2\npages = 40000\n[offload]\nhost_pages = 9\npolicy = 'lazy'\n")
+    code, err = call("replay", "sample:mooncake", "--config", config, "--router", "prefix", "--target-free", "3")
+    assert code == 0, err
+    config.write_text("slo = {ttft_ms = 300}\n")
+    code, err = call("plan", "sample:azure-chat", "--config", config)
+    assert code == 0, err  # a file of settings is read by several commands
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("arguments", ["plan --slo-ttft-ms 3 --cost-error", "replay --speedup", "plan --slo-ttft-ms"])
+def test_no_number_is_nan_or_infinite(arguments: str, text: str, call: Call) -> None:
+    code, err = call(*arguments.split(), text)
+    assert code == 2 and arguments.rsplit(" ", maxsplit=1)[-1] in err

@@ -1,0 +1,80 @@
+"""Names as others spell them: options of vLLM, models, devices, sizes; each is taken or answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from kvarts.cli.spellings import ALIASES, ANSWERS, in_our_words
+from kvarts.errors import did_you_mean
+
+from builders.calls import commands
+
+EVERY = commands()
+
+
+def test_aliases_stand_for_options_that_exist() -> None:
+    flags = {flag for param in EVERY["replay"].params for flag in param.opts}
+    assert set(ALIASES.values()) <= flags
+    assert not set(ANSWERS) & set(ALIASES)
+
+
+def test_options_of_vllm_are_ours(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = "--num-gpu-blocks-override 40000 --block-size=32 --max-num-seqs 7 --max-num-batched-tokens 4096"
+    ours = "--pages 40000 --page-size 32 --max-seqs 7 --max-batched-tokens 4096"
+    assert run_command("replay", "sample:azure-chat", *theirs.split(), "--json") == 0
+    first = capsys.readouterr().out
+    assert run_command("replay", "sample:azure-chat", *ours.split(), "--json") == 0
+    assert json.loads(first) == json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("name", "answer"), ANSWERS.items())
+def test_options_without_the_same_are_answered(
+    name: str, answer: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("replay", name, "4") == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_a_command_with_such_an_option_keeps_it() -> None:
+    assert in_our_words(["--max-model-len", "3"], {"--max-model-len"}) == ["--max-model-len", "3"]
+    assert in_our_words(["--", "--tp", "3"], {"--tensor-parallel"}) == ["--", "--tp", "3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "said"),
+    [
+        ("llama3.1-8b", ["llama-3.1-8b", "qwen3-8b"], "Did you mean llama-3.1-8b?"),
+        ("meta-llama/Llama-3.1-8B-Instruct", ["llama-3.1-8b", "llama-3.1-70b"], "Did you mean llama-3.1-8b?"),
+        ("Qwen/Qwen3-8B", ["llama-3.1-8b", "qwen3-8b", "qwen3-0.6b"], "Did you mean qwen3-8b?"),
+        ("h100", ["a100-40gb", "h100-80gb", "h100-pcie"], "Did you mean h100-80gb or h100-pcie?"),
+        ("NVIDIA-H100", ["h100-80gb", "l4"], "Did you mean h100-80gb?"),
+        ("rplay", ["replay", "report"], "Did you mean replay?"),
+        ("zzz", ["replay"], ""),
+        ("", ["replay"], ""),
+    ],
+)
+def test_close_matches(name: str, known: list[str], said: str) -> None:
+    assert did_you_mean(name, known) == said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ("--model llama3.1-8b", 3, "Did you mean llama-3.1-8b?"),
+        ("--model meta-llama/Llama-3.1-8B-Instruct", 3, "Did you mean llama-3.1-8b?"),
+        ("--device h100", 2, "h100-80gb"),
+        ("--device h200", 2, "Did you mean h200"),
+        ("grid.toml", 2, "is a configuration, not a trace. Use --config FILE."),
+        ("sample:azure-chat --pages 100 --host-memory 64", 2, "Did you mean 64GiB?"),
+        ("sample:azure-chat --pages 100 --host-memory 64Gb", 2, "may stand for bits. Write 64GB for bytes."),
+        ("--kv-memory 40", 2, "Did you mean 40GiB?"),
+    ],
+)
+def test_replay_answers_what_it_does_not_know(
+    arguments: str, code: int, says: str, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("replay", *arguments.split()) == code
+    assert says in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""The transcript of a newcomer's first ten minutes: each command, in order, in one folder, prints what the page has."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvarts.cli.main import main
+
+from builders.rooms import has_every_room
+
+PAGE = Path(__file__).parents[2] / "docs" / "first-ten-minutes.md"
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.skipif(not has_every_room(), reason="the transcript uses every room")
+def test_the_transcript_is_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = PAGE.read_text()
+    num_commands = 0
+    for kind, block in BLOCK.findall(text):
+        if kind == "python":
+            exec(block, {"__name__": "example"})
+            continue
+        for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            line, expected = command.split("\n", 1)
+            monkeypatch.setattr(sys, "argv", shlex.split(line))
+            code = main()
+            printed = capsysbinary.readouterr()
+            assert printed.out.decode() + (printed.err.decode() if code else "") == expected, line
+            num_commands += 1
+    assert num_commands == text.count("\n$ ") >= 8
+    assert "..." not in "".join(block for kind, block in BLOCK.findall(text) if kind == "console")
+
+
+def test_the_page_answers_what_a_newcomer_asks() -> None:
+    text = PAGE.read_text()
+    answers = ("try --host-memory", "kvarts story run --request 17", "Did you mean", "--help-all", "_KVARTS_COMPLETE")
+    assert [answer for answer in answers if answer not in text] == []
