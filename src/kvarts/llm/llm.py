@@ -15,7 +15,7 @@ from kvarts.executor.base import Executor
 from kvarts.executor.copier import PageStore
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.fingerprint import fingerprint
-from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.loading import load_model, load_tokenizer
 from kvarts.executor.torch.sampling import BatchSampler
 from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.chat import render_chat
@@ -64,9 +64,9 @@ class Offload(TierSettings, GroupTierSettings, Protocol):
 class LLM:
     """A model of transformers, its tokenizer, and the engine that runs it.
 
-    `model`: a directory, or a name in the hub's cache, which is loaded with `dtype` on `device` (see `load_model`); or
-    a model that is already loaded, which comes with its `tokenizer`, and attends through pages from then on. Without a
-    tokenizer, prompts are token ids.
+    `model`: a directory, a GGUF file, or a name in the hub's cache, which is loaded with `dtype` on `device` (see
+    `load_model`); or a model that is already loaded, which comes with its `tokenizer`, and attends through pages from
+    then on. Without a tokenizer, prompts are token ids.
 
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the memory that is free, 4 GiB at most.
     `config`: all of pages, page size and batch, instead of the settings here. `attention`: the backend, one of
@@ -117,7 +117,7 @@ class LLM:
     ) -> None:
         speculation = SpeculativeConfig.of(speculative_config)
         if isinstance(model, str | Path):
-            tokenizer = _load_tokenizer(model) if tokenizer is None else tokenizer
+            tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
             model = load_model(model, dtype=dtype, device=device, quantization=quantization)
         elif quantization is not None:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
@@ -422,16 +422,6 @@ def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, co
             f"there are {len(each)} for {count} prompts", field="params", hint="Give one for all, or one for each."
         )
     return each
-
-
-def _load_tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer beside a model; None if there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError):
-        return None
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
