@@ -27,13 +27,14 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.executor.cost import LinearCost
 from kvarts.keys import BlockKeys
+from kvarts.kv.page_cache import PageCache
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import RequestLog
 from kvarts.serve.kv_events.config import Form, KvEventsConfig
@@ -211,7 +212,7 @@ class Load:
         found: Blocks = set()
         chains: dict[int, BlockKeys] = {}
         engine = self._replica.engine
-        runs = [("device", *run[:3]) for run in engine.scheduler.cache.runs()]
+        runs = [("device", *run[:3]) for run in cast(PageCache, engine.scheduler.cache).runs()]
         for tier in engine.tiers.tiers:  # type: ignore[union-attr]
             stored = (run for run in tier.index.runs() if run.state.name == "STORED")
             runs += [(tier.name, run.content, run.start, run.end) for run in stored]

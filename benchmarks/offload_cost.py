@@ -13,8 +13,8 @@ import statistics
 from time import perf_counter
 
 from kvarts.content import Content
-from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import LruOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool
 from kvarts.kv.transfer import TransferReport
 from kvarts.kv.tree import PrefixTree
@@ -44,7 +44,7 @@ def one_round() -> dict[str, float]:
         contents.append(content)
         holding = cache.open(cache.match(content, NUM_PAGES))
         cache.grow(holding, NUM_PAGES)
-        cache.publish(holding, content, NUM_PAGES)
+        cache.publish_pages(holding, NUM_PAGES)
         start = perf_counter()
         offloader.confirm(content, NUM_PAGES, holding)
         offloader.plan_stores(0)
@@ -53,7 +53,7 @@ def one_round() -> dict[str, float]:
         offloader.report([TransferReport(transfer.transfer_id)], 0)
         spent["plan a store"] += planned - start
         spent["complete it"] += perf_counter() - planned
-        cache.close(holding, content, NUM_PAGES, NUM_PAGES)
+        cache.close(holding, NUM_PAGES, NUM_PAGES)
     cache.take(cache.num_free)  # the device forgets all of them
     cache.pool.give(num_device, list(range(num_device)))  # type: ignore[arg-type]
     cache.num_free = num_device

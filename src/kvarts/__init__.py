@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from kvarts.explain.reading import load_journal as load_journal
     from kvarts.explain.story import story_of_block as story_of_block
     from kvarts.explain.story import story_of_request as story_of_request
-    from kvarts.kv.cache import PageCache as PageCache
     from kvarts.kv.eviction import LruOrder as LruOrder
+    from kvarts.kv.page_cache import PageCache as PageCache
     from kvarts.kv.pool import CountPool as CountPool
     from kvarts.kv.pool import IdPool as IdPool
     from kvarts.kv.pool import PageError as PageError
@@ -83,7 +83,7 @@ _HOMES = {
     "ModelShare": "kvarts.sharing.config",
     "OffloadConfig": "kvarts.offload.config",
     "OutputError": "kvarts.errors",
-    "PageCache": "kvarts.kv.cache",
+    "PageCache": "kvarts.kv.page_cache",
     "PageError": "kvarts.kv.pool",
     "PageLedger": "kvarts.audit.ledger",
     "PolynomialCost": "kvarts.executor.cost",

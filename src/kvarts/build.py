@@ -1,44 +1,41 @@
-"""Builds an engine: makes pool, tree, cache, tiers and scheduler, and hands them in."""
+"""Builds an engine: makes cache, tiers, queue and scheduler, and hands them in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from math import gcd
+from typing import TYPE_CHECKING, Protocol, cast
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
-from kvarts.kv.block_pages import BlockPages
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pins import Pins
 from kvarts.kv.pool import CountPool, IdPool
-from kvarts.kv.tiered_pages import TieredPages
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
-from kvarts.sched.group_batch import GroupBatch
-from kvarts.sched.group_loads import GroupTiers
-from kvarts.sched.grouped import GroupedScheduler
 from kvarts.sched.input_batch import InputBatch
-from kvarts.sched.loads import LowerTiers
+from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
-from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy
+from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
 
-__all__ = [
-    "GroupTierSettings",
-    "PreparedTiers",
-    "TierSettings",
-    "build_engine",
-    "build_grouped_engine",
-    "build_sharing_engine",
-]
+if TYPE_CHECKING:  # only an engine with KV groups pays for them
+    from kvarts.kv.block_pages import BlockPages
+    from kvarts.kv.group_memory import GroupMemory
+    from kvarts.kv.group_pages import GroupPages
+    from kvarts.kv.part_pages import PartPages
+    from kvarts.kv.tiered_pages import TieredPages
+    from kvarts.sched.group_loads import GroupTiers
+
+__all__ = ["PreparedTiers", "TierSettings", "build_engine", "open_group_cache"]
 
 
 class PreparedTiers(Protocol):
@@ -73,12 +70,11 @@ class TierSettings(Protocol):
     def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
         """Prepare tiers below an engine of `config` that evicts by orders of `make_order`; None without tiers."""
 
-
-class GroupTierSettings(Protocol):
-    """Settings of tiers below a device with KV groups."""
-
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return the blocks of each tier, by its name. Raise ConfigError for tiers that know whole pages only."""
+        """Return the blocks of each tier below the KV groups of `memory`, by its name.
+
+        Raise ConfigError for tiers that know whole pages only.
+        """
 
     def open_group_tiers(
         self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None
@@ -90,10 +86,12 @@ def build_engine(
     config: EngineConfig,
     executor: Executor,
     *,
+    memory: GroupMemory | None = None,
+    num_blocks: int | None = None,
     readers: Sequence[EventReader] = (),
     num_waiting: int = 1,
     log: EventLog | None = None,
-    cache: PageCache | None = None,
+    cache: Cache | None = None,
     pages: PageSource | None = None,
     policy: AdmissionPolicy | None = None,
     make_order: Callable[[], EvictionOrder] = LruOrder,
@@ -103,159 +101,173 @@ def build_engine(
     prefill: PrefillTimes | None = None,
     audit: bool = False,
     drafter: Drafter | None = None,
+    holds_pages: bool = False,
 ) -> Engine:
     """Return an engine around `executor`.
 
-    `readers`: readers of its events; `num_waiting`: how many events may wait, as in EventLog. `log`, `cache` and
-    `pages`: those of an engine that shares its device, instead of a new log with these readers and a pool of its own.
-    `policy`: which waiting request is next; by default by priority, then arrival. `make_order`: makes the order in
-    which runs are evicted. `offload`: tiers below the device; `below`: instead, tiers that were prepared for the tree
-    of `cache`. `prefill`: how long prompts take to compute, for the choice between that and loading them; by default
-    that is measured. `moves_pages`: the executor carries out transfers; left out, if it needs page ids; otherwise they
-    take the time of their channels. `audit`: assert the laws of page accounting after every step, and, unless the
-    device is shared, check every event against a second bookkeeping. `drafter`: guesses how sequences go on, for an
-    executor that says which guesses are right; those of virtual time compute no tokens, and have none. Raise
-    ConfigError for an audit if the room `audit` is not installed.
+    `memory`: the KV groups of a model of which some layers keep less than every token; it has `num_blocks` blocks,
+    as many as `config.num_pages` pages take if left out. `readers`: readers of its events; `num_waiting`: how many
+    events may wait, as in EventLog. `log`, `cache` and `pages`: those of an engine that shares its device, instead of
+    a new log with these readers and a pool of its own. `policy`: which waiting request is next; by default by priority,
+    then arrival. `make_order`: makes the order in which runs are evicted. `offload`: tiers below the device; `below`:
+    instead, tiers that were prepared for the tree of `cache`. `prefill`: how long prompts take to compute, for the
+    choice between that and loading them; by default that is measured. `moves_pages`: the executor carries out
+    transfers; left out, if it needs page ids; otherwise they take the time of their channels. `audit`: assert the laws
+    of page accounting after every step, and, unless the device is shared, check every event against a second
+    bookkeeping. `drafter`: guesses how sequences go on, for an executor that says which guesses are right; those of
+    virtual time compute no tokens, and have none. `holds_pages`: pages are kept in use between requests.
+
+    Raise ConfigError for an audit if the room `audit` is not installed, and for a reader of page and request events of
+    an engine with KV groups and tiers: pages that a load brings in part have no event.
     """
     if offload is not None:
-        assert below is None and cache is None, "the tree of a given cache was made without these tiers"
-        below = offload.prepare(config, make_order)
-    if audit and cache is None:
-        auditor = from_room("audit.auditor", "Auditor", field="audit")(
-            config.num_pages,
-            config.page_size,
-            safe_first=below is not None and below.evicts_safe_first,
-            is_lru=make_order is LruOrder,
-            full_prompt_hits=below is not None and below.full_prompt_hits,
-            page_counts=lambda: cache,
-        )
+        assert cache is None, "the tree of a given cache was made without these tiers"
+        if memory is None:
+            below = offload.prepare(config, make_order)
+    if memory is not None and num_blocks is None:
+        num_blocks = memory.num_blocks(config.num_pages)
+    with_tiers = memory is not None and offload is not None and bool(offload.group_tiers(memory, config.page_size))
+    if audit and cache is None and not with_tiers:
+        if memory is None:
+            auditor = from_room("audit.auditor", "Auditor", field="audit")(
+                config.num_pages,
+                config.page_size,
+                safe_first=below is not None and below.evicts_safe_first,
+                is_lru=make_order is LruOrder,
+                full_prompt_hits=below is not None and below.full_prompt_hits,
+                page_counts=lambda: cache,
+            )
+        else:
+            auditor = _group_auditor(memory, num_blocks, config.page_size, lambda: cache)
         readers = (*readers, auditor)
     if log is None:
         log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
-    with_page_ids = executor.needs_page_ids
     if moves_pages is None:
-        moves_pages = with_page_ids
+        moves_pages = executor.needs_page_ids
+    is_shared = pages is not None
     if cache is None:
-        pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
-        order, watcher = (make_order(), None) if below is None else (below.order, below.watcher)
-        cache = PageCache(pool, PrefixTree(order, tell, watcher=watcher))
+        if memory is None:
+            cache = _page_cache(config, make_order, below, tell, with_page_ids=executor.needs_page_ids)
+        else:
+            assert num_blocks is not None
+            if with_tiers:
+                cache = _tiered_cache(config, memory, num_blocks, tell)
+            else:
+                with_ids = executor.needs_page_ids or audit or holds_pages
+                cache = open_group_cache(config, memory, num_blocks=num_blocks, tell=tell, with_ids=with_ids)
     pins = None
     if pages is None:
         pins = Pins(cache, tell)
         pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
-    tiers = None
+    page_size = config.page_size
+    blocks_of = (lambda num_known: cache.num_to_compute(num_known, page_size)) if is_shared else None
+    waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
+    loads: Loads | None = None
     if below is not None:
         fingerprint = getattr(executor, "fingerprint", None)  # not every executor has a model
-        tiers = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
+        whole = cast(PageCache, cache)
+        tiers = below.open_below(whole, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
+        loads = Loads(tiers, whole, waiting, page_size, tell)
+    elif with_tiers:
+        from kvarts.sched.group_loads import GroupLoads
+
+        assert offload is not None
+        tiered = cast("TieredPages", cache)
+        of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, prefill=prefill)
+        loads = GroupLoads(of_groups, tiered, waiting, page_size)
+    batch: InputBatch | None = None
+    if executor.needs_page_ids:
+        if cache.settles:
+            from kvarts.sched.group_batch import GroupBatch
+
+            batch = GroupBatch(cast("GroupPages | BlockPages", cache), config.max_num_seqs)
+        else:
+            batch = InputBatch(config.max_num_seqs, page_size)
     scheduler = Scheduler(
         config,
         cache,
         pages,
-        PriorityPolicy() if policy is None else policy,
-        tiers=tiers,
-        batch=InputBatch(config.max_num_seqs, config.page_size) if with_page_ids else None,
+        waiting,
+        loads=loads,
+        batch=batch,
         tell=tell,
         pins=pins,
         drafter=drafter,
+        settle_places=_settle_places(cast("PartPages", cache).memory, page_size) if cache.settles else (),
     )
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)
 
 
-def build_grouped_engine(
-    config: EngineConfig,
-    memory: GroupMemory,
-    executor: Executor,
-    *,
-    num_blocks: int,
-    readers: Sequence[EventReader] = (),
-    num_waiting: int = 1,
-    policy: AdmissionPolicy | None = None,
-    audit: bool = False,
-    offload: GroupTierSettings | None = None,
-    prefill: PrefillTimes | None = None,
-    drafter: Drafter | None = None,
-    moves_pages: bool | None = None,
-) -> Engine:
-    """Return an engine around an executor of a model with KV groups, in `num_blocks` blocks of `memory`.
+def open_group_cache(
+    config: EngineConfig, memory: GroupMemory, *, num_blocks: int, tell: Tell | None, with_ids: bool
+) -> GroupPages:
+    """Return the cache of an engine of a model with the KV groups of `memory`, in `num_blocks` blocks.
 
-    What else there is says `build_engine`. With tiers, an audit asserts the laws of page accounting, and checks no
-    events. Raise ConfigError for an audit if the room `audit` is not installed, and for a reader of page and request
-    events of an engine with tiers: what a load brings of a page in part has no event.
+    `with_ids`: parts have ids, or are kept in use between requests. So they have where something reads page and request
+    events: `tell` receives what happened to each.
     """
-    if offload is not None and offload.group_tiers(memory, config.page_size):
-        log = EventLog(readers, num_waiting=num_waiting)
-        if log.tell_details is not None:
-            raise ConfigError(
-                "is not told of KV groups with tiers below the device yet: pages are loaded in part",
-                field="readers",
-                hint="Leave out what reads events of pages, or the tiers.",
-            )
-        below = TieredPages(memory, num_blocks=num_blocks, page_size=config.page_size)
-        if moves_pages is None:
-            moves_pages = executor.needs_page_ids
-        tiers = offload.open_group_tiers(config, below, with_page_ids=moves_pages, prefill=prefill)
-        return _grouped(
-            config, below, executor, log, policy, audit=audit, tiers=tiers, drafter=drafter, moves_pages=moves_pages
-        )
-    if audit:
-        groups = tuple(
-            from_room("audit.part_ledger", "AuditedGroup", field="audit")(
-                group.layer.kind, group.part_bytes // memory.block_bytes, group.layer.span, group.layer.sink
-            )
-            for group in memory.groups
-        )
-        auditor = from_room("audit.group_auditor", "GroupAuditor", field="audit")(
-            groups, num_blocks, config.page_size, keeps_all=memory.keeps == "all", part_counts=lambda: cache
-        )
-        readers = (*readers, auditor)
-    log = EventLog(readers, num_waiting=num_waiting)
-    tell = log.tell_details
-    cache: BlockPages = BlockPages(memory, num_blocks=num_blocks, page_size=config.page_size, tell=tell)
-    return _grouped(config, cache, executor, log, policy, audit=audit, drafter=drafter, moves_pages=moves_pages)
+    from kvarts.kv.group_pages import GroupPages
 
-
-def build_sharing_engine(
-    config: EngineConfig,
-    cache: BlockPages,
-    executor: Executor,
-    *,
-    log: EventLog,
-    pages: PageSource,
-    policy: AdmissionPolicy | None = None,
-) -> Engine:
-    """Return an engine of a model with KV groups that shares its device: `cache` is that of its part, `pages`."""
-    return _grouped(config, cache, executor, log, policy, audit=False, pages=pages, moves_pages=False)
-
-
-def _grouped(
-    config: EngineConfig,
-    cache: BlockPages,
-    executor: Executor,
-    log: EventLog,
-    policy: AdmissionPolicy | None,
-    *,
-    audit: bool,
-    tiers: GroupTiers | None = None,
-    pages: PageSource | None = None,
-    drafter: Drafter | None = None,
-    moves_pages: bool | None = None,
-) -> Engine:
-    """Return an engine with KV groups in `cache`. `tiers`: those below it. `pages`: of a device that is shared."""
-    rows = GroupBatch(cache, config.max_num_seqs) if executor.needs_page_ids else None
-    policy = PriorityPolicy() if policy is None else policy
-    tell = log.tell_details
-    scheduler = GroupedScheduler(
-        config,
-        cache,
-        policy,
-        rows=rows,
-        pages=pages,
-        tiers=tiers,
+    return GroupPages(
+        memory,
+        num_blocks=num_blocks,
+        page_size=config.page_size,
+        most_new_tokens=config.max_num_batched_tokens,
+        with_ids=with_ids or tell is not None,
         tell=tell,
-        pins=Pins(cache, tell) if pages is None else None,
-        drafter=drafter,
     )
-    if moves_pages is None:
-        moves_pages = executor.needs_page_ids
-    return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)
+
+
+def _tiered_cache(config: EngineConfig, memory: GroupMemory, num_blocks: int, tell: Tell | None) -> TieredPages:
+    from kvarts.kv.tiered_pages import TieredPages
+
+    if tell is not None:
+        raise ConfigError(
+            "is not told of KV groups with tiers below the device yet: pages are loaded in part",
+            field="readers",
+            hint="Leave out what reads events of pages, or the tiers.",
+        )
+    most_new = config.max_num_batched_tokens
+    return TieredPages(memory, num_blocks=num_blocks, page_size=config.page_size, most_new_tokens=most_new)
+
+
+def _page_cache(
+    config: EngineConfig,
+    make_order: Callable[[], EvictionOrder],
+    below: PreparedTiers | None,
+    tell: Tell | None,
+    *,
+    with_page_ids: bool,
+) -> PageCache:
+    pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
+    order, watcher = (make_order(), None) if below is None else (below.order, below.watcher)
+    return PageCache(pool, PrefixTree(order, tell, watcher=watcher))
+
+
+def _group_auditor(
+    memory: GroupMemory, num_blocks: int | None, page_size: int, part_counts: Callable[[], Cache | None]
+) -> EventReader:
+    groups = tuple(
+        from_room("audit.part_ledger", "AuditedGroup", field="audit")(
+            group.layer.kind, group.part_bytes // memory.block_bytes, group.layer.span, group.layer.sink
+        )
+        for group in memory.groups
+    )
+    make_auditor = from_room("audit.group_auditor", "GroupAuditor", field="audit")
+    auditor: EventReader = make_auditor(
+        groups, num_blocks, page_size, keeps_all=memory.keeps == "all", part_counts=part_counts
+    )
+    return auditor
+
+
+def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:
+    """Return the places in a page at which a token no longer needs a page that the token before it needed."""
+    places: set[int] = set()
+    for group in memory.groups:
+        span = group.layer.span or 1
+        if group.layer.kind == "window":
+            places.add((span - 1) % page_size)
+        elif group.layer.kind == "chunk":
+            places.update(range(0, page_size, gcd(span, page_size)))
+    return tuple(sorted(places))

@@ -11,11 +11,11 @@ from kvarts.audit.auditor import AuditError, Auditor, Finding
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
-from kvarts.kv.cache import PageCache
 from kvarts.kv.node import walk
+from kvarts.kv.page_cache import PageCache
 from kvarts.sim.replica import Replica
 
-from builders.engines import make_replica
+from builders.engines import make_replica, whole_pages
 from builders.tampering import PAGE_SIZE, SHARED, request, tamper, wrap
 
 
@@ -50,7 +50,7 @@ def test_a_double_free_is_found() -> None:
     """When request 0 ends, its references to the shared prefix are dropped twice."""
 
     def plant(engine: Replica) -> None:
-        tree = engine.scheduler.cache.tree
+        tree = whole_pages(engine.scheduler.cache).tree
         num_releases = 0
 
         def release(original: Callable[..., None], path: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_leak_is_found() -> None:
             num_releases += 1
             original(path[:-1] if num_releases == 2 else path)
 
-        wrap(engine.scheduler.cache.tree, "release", release)
+        wrap(whole_pages(engine.scheduler.cache).tree, "release", release)
 
     first, *pages = run(plant)
     assert first.step == 17
@@ -209,7 +209,7 @@ def test_an_auditor_that_knows_what_counts_pages_compares_by_itself() -> None:
     auditor = Auditor(40, PAGE_SIZE, page_counts=lambda: counts)
     config = EngineConfig(num_pages=40, page_size=PAGE_SIZE)
     engine = make_replica(config, readers=[auditor])
-    counts = Miscounting(engine.scheduler.cache)
+    counts = Miscounting(whole_pages(engine.scheduler.cache))
     assert auditor.wants_details
     engine.submit(request(0, [*SHARED, 1, 2], 14), 0)
     engine.start(0)

@@ -16,7 +16,7 @@ from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.sim.replica import NEVER_NS, Replica
 
 from builders.case import Case, Row
-from builders.engines import make_replica
+from builders.engines import make_replica, whole_pages
 from builders.guide_policies import LeastHits
 from builders.orders import FewestHits
 from builders.outcome import run_kvarts
@@ -71,7 +71,7 @@ def test_the_order_is_not_lru() -> None:
 
 def test_a_double_free_is_found() -> None:
     def plant(engine: Replica) -> None:
-        tree = engine.scheduler.cache.tree
+        tree = whole_pages(engine.scheduler.cache).tree
         hits: list[Any] = []
 
         def pin(original: Callable[..., Any], match: Any) -> Any:

@@ -28,7 +28,7 @@ from kvarts.events import (
 )
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup
-from kvarts.kv.grouped_cache import GroupedCache
+from kvarts.kv.run_cache import RunCache
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
@@ -128,7 +128,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], list[Event]], str]] = {
         "and it was the turn of page",
     ),
     "a part that is evicted and not told": (
-        lambda events: [*events[: gone(events)], *events[gone(events) + 1 :]],
+        lambda events: [*events[: (at := last_gone_of_a_step(events))], *events[at + 1 :]],
         "was evicted in group",
     ),
     "a part that is evicted while it is in use": (
@@ -208,6 +208,16 @@ def last_stored(events: Sequence[Event]) -> int:
     )
 
 
+def last_gone_of_a_step(events: Sequence[Event]) -> int:
+    """An eviction after which nothing becomes findable in its step."""
+    pairs = pairwise(events)
+    return next(
+        index
+        for index, (event, after) in enumerate(pairs)
+        if isinstance(event, PagesRemoved) and not event.is_dropped and isinstance(after, StepDone)
+    )
+
+
 def snapshot(events: Sequence[Event]) -> int:
     return first(events, PagesStored, lambda event: event.group == 2)
 
@@ -242,7 +252,7 @@ def test_what_is_not_kept_must_be_told(told: dict[str, list[Event]]) -> None:
 
 def test_an_engine_that_counts_other_parts_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: it forgets to give back what windows have passed, and says nothing of it."""
-    monkeypatch.setattr(GroupedCache, "_settle", lambda cache, holding: None)
+    monkeypatch.setattr(RunCache, "settle_group", lambda cache, holding, index, num_tokens: None)
     with pytest.raises(AuditError, match="no later token sees it"):
         replay(CASE.trace(), CASE.config(kv_groups="all", groups=GROUPS, audit=True))
 

@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.content import Content
 from kvarts.events import Event
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
 
@@ -120,7 +121,7 @@ class CacheMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         upto = data.draw(st.integers(holder.num_published, len(holder.pages)))
-        self.cache.publish(holder.holding, holder.content, upto)
+        self.cache.publish_pages(holder.holding, upto)
         self.publish_in_model(holder, upto)
 
     def publish_in_model(self, holder: Holder, upto: int) -> None:
@@ -133,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         full = data.draw(st.integers(holder.num_published, len(holder.pages)))
-        self.cache.close(holder.holding, holder.content, full, len(holder.pages))
+        self.cache.close(holder.holding, full, len(holder.pages))
         self.publish_in_model(holder, full)
         self.model.release(holder.pages)
         self.closed.append(holder.content)

@@ -11,10 +11,12 @@ from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
+from kvarts.kv.cache import Cache
+from kvarts.kv.page_cache import PageCache
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sim.replica import Replica
 
-__all__ = ["make_replica", "make_scheduler"]
+__all__ = ["make_replica", "make_scheduler", "whole_pages"]
 
 
 def make_replica(
@@ -33,3 +35,9 @@ def make_replica(
 def make_scheduler(config: EngineConfig, **kwargs: Any) -> Scheduler:
     """A scheduler of pages that are only counted."""
     return build_engine(config, SimExecutor(LinearCost(step_ms=1.0)), **kwargs).scheduler
+
+
+def whole_pages(cache: Cache) -> PageCache:
+    """Return `cache`, which has whole pages, as what it is."""
+    assert isinstance(cache, PageCache)
+    return cache

@@ -9,9 +9,10 @@ import pytest
 
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.node import HeldPages
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool
 from kvarts.kv.tree import PrefixTree
 
@@ -25,7 +26,7 @@ def leave(cache: PageCache, tokens: list[int], owner: int) -> Content:
     content = Content.from_tokens(tokens, page_size=1, owner=owner)
     holding = cache.open(cache.match(content, len(tokens)))
     cache.grow(holding, len(tokens))
-    cache.close(holding, content, len(tokens), len(tokens))
+    cache.close(holding, len(tokens), len(tokens))
     return content
 
 
@@ -62,7 +63,7 @@ def drive(
         elif what < 0.9 and open_now:
             holding, content = open_now.pop(dice.randrange(len(open_now)))
             num_findable = holding.path[-1].end if holding.path else 0
-            cache.close(holding, content, dice.randint(num_findable, holding.num_pages), holding.num_pages)
+            cache.close(holding, dice.randint(num_findable, holding.num_pages), holding.num_pages)
         elif what < 0.95 and open_now:
             tokens = [dice.randrange(2) for _ in range(4)]
             held.append(hold_found(cache, cache.match(Content.from_tokens(tokens, page_size=1, owner=turn), 4)))
@@ -73,7 +74,7 @@ def drive(
     for path in held:
         cache.unhold(path)
     for holding, content in open_now:
-        cache.close(holding, content, content.num_known_pages, holding.num_pages)
+        cache.close(holding, content.num_known_pages, holding.num_pages)
     cache.check([], transfers())
 
 
@@ -99,7 +100,7 @@ class EvictionOrderContract:
         assert sum(end - start for _, start, end in listed) == cache.num_cached == 7
         holding = cache.open(cache.match(other, 2))
         assert all(node.content is not other for node in order)
-        cache.close(holding, other, 2, 2)
+        cache.close(holding, 2, 2)
         assert len(list(order)) == 4
 
     def test_asking_changes_nothing(self) -> None:
@@ -131,9 +132,9 @@ class EvictionOrderContract:
         content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
         holding = cache.open(cache.match(content, 0))
         cache.grow(holding, 3)
-        cache.publish(holding, content, 3)
+        cache.publish_pages(holding, 3)
         path = hold_found(cache, cache.match(content, 3))
-        cache.close(holding, content, 3, 3)
+        cache.close(holding, 3, 3)
         other = leave(cache, [4, 5, 6], 1)
         assert cache.tree.order.next_run().content is other
         cache.unhold(path)
@@ -168,7 +169,7 @@ class EvictionOrderContract:
         root, one, two = leave(cache, [1, 2], 0), leave(cache, [1, 2, 3], 1), leave(cache, [1, 2, 4, 5], 2)
         for _ in range(3):
             holding = cache.open(cache.match(two, 4))
-            cache.close(holding, two, 4, 4)
+            cache.close(holding, 4, 4)
         found = []
         while cache.num_cached:
             cache.shed(1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvarts.kv.cache import PageCache
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
+from kvarts.kv.page_cache import PageCache
 
 __all__ = ["hold_found"]
 

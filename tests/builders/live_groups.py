@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kvarts.build import GroupTierSettings, build_grouped_engine
+from kvarts.build import TierSettings, build_engine
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.engine import Engine
@@ -253,7 +253,7 @@ class LiveRun:
         config: EngineConfig,
         num_blocks: int,
         *,
-        offload: GroupTierSettings | None = None,
+        offload: TierSettings | None = None,
         drafter: Drafter | None = None,
         readers: Sequence[EventReader] = (),
     ) -> None:
@@ -264,10 +264,10 @@ class LiveRun:
             assert request.output is not None
             self.tokens.append((request.tenant, [int(str(token)) for token in (*request.tokens, *request.output)]))
         self.executor = ReadingExecutor(memory, config, self.tokens)
-        self.engine: Engine = build_grouped_engine(
+        self.engine: Engine = build_engine(
             config,
-            memory,
             self.executor,
+            memory=memory,
             num_blocks=num_blocks,
             readers=[self.steps, *readers],
             audit=HAS_AUDIT,

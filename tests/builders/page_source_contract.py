@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvarts.content import Content
-from kvarts.kv.cache import PageCache
+from kvarts.kv.page_cache import PageCache
 from kvarts.request import Request
 from kvarts.sched.page_source import PageSource
 
@@ -60,7 +60,7 @@ class PageSourceContract:
         holding = cache.open(cache.match(content, 0))
         cache.grow(holding, num_pages)
         assert source.num_free_to_admit(1) == num_free - num_pages
-        cache.close(holding, content, 0, num_pages)
+        cache.close(holding, 0, num_pages)
         self.begin_turn(source)
         assert answers(source, cache) == before
 
@@ -70,7 +70,7 @@ class PageSourceContract:
         content = Content.from_tokens(range(7), page_size=1, owner=0)
         holding = cache.open(cache.match(content, 0))
         cache.grow(holding, 7)
-        cache.close(holding, content, 7, 7)
+        cache.close(holding, 7, 7)
         self.begin_turn(source)
         assert cache.num_cached == 7
         assert source.num_free_to_admit(1) == num_free

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import settings
 
 from kvarts.content import Content
-from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 
@@ -45,7 +45,7 @@ def test_a_hit_inside_a_run_splits_it_and_the_tail_keeps_its_place() -> None:
         content = Content.from_tokens(tokens, page_size=1, owner=owner)
         holding = cache.open(cache.match(content, len(tokens)))
         cache.grow(holding, len(tokens))
-        cache.close(holding, content, len(tokens), len(tokens))
+        cache.close(holding, len(tokens), len(tokens))
 
     run([1, 2, 3, 4, 5, 6], 0)
     run([9], 1)
@@ -63,7 +63,7 @@ def test_what_no_holder_accounts_for_is_found() -> None:
     content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
     holding = cache.open(cache.match(content, 3))
     cache.grow(holding, 3)
-    cache.publish(holding, content, 3)
+    cache.publish_pages(holding, 3)
     cache.check([(holding, 3)])
     with pytest.raises(AssertionError, match="L2"):
         cache.check([])
@@ -77,7 +77,7 @@ def test_new_pages_after_a_run_that_was_hit_have_no_hits() -> None:
     def run(content: Content, num_pages: int) -> None:
         holding = cache.open(cache.match(content, num_pages))
         cache.grow(holding, num_pages)
-        cache.close(holding, content, num_pages, num_pages)
+        cache.close(holding, num_pages, num_pages)
 
     first, second = (Content.from_tokens([0], page_size=1, owner=owner) for owner in (0, 1))
     run(first, 1)

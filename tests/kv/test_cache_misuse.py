@@ -35,7 +35,7 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(kind: Callable[[int],
     holding = cache.open(cache.match(text, 3))
     cache.grow(holding, 3)
     second = cache.open(cache.match(other, 2))
-    cache.publish(holding, text, 2)
+    cache.publish_pages(holding, 2)
     calls: list[Callable[[], object]] = [
         lambda: cache.grow(second, 2),
         lambda: cache.grow(holding, 10**9),
@@ -43,10 +43,10 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(kind: Callable[[int],
         lambda: cache.shrink(holding, -1),
         lambda: cache.take(2),
         lambda: cache.take(-1),
-        lambda: cache.close(holding, text, 3, 2),
-        lambda: cache.close(holding, text, 4, 3),
-        lambda: cache.close(holding, text, 0, -5),
-        lambda: cache.close(holding, text, 3, 10**9),
+        lambda: cache.close(holding, 3, 2),
+        lambda: cache.close(holding, 4, 3),
+        lambda: cache.close(holding, 0, -5),
+        lambda: cache.close(holding, 3, 10**9),
         lambda: cache.pool.give(4, None),
         lambda: cache.pool.take(2),
         lambda: cache.pool.take(-1),
@@ -57,17 +57,17 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(kind: Callable[[int],
             call()
         assert state(cache) == before
         cache.check([(holding, 3), (second, 0)])
-    cache.close(holding, text, 3, 3)
+    cache.close(holding, 3, 3)
     before = state(cache)
     for call in (
-        lambda: cache.close(holding, text, 3, 3),
+        lambda: cache.close(holding, 3, 3),
         lambda: cache.grow(holding, 4),
-        lambda: cache.publish(holding, text, 3),
+        lambda: cache.publish_pages(holding, 3),
         lambda: cache.shrink(holding, -1),
     ):
         with pytest.raises(PageError, match="closed"):
             call()
         assert state(cache) == before
-    cache.close(second, other, 0, 0)
+    cache.close(second, 0, 0)
     cache.check([])
     assert issubclass(PageError, KvartsError)

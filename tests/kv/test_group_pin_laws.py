@@ -45,7 +45,7 @@ class PinMachine(RuleBasedStateMachine):
     def build(self, groups: tuple[PartGroup, ...], page_size: int, num_blocks: int, keeps: Retention) -> None:
         memory = GroupMemory(groups, keeps)
         self.block_bytes = memory.block_bytes
-        self.cache = BlockPages(memory, num_blocks=num_blocks, page_size=page_size)
+        self.cache = BlockPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=8)
         self.pins, self.reserve = Pins(self.cache), PageReserve(self.cache)
         self.model = NaiveGroups(
             [(group.layer, group.part_bytes) for group in groups],
@@ -90,7 +90,7 @@ class PinMachine(RuleBasedStateMachine):
         """A turn ends, and some of what it leaves is pinned."""
         turn = self.turns.pop(index % len(self.turns))
         num_tokens = len(turn.sequence.tokens)
-        self.cache.close(turn.holding, turn.content, num_tokens // self.cache.page_size, 0)
+        self.cache.close(turn.holding, num_tokens // self.cache.page_size, 0)
         self.model.close(turn.sequence)
         if is_pinned:
             most = max(0, num_tokens // self.cache.page_size - cut)
@@ -167,14 +167,14 @@ TestPins.settings = settings(stateful_step_count=40)
 def test_what_two_pins_hold_is_counted_once() -> None:
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=5), 2)
     memory = GroupMemory((PartGroup(FULL, 1), window))
-    cache = BlockPages(memory, num_blocks=100, page_size=2)
+    cache = BlockPages(memory, num_blocks=100, page_size=2, most_new_tokens=8)
     pins = Pins(cache)
     made = []
     for owner in (1, 2):
         content = Content.from_tokens(range(20), page_size=2, owner=owner)
         holding = cache.open(cache.match(content, 9))
         cache.parts.extend(holding.parts, 20)
-        cache.close(holding, content, 10, 10)
+        cache.close(holding, 10, 10)
         made.append(pins.add(content, 10 - owner))
     # Full layers keep 9 and 8 pages. The token at 18 sees tokens from 14 on, pages 7 and 8; that at 16 pages 6 and 7.
     assert cache.num_reserved == cache.num_used == 9 + 2 * 3

@@ -16,7 +16,7 @@ from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreSt
 from kvarts.offload.config import OffloadConfig
 from kvarts.sim.replica import Replica
 
-from builders.engines import make_replica
+from builders.engines import make_replica, whole_pages
 from builders.tampering import PAGE_SIZE, SHARED, hear, request, tamper, wrap
 from builders.tiers import offloader_of
 
@@ -61,7 +61,7 @@ def test_an_engine_in_order_passes(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_pages_that_a_store_does_not_keep_are_found(policy: str) -> None:
     def plant(engine: Replica) -> None:
-        tree = engine.scheduler.cache.tree
+        tree = whole_pages(engine.scheduler.cache).tree
         wrap(tree, "hold_pages", lambda original, pages: None)
         wrap(tree, "unhold", lambda original, pages: [])
         wrap(engine.scheduler, "check", lambda original: None)  # which would find it first

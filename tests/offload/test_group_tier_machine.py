@@ -92,7 +92,7 @@ class TieredMachine(RuleBasedStateMachine):
     ) -> None:
         memory = GroupMemory((first, *others), keeps)
         self.block_bytes = memory.block_bytes
-        self.cache = TieredPages(memory, num_blocks=num_blocks, page_size=page_size)
+        self.cache = TieredPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=8)
         self.parts = self.cache.tiered
         self.tier = PartTier("host", host_blocks, memory, self.parts.names, with_slots=True)
         rate = memory.block_bytes * 10**9 // NS_A_BLOCK
@@ -253,7 +253,7 @@ class TieredMachine(RuleBasedStateMachine):
             self.model.unpin(parts[::-1])
             return
         number = self.offloader.num_transfers
-        holding = self.cache.open_to_load(content, self.offloader.offered(self.num_owners), 0)
+        holding = self.cache.open_offered(content, self.offloader.offered(self.num_owners), 0)
         self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, holding)
         self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts))
 

@@ -17,8 +17,9 @@ from kvarts.cli.table import render_table
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.events import Event, LoadAwaited, LoadStarted, LoadWeighed, StoreStarted, TransferEnded
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import LruOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool
 from kvarts.kv.transfer import TransferReport
 from kvarts.kv.tree import PrefixTree
@@ -191,8 +192,8 @@ def test_a_store_that_is_never_reported_lets_go_of_its_pages_at_its_deadline() -
     content = Content.from_tokens(range(4), page_size=1, owner=0)
     holding = cache.open(cache.match(content, 4))
     cache.grow(holding, 4)
-    cache.close(holding, content, 4, 4)
-    offloader.confirm(content, 4, Holding([], 0, None))
+    cache.close(holding, 4, 4)
+    offloader.confirm(content, 4, Holding(content, [], 0, None))
     offloader.plan_stores(NS_PER_S)
     offloader.take_planned()
     offloader.expire(3 * NS_PER_S - 1)

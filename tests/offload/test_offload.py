@@ -10,8 +10,9 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, PagesStored, StoreStarted
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import LruOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.transfer import TransferReport
 from kvarts.kv.tree import Node, PrefixTree
@@ -119,7 +120,7 @@ def leave(cache: PageCache, tokens: Sequence[int], owner: int) -> Content:
     content = content_of(tokens, owner)
     holding = cache.open(cache.match(content, len(tokens)))
     cache.grow(holding, len(tokens))
-    cache.close(holding, content, len(tokens), len(tokens))
+    cache.close(holding, len(tokens), len(tokens))
     return content
 
 
@@ -148,7 +149,7 @@ def test_pages_with_a_copy_below_go_before_pages_without() -> None:
     offloader.advance_to(1 << 60)
     # The old prompt is hit: it is the youngest now, and still has its copy.
     holding = cache.open(cache.match(old, 4))
-    cache.close(holding, old, 4, 4)
+    cache.close(holding, 4, 4)
     cache.take(4)
     assert cache.match(old, 4).num_pages == 0
     assert cache.match(young, 4).num_pages == 4
@@ -159,7 +160,7 @@ def test_the_lazy_scan_does_not_stall_behind_what_it_cannot_store() -> None:
     private = Content.from_tokens([1], page_size=1, owner=0)
     holding = cache.open(cache.match(private, 0))
     cache.grow(holding, 4)
-    cache.close(holding, private, 4, 4)  # one page of a known token, three of unknown ones
+    cache.close(holding, 4, 4)  # one page of a known token, three of unknown ones
     other = leave(cache, range(100, 104), 1)
     offloader.plan_stores(0)
     offloader.advance_to(1 << 60)
@@ -284,7 +285,7 @@ def test_a_load_writes_to_the_middle_part_only() -> None:
         OffloadConfig(host_pages=16), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
     )
     content = leave(cache, range(8), 0)
-    offloader.confirm(content, 8, Holding([], 0, None))
+    offloader.confirm(content, 8, Holding(content, [], 0, None))
     offloader.plan_stores(0)
     offloader.report([TransferReport(0)], 0)
     offloader.take_planned()
@@ -310,7 +311,7 @@ def test_a_transfer_is_complete_when_all_workers_have_reported() -> None:
         OffloadConfig(host_pages=8, workers=2), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
     )
     content = leave(cache, range(4), 0)
-    offloader.confirm(content, 4, Holding([], 0, None))
+    offloader.confirm(content, 4, Holding(content, [], 0, None))
     offloader.plan_stores(0)
     (transfer,) = offloader.take_planned()
     assert transfer.num_pages == 4

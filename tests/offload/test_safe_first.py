@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvarts.content import Content
-from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.config import OffloadConfig
@@ -47,7 +47,7 @@ class SafeFirstMachine(CacheMachine):
         if match.nodes and by_pointer:
             last = match.nodes[-1]
             one = data.draw(st.sampled_from(last.twins or [last]))
-            match = Match(self.order.path_to(one, match.num_pages), match.num_pages, 0)
+            match = Match(match.content, self.order.path_to(one, match.num_pages), match.num_pages, 0)
         return hold_found(self.cache, match, start)
 
     @precondition(lambda self: self.transfers)
@@ -131,7 +131,7 @@ def test_a_run_that_is_split_while_it_waits_to_move_moves_with_all_its_parts() -
     content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
     holding = cache.open(cache.match(content, 3))
     cache.grow(holding, 3)
-    cache.close(holding, content, 3, 3)
+    cache.close(holding, 3, 3)
     order.mark(tree.isolate(tree.cut(cache.match(content, 3)), 0, 3), Below.STORED)
     order.regroup()
     held = hold_found(cache, cache.match(content, 3))

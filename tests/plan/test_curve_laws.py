@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import LruOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan.curve import lru_curve, stack_distances
@@ -44,8 +44,8 @@ def lru_of_the_engine(trace: Trace, page_size: int, num_pages: int, *, count_out
         hits.append(min(match.num_pages, (request.num_prompt_tokens - 1) // page_size))
         holding = cache.open(match)
         cache.grow(holding, size)
-        cache.publish(holding, content, known)
-        cache.close(holding, content, size, size)
+        cache.publish_pages(holding, known)
+        cache.close(holding, size, size)
         cache.check([])
     return hits
 

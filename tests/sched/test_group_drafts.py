@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
-from kvarts.kv.block_pages import BlockHolding
 from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.group_pages import PartHolding
 from kvarts.request import Request, RequestState
-from kvarts.sched.group_drafts import GroupDrafts
+from kvarts.sched.drafts import Drafts
 
 from builders.case import Case, Row, cases
 from builders.guesser import KNOWING, Knowing
@@ -40,13 +40,16 @@ def run(case: Case, groups: tuple[PartGroup, ...], keeps: Any, drafter: Knowing)
         for request in live.requests:
             if request.state is not RequestState.DECODING:
                 continue
-            assert isinstance(request.holding, BlockHolding)
+            assert isinstance(request.holding, PartHolding)
             num_computed = scheduler.wheel.num_computed(request)
-            for group, parts in zip(groups, request.holding.parts.parts, strict=True):
+            of_parts = request.holding.parts
+            for index, group in enumerate(groups):
+                parts = {page for run in of_parts.held[index] for page in range(run.start, run.end)}
+                parts.update(range(of_parts.first_open[index], of_parts.num_taken))
                 # Of its own page it has the part if a token before it is in it.
                 before = [*seen_by(group.layer, num_computed), num_computed - num_computed % case.page_size]
                 needed = {other // case.page_size for other in before if other < num_computed}
-                assert set(parts) == needed, "a decode holds what its next token sees, and nothing else"
+                assert parts == needed, "a decode holds what its next token sees, and nothing else"
 
     live.run(look)
     return live
@@ -82,13 +85,13 @@ def test_guesses_that_are_right_save_steps() -> None:
 
 def test_a_window_that_believes_a_guess_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what a guess would no longer see goes back before it is known to be right."""
-    take = GroupDrafts._take_pages
+    take = Drafts._take_pages
 
-    def take_and_believe(self: GroupDrafts, request: Request, holding: Any, start: int, end: int) -> None:
+    def take_and_believe(self: Drafts, request: Request, holding: Any, start: int, end: int) -> None:
         take(self, request, holding, start, end)
-        self._parts.settle(holding, end)
-        self._parts.count()
+        self._cache.settle(holding, end)
+        self._cache.count()
 
-    monkeypatch.setattr(GroupDrafts, "_take_pages", take_and_believe)
+    monkeypatch.setattr(Drafts, "_take_pages", take_and_believe)
     with pytest.raises(Exception, match=r"(next|later) token sees"):
         run(CASE, (PartGroup(FULL, 1), PartGroup(window(5), 2)), "tails", Knowing(1, 0.7, 5))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import LruOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.sched.page_source import OnePool, PageSource

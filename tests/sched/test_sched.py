@@ -160,7 +160,7 @@ def test_the_horizon_ends_before_a_page_is_missing() -> None:
         scheduler.add(request(index, 6, 9))
     run(scheduler, 1)
     assert scheduler.horizon(3) == 2
-    assert scheduler.advance(2) == [0, 0]
+    assert scheduler.advance(2).taken == [0, 0]
     assert scheduler.commit_many(2, 3) == []
     assert scheduler.horizon(3) == 0
 

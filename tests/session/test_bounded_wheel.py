@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import LruOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import SinkWindow

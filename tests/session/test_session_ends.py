@@ -11,7 +11,7 @@ import pytest
 
 from kvarts.clock import VirtualClock
 from kvarts.errors import ConfigError
-from kvarts.llm.listener import EngineDeadError
+from kvarts.llm.listener import EngineDeadError, RequestFailedError
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.session.config import SessionsConfig
@@ -393,7 +393,7 @@ def test_an_error_at_an_end_is_told_to_whoever_waits_for_it() -> None:
 
         sessions._turns.end = fail  # type: ignore[method-assign]
         for call in (sessions.append(OWNER, session, [1]), say(sessions, session, [], 1)):
-            with pytest.raises((AssertionError, EngineDeadError)):
+            with pytest.raises((AssertionError, EngineDeadError, RequestFailedError)):
                 await asyncio.wait_for(call, 10)
         await asyncio.wait_for(sessions.shut_down(), 10)
 

@@ -22,10 +22,11 @@ from hypothesis.stateful import (
 
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.block_pages import BlockPages
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.group_keeps import most_blocks
 from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import SinkWindow
@@ -62,7 +63,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
     def begin(self, page_size: int) -> None:
         self.set_up(page_size, PageCache(IdPool(400), PrefixTree(LruOrder())), [FULL])
 
-    def set_up(self, page_size: int, cache: PageCache, layers: list[KvLayer]) -> None:
+    def set_up(self, page_size: int, cache: Cache, layers: list[KvLayer]) -> None:
         """`layers`: those of each page table."""
         self.page_size = page_size
         self.layers = layers
@@ -263,7 +264,7 @@ class GroupPagesMachine(SessionPagesMachine):
         layers = [
             group.layer for group in self.groups.groups for _ in range(group.part_bytes // self.groups.block_bytes)
         ]
-        self.set_up(page_size, BlockPages(self.groups, num_blocks=2400, page_size=page_size), layers)
+        self.set_up(page_size, BlockPages(self.groups, num_blocks=2400, page_size=page_size, most_new_tokens=8), layers)
 
     def open(self, keeps: SinkWindow) -> OwnTables:
         return GroupSessionPages(keeps, self.groups, self.reserve, self.room)

@@ -14,6 +14,7 @@ from kvarts.sharing.memory import DeviceMemory
 from kvarts.sharing.part import DevicePart, open_part
 
 from builders.cache_machine import CacheMachine
+from builders.engines import whole_pages
 from builders.eviction_contract import EvictionOrderContract, leave
 from builders.orders import FewestHits
 from builders.parts import NO_OTHERS
@@ -46,7 +47,7 @@ def test_the_oldest_run_of_all_models_goes_first() -> None:
         name: open_part(name, memory, NO_OTHERS, page_bytes=size) for name, size in (("a", 10), ("b", 5), ("c", 10))
     }
     for owner, name in enumerate(("b", "a", "b")):
-        leave(parts[name].cache, [10 * owner, 10 * owner + 1], owner)
+        leave(whole_pages(parts[name].cache), [10 * owner, 10 * owner + 1], owner)
     assert [parts[name].next_stamp for name in ("b", "a")] == [1, 2]
     parts["c"].refresh()
     parts["c"].cache.take(4)
@@ -67,7 +68,7 @@ def test_each_model_numbers_its_own_pages(seed: int) -> None:
         part = dice.choice(parts)
         part.refresh()
         tokens = [dice.randrange(2) for _ in range(dice.randrange(1, 8))]
-        leave(part.cache, tokens, owner)
+        leave(whole_pages(part.cache), tokens, owner)
         for each in parts:
             each.refresh()
             each.cache.check([])

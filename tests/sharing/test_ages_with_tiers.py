@@ -15,6 +15,7 @@ from kvarts.sharing.ages import AgedOrder, ReleaseClock
 from kvarts.sharing.memory import DeviceMemory
 from kvarts.sharing.part import open_part
 
+from builders.engines import whole_pages
 from builders.eviction_contract import EvictionOrderContract, leave
 from builders.parts import NO_OTHERS
 
@@ -44,7 +45,9 @@ def test_models_with_tiers_share_one_memory(policy: str, seed: int) -> None:
         order = SafeFirst() if policy == "lazy" else None
         part = open_part(name, memory, NO_OTHERS, page_bytes=page_bytes, order=order, watcher=order)
         config = OffloadConfig(host_pages=16, policy=policy, kv_bytes_per_token=1000, target_free=4)  # type: ignore[arg-type]
-        offloaders.append(open_offloader(config, part.cache, page_size=1, max_num_batched_tokens=4, order=order))
+        offloaders.append(
+            open_offloader(config, whole_pages(part.cache), page_size=1, max_num_batched_tokens=4, order=order)
+        )
         parts.append(part)
     for turn in range(300):
         which = dice.randrange(2)
@@ -53,7 +56,7 @@ def test_models_with_tiers_share_one_memory(policy: str, seed: int) -> None:
         part.refresh()
         tokens = [dice.randrange(2) for _ in range(dice.randrange(1, 6))]
         if len(tokens) <= part.cache.num_free:
-            content = leave(part.cache, tokens, turn)
+            content = leave(whole_pages(part.cache), tokens, turn)
             holding = part.cache.open(part.cache.match(content, 0))
             offloader.confirm(content, part.cache.match(content, len(tokens)).num_pages, holding)
         offloader.advance_to(now_ns)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvarts.kv.cache import PageCache
+from kvarts.kv.page_cache import PageCache
 from kvarts.sched.page_source import PageSource
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.part import DevicePart
 
+from builders.engines import whole_pages
 from builders.page_source_contract import PageSourceContract
 
 pytestmark = pytest.mark.laws
@@ -21,7 +22,7 @@ class Part(PageSourceContract):
     def make(self) -> tuple[PageSource, PageCache]:
         part = self.device().register("a", page_bytes=10)
         part.token_budget = 100
-        return part, part.cache
+        return part, whole_pages(part.cache)
 
     def begin_turn(self, source: PageSource) -> None:
         assert isinstance(source, DevicePart)
@@ -45,4 +46,4 @@ class TestWithMemoryOfItsOwn(Part):
         device.register("b", page_bytes=5, guaranteed_bytes=240)
         part = device.register("a", page_bytes=10, guaranteed_bytes=240)
         part.token_budget = 100
-        return part, part.cache
+        return part, whole_pages(part.cache)

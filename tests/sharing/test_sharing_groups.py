@@ -17,9 +17,6 @@ from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.group_pages import GroupPages
 from kvarts.request import Request
-from kvarts.sched.group_leaps import LeapingScheduler
-from kvarts.sched.grouped import GroupedScheduler
-from kvarts.sched.policy import PriorityPolicy
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.device import SharedDevice
 
@@ -54,13 +51,15 @@ class GroupRig:
                 self.schedulers[name] = make_scheduler(config, cache=part.cache, pages=part)
             elif ids:
                 memory = GroupMemory(GROUPS, keeps)
-                blocks = BlockPages(memory, num_blocks=num_bytes // 10, page_size=PAGE_SIZE)
+                blocks = BlockPages(memory, num_blocks=num_bytes // 10, page_size=PAGE_SIZE, most_new_tokens=1000)
                 part = self.device.register(name, parts=blocks, guaranteed_bytes=guaranteed)
-                self.schedulers[name] = GroupedScheduler(config, blocks, PriorityPolicy(), pages=part)
+                self.schedulers[name] = make_scheduler(config, cache=blocks, pages=part)
             else:
-                counted = GroupPages(GroupMemory(GROUPS, keeps), num_blocks=num_bytes // 10, page_size=PAGE_SIZE)
+                counted = GroupPages(
+                    GroupMemory(GROUPS, keeps), num_blocks=num_bytes // 10, page_size=PAGE_SIZE, most_new_tokens=1000
+                )
                 part = self.device.register(name, parts=counted, guaranteed_bytes=guaranteed)
-                self.schedulers[name] = LeapingScheduler(config, counted, PriorityPolicy(), pages=part)
+                self.schedulers[name] = make_scheduler(config, cache=counted, pages=part)
             part.token_budget = 1000
             self.device.attach(name, self.schedulers[name])
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.parts import Part
-from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases

@@ -77,6 +77,7 @@ class GroupAuditor:
         self.ledger = PartLedger(groups, num_blocks, keeps_all=keeps_all)
         self._part_counts = part_counts
         self._page_size = page_size
+        self._has_states = any(group.kind == "state" for group in groups)
         self._digests = PageDigests()
         self._found = Findings()
         self._held = HeldParts(self.ledger, self._digests, self._found, page_size)
@@ -303,6 +304,8 @@ class GroupAuditor:
             known = self._requests[request]
             known.computed += 1
             known.known += 1
+        # Of two that fill a page, the one that is further along goes first, then the one admitted first.
+        for known in sorted((self._requests[request] for request in self._decoding), key=lambda known: -known.computed):
             self._held.name(known)
 
     def _end_step(self) -> None:
@@ -365,7 +368,7 @@ class GroupAuditor:
         known.computed = event.start
         is_end = event.end == event.num_known_tokens
         page_end = event.end // size * size
-        if is_end and known.computed < page_end < event.end:
+        if is_end and self._has_states and known.computed < page_end < event.end:
             self._held.grow(known, page_end, is_end=True)
         self._held.grow(known, event.end, is_end=is_end)
         if is_end:

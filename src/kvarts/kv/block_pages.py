@@ -7,7 +7,7 @@ as many layers as divide the layers of every group; so all blocks are alike, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from kvarts.content import Content
@@ -27,11 +27,10 @@ __all__ = ["BlockHolding", "BlockMatch", "BlockPages"]
 class BlockMatch(Match):
     """What is there of `content`. `found`: the pages that every group can go on from."""
 
-    __slots__ = ("content", "found")
+    __slots__ = ("found",)
 
     def __init__(self, content: Content, found: GroupMatch) -> None:
-        super().__init__([], found.num_pages, 0)
-        self.content = content
+        super().__init__(content, [], found.num_pages, 0)
         self.found = found
 
 
@@ -41,7 +40,7 @@ class BlockHolding(Holding):
     __slots__ = ("parts",)
 
     def __init__(self, parts: GroupedHolding, num_pages: int = 0, block_ids: list[PageId] | None = None) -> None:
-        super().__init__([], num_pages, block_ids)
+        super().__init__(parts.content, [], num_pages, block_ids)
         self.parts = parts
 
 
@@ -81,11 +80,13 @@ class BlockPages(PartPages):
         *,
         num_blocks: int,
         page_size: int,
+        most_new_tokens: int,
         tell: Tell | None = None,
         make_parts: type[GroupedCache] = GroupedCache,
     ) -> None:
         blocks = IdPool(num_blocks)
-        super().__init__(blocks, memory, page_size=page_size)
+        super().__init__(blocks, memory, page_size=page_size, most_new_tokens=most_new_tokens)
+        self.publishes_all = True
         self.num_promised = 0
         self.parts = make_parts(
             memory.groups,
@@ -111,9 +112,9 @@ class BlockPages(PartPages):
         return self.parts.used_bytes // self.block_bytes
 
     @property
-    def num_published(self) -> int:
-        """How often something of known tokens, which others may find, became findable since the beginning."""
-        return self.parts.num_published
+    def is_shared(self) -> bool:
+        """Whether other models have parts of the same memory."""
+        return self.parts.is_shared
 
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and the parts cached in each group, one pair a group."""
@@ -133,15 +134,18 @@ class BlockPages(PartPages):
         self.num_free = parts.room_bytes // block_bytes - self.num_promised
         self.num_released = self._blocks_of(parts.num_released) + self._num_given
         self.num_evicted = self._blocks_of(parts.num_evicted)
+        self.num_published = parts.num_published
 
     def _blocks_of(self, counts: list[int]) -> int:
         num_bytes = sum(count * group.part_bytes for count, group in zip(counts, self.parts.groups, strict=True))
         return num_bytes // self.block_bytes
 
-    def found(self, content: Content, limit: int) -> tuple[BlockMatch, Held]:
-        """Return the longest prefix that every group can go on from, and what of it others hold."""
-        match = self.parts.match(content, limit)
-        return BlockMatch(content, match), HeldByOthers(self.parts, match)
+    def _match(self, content: Content, limit: int) -> BlockMatch:
+        return BlockMatch(content, self.parts.match(content, limit))
+
+    def held_by_others(self, match: Match) -> Held:
+        """Return what others hold of what was found."""
+        return HeldByOthers(self.parts, cast(BlockMatch, match).found)
 
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
         """Return for each group from how many of at most `limit` full pages it could go on by itself."""
@@ -164,9 +168,9 @@ class BlockPages(PartPages):
         counts = Counter(part.group for part in cast(BlockHolding, holding).parts.held())
         return self._blocks_of([counts[group] for group in range(len(self.parts.groups))])
 
-    def missing_blocks(self, holding: Holding, num_new: int) -> int:
-        """Return the blocks that the next `num_new` tokens need and `holding` does not have."""
-        return self.parts.missing_bytes(cast(BlockHolding, holding).parts, num_new) // self.block_bytes
+    def num_to_run(self, holding: Holding, start: int, end: int) -> int:
+        """Return the blocks that tokens [start, end) need and `holding` does not have."""
+        return self.parts.missing_bytes(cast(BlockHolding, holding).parts, end - start) // self.block_bytes
 
     def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
         """Take what tokens up to `num_tokens` need, and make the pages that they fill findable."""
@@ -178,11 +182,18 @@ class BlockPages(PartPages):
         self.parts.take_page(cast(BlockHolding, holding).parts, page)
         self.count()
 
-    def fill_page(self, holding: Holding, num_tokens: int) -> None:
-        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
-        self.parts.fill_page(cast(BlockHolding, holding).parts, num_tokens)
+    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
+        """Take the next pages of decodes."""
+        for holding, page in zip(holdings, page_of, strict=True):
+            self.parts.take_page(cast(BlockHolding, holding).parts, page)
+        self.count()
 
-    def drop_pages(self, holding: Holding, num_pages: int) -> None:
+    def publish(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        self.parts.fill_page(cast(BlockHolding, holding).parts, num_tokens)
+        self.num_published = self.parts.num_published
+
+    def shrink(self, holding: Holding, num_pages: int) -> None:
         """Give back the parts of all but the first `num_pages` pages, which `take_page` took: no token is in them."""
         self.parts.drop_pages(cast(BlockHolding, holding).parts, num_pages)
         self.count()
@@ -295,7 +306,7 @@ class BlockPages(PartPages):
                 freed[part.group] += held[part] == part.refs
             yield self._blocks_of(freed)
 
-    def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
+    def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
         """Release everything that a request holds: parts of its full pages that can be found become cached."""
         parts = cast(BlockHolding, holding).parts
         parts.num_tokens = num_full_pages * self.page_size

@@ -1,358 +1,322 @@
-"""The paged prefix cache of one model: a pool and a tree, kept in step.
+"""The cache of one model, as the scheduler, sharing, sessions and tiers see it.
 
-A page is *used* while a request references it or a transfer holds it, *cached* while it holds a prefix and is not in
-use, *empty* otherwise. `free` is cached plus empty, and empty pages are always used before a cached one is evicted.
+Memory is counted in *blocks*. Where every layer keeps every token a block is a page; a model with KV groups has blocks
+of the largest size that divides the parts of all groups. Sequences are counted in tokens, and the content of a sequence
+is in its holding, so no caller needs to know what a page is made of:
+
+    match      the longest resident prefix that every group can resume from
+    open       hold a match                                  close      release everything
+    extend     take blocks for tokens, publish full pages    settle     release what no later token attends to
+    take_due   take the next page of many decodes            leap       do many steps of all decodes at once
+
+`PageCache` is the cache of one group that keeps every token, `PartPages` that of any other model.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvarts.content import Content
+from kvarts.events import PartsMoved
 from kvarts.kv.match import Match
-from kvarts.kv.node import HeldPages, walk
+from kvarts.kv.node import HeldPages, Path
 from kvarts.kv.pool import PageError, PageId, Pool
-from kvarts.kv.tree import Node, Path, PrefixTree
 
-__all__ = ["Holding", "PageCache", "PageError"]
+__all__ = ["Cache", "Holding", "Leap", "Mark", "PageError"]
 
 
 class Holding:
-    """The pages of one running request. Written by PageCache.
+    """What one running request, or a pin, holds. Written by the cache.
 
     `path`: its full, findable pages. `num_pages`: all its pages, the partial last one included. `page_ids`: their
     ids in order of position, or None where pages are only counted. `is_open`: it was not closed yet.
     """
 
-    __slots__ = ("is_open", "num_pages", "page_ids", "path")
+    __slots__ = ("content", "is_open", "num_pages", "page_ids", "path")
 
-    def __init__(self, path: Path, num_pages: int, page_ids: list[PageId] | None) -> None:
+    def __init__(self, content: Content, path: Path, num_pages: int, page_ids: list[PageId] | None) -> None:
+        self.content = content
         self.path = path
         self.num_pages = num_pages
         self.page_ids = page_ids
         self.is_open = True
 
 
-class PageCache:
-    """Owner of the pages that it took from `pool`: which request has them, and what they hold.
+class Leap:
+    """Steps that a cache did at once. `taken`: pages taken, per step. `parts`: of a model with KV groups, else None."""
 
-    Pages that are evicted from `tree` are taken again or given back. Where others take from the same memory, `num_free`
-    is true from one `refresh` until one of them takes or releases something.
+    __slots__ = ("parts", "taken")
 
-    A call that cannot be is a PageError, and changes nothing: a holding that is closed already, more pages than are
-    free, fewer pages than a holding has.
+    def __init__(self, taken: list[int], parts: PartsMoved | None = None) -> None:
+        self.taken = taken
+        self.parts = parts
+
+
+class Mark:
+    """Blocks at the mark of the last scheduled step: the first moment with the most blocks in use.
+
+    `parts`: the parts used and cached in each KV group then, in pairs. Written by `Cache.look`.
+    """
+
+    __slots__ = ("cached", "parts", "released", "used")
+
+    def __init__(self) -> None:
+        self.used = self.cached = self.released = 0
+        self.parts: tuple[int, ...] = ()
+
+
+class Cache:
+    """Owner of the blocks that it took from `pool`: which request has them, and what they hold.
+
+    Where others take from the same memory, `num_free` is true from one `refresh` until one of them takes or releases
+    something. A call that cannot be is a PageError, and changes nothing: a holding that is closed already, more blocks
+    than are free, fewer than a holding has.
     """
 
     __slots__ = (
+        "follows_decodes",
         "has_page_ids",
         "match",
+        "most_certain_steps",
         "num_evicted",
         "num_free",
+        "num_published",
         "num_released",
         "num_reserved",
-        "on_evicted",
+        "page_blocks",
         "pool",
-        "tree",
+        "publishes_all",
+        "settles",
+        "take_pages",
     )
 
-    def __init__(self, pool: Pool, tree: PrefixTree) -> None:
+    match: Callable[[Content, int], Match]
+    """Returns the longest prefix of a content, of at most so many full pages, that every group can resume from."""
+
+    take_pages: Callable[[int], object]
+    """Takes so many next pages of decodes, which are free, where pages are only counted."""
+
+    def __init__(self, pool: Pool, *, page_blocks: int) -> None:
         self.pool = pool
-        self.tree = tree
         self.has_page_ids = pool.has_ids
+        self.page_blocks = page_blocks
+        """Blocks of a page with its parts in every group that keeps tokens: what a decode takes for its next page."""
         self.num_free = pool.num_empty
-        """Pages that can be taken now: empty or cached."""
+        """Blocks that can be taken now: empty or cached."""
         self.num_evicted = 0
         self.num_released = 0
-        """Pages that have gone out of use since the beginning; those that came into use are these and `num_used`."""
+        """Blocks that have gone out of use since the beginning; those that came into use are these and `num_used`."""
         self.num_reserved = 0
-        """Pages in use that stay in use when no request runs: counted by those that reserve or pin them."""
-        self.match = tree.match
-        self.on_evicted: Callable[[], object] | None = None
-        """Is called when pages were evicted, before anything else is done."""
+        """Blocks in use that stay in use when no request runs: counted by those that reserve or pin them."""
+        self.num_published = 0
+        """How often something of known tokens became findable since the beginning."""
+        self.settles = False
+        """Whether running requests release parts that none of their later tokens attends to: see `settle`."""
+        self.follows_decodes = False
+        """Whether the cache knows which decodes take and release what in a step, see `start_decoding`."""
+        self.publishes_all = False
+        """Whether a full page of a decode is published when its tokens are unknown, too, for its own request to find
+        after a preemption."""
+        self.most_certain_steps = 1 << 62
+        """For how many steps of a leap it is certain beforehand that no request can be admitted."""
 
     @property
     def num_cached(self) -> int:
-        """Pages that hold a prefix and are not in use."""
-        return self.tree.num_cached
+        """Blocks that hold a prefix and are not in use."""
+        raise NotImplementedError
 
     @property
     def num_used(self) -> int:
-        """Pages that a request references or a transfer holds."""
-        return self.pool.num_taken - self.tree.num_cached
+        """Blocks that a request references or a transfer holds."""
+        raise NotImplementedError
+
+    def look(self, mark: Mark) -> None:
+        """Set `mark` here if more blocks are in use than at the mark so far."""
+        raise NotImplementedError
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the parts used and the parts cached in each KV group, one pair a group; nothing for whole pages."""
+        return ()
+
+    def num_evicted_parts(self) -> tuple[int, ...]:
+        """Return the parts evicted of each KV group, one number a group; nothing for whole pages."""
+        return ()
+
+    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
+        """Return, per KV group, the longest prefix of at most `limit` full pages that it alone could resume from.
+
+        It explains why a hit was no longer. Nothing for whole pages.
+        """
+        return ()
+
+    # What requests need ---------------------------------------------------------------------------------------
+
+    def num_to_admit(self, match: Match, num_known: int) -> int:
+        """Return the blocks to be free for a request of `num_known` tokens that begins with `match`."""
+        raise NotImplementedError
+
+    def num_to_run(self, holding: Holding, start: int, end: int) -> int:
+        """Return the blocks to take for tokens [start, end) of `holding`."""
+        raise NotImplementedError
+
+    def num_to_finish(self, holding: Holding, start: int, end: int) -> int:
+        """Return the most blocks that `holding` takes, at one time, to compute tokens [start, end) in any chunks."""
+        raise NotImplementedError
+
+    def num_to_compute(self, num_known: int, page_size: int) -> int:
+        """Return the most blocks that a request of `num_known` tokens needs at one time, if it finds nothing."""
+        raise NotImplementedError
+
+    def num_at_most(self, num_tokens: int, page_size: int) -> int:
+        """Return the most blocks that a request of `num_tokens` tokens needs to itself."""
+        raise NotImplementedError
+
+    def num_beyond(self, num_tokens: int, page_size: int, num_most: int) -> int:
+        """Return the same if it is more than `num_most`, else 0."""
+        num_blocks = self.num_at_most(num_tokens, page_size)
+        return num_blocks if num_blocks > num_most else 0
+
+    def most_tokens(self, limit: int, page_size: int) -> int:
+        """Return how many tokens a sequence has at most, of up to `limit`, that can run in this memory; 0 for none."""
+        raise NotImplementedError
+
+    def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
+        """Return the sentence that a request with the tokens `asked` needs `num_blocks`."""
+        raise NotImplementedError
+
+    @property
+    def room_words(self) -> str:
+        """The memory, as the subject of a sentence on how many blocks it has."""
+        raise NotImplementedError
+
+    # Sequences ------------------------------------------------------------------------------------------------
+
+    def open(self, match: Match) -> Holding:
+        """Hold what was found; the cache must not have changed since."""
+        raise NotImplementedError
+
+    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
+        """Take what tokens up to `num_tokens` need, and publish the pages that they fill. `num_free` blocks are enough.
+
+        `is_end`: other sequences may go on from here, as after a prompt.
+        """
+        raise NotImplementedError
+
+    def take_page(self, holding: Holding, page: int) -> None:
+        """Take the blocks of `page`, the next of `holding`, of which no token is computed yet."""
+        raise NotImplementedError
+
+    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
+        """Take the next pages of decodes, page `page_of[i]` of `holdings[i]`, where pages have ids. They are free."""
+        raise NotImplementedError
+
+    def publish(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable, all of which are computed or about to be."""
+        raise NotImplementedError
+
+    def shrink(self, holding: Holding, num_pages: int) -> None:
+        """Give back all but the first `num_pages` pages of `holding`, in which no computed token is."""
+        raise NotImplementedError
+
+    def settle(self, holding: Holding, num_tokens: int) -> None:
+        """Release what no token from `num_tokens` on attends to. `count` must follow."""
+
+    def count(self) -> None:
+        """Bring the counts up to date after `settle` or `end_step`."""
+
+    def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
+        """Release everything: full pages that can be found become cached, deepest first, the rest empty.
+
+        `num_pages` is what the request holds: a decode that takes its pages in bulk has more than the holding knows.
+        """
+        raise NotImplementedError
+
+    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
+        """Return, one by one, how many blocks go out of use as each of `holdings`, with its pages, is closed."""
+        raise NotImplementedError
+
+    # Decodes that the cache follows ----------------------------------------------------------------------------
+
+    def start_decoding(self, holding: Holding, admission: int) -> None:
+        """Let a settled sequence compute a token in every step from the next on; `admission`: its place in order."""
+        raise NotImplementedError
+
+    def publish_due(self) -> None:
+        """Publish the pages that decodes fill in this step and that others may find."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """Let decodes release what none of their later tokens attends to. `count` must follow."""
+        raise NotImplementedError
+
+    def fills_known_page(self) -> bool:
+        """Return whether a decode fills a page in this step that others may find."""
+        raise NotImplementedError
+
+    def leap(self, most_steps: int, num_wanted: int) -> Leap:
+        """Do up to `most_steps` steps of all decodes, all but the last of which have ended when this returns.
+
+        It ends earlier where memory falls short, or `num_wanted` blocks are free.
+        """
+        raise NotImplementedError
+
+    # Loads ----------------------------------------------------------------------------------------------------
+
+    def open_to_load(self, match: Match, num_known: int) -> Holding:
+        """Hold what was found and take the blocks for the rest of `num_known` tokens, some of which a load fills."""
+        raise NotImplementedError
+
+    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
+        """Make the first `num_pages` pages of `holding`, the last of which a load has filled, findable."""
+        raise NotImplementedError
+
+    # Memory ---------------------------------------------------------------------------------------------------
 
     def refresh(self, num_free: int) -> None:
-        """Take note that `num_free` pages are free, in a memory from which others take as well."""
+        """Take note that `num_free` blocks are free, in a memory from which others take as well."""
         self.num_free = num_free
 
     def has_empty(self, count: int) -> bool:
-        """Return whether `count` pages can be taken and nothing is evicted for them."""
+        """Return whether `count` blocks can be taken and nothing is evicted for them."""
         return self.pool.has_empty(count)
 
     def take(self, count: int) -> list[PageId] | None:
-        """Take `count` pages, at most `num_free`: empty ones, then the cached ones that are evicted first.
+        """Take `count` blocks, at most `num_free`: empty ones, then cached ones in the order of eviction.
 
-        Return their ids, or None where pages are only counted. Raise PageError for more than are free.
+        Return their ids, or None where blocks are only counted. Raise PageError for more than are free.
         """
-        num_free = self.num_free - count
-        if count < 0 or num_free < 0:
-            raise PageError(f"{count} pages asked for, {self.num_free} free")
-        self.num_free = num_free
-        pool = self.pool
-        make_room = pool.make_room
-        if make_room is not None:
-            make_room(count)
-            return pool.take(count)
-        num_empty = pool.num_empty
-        if count <= num_empty:
-            return pool.take(count)
-        taken_ids = None
-        if num_empty:
-            taken_ids = pool.take(num_empty)
-            count -= num_empty
-        evicted_ids = self.tree.evict(count)
-        self.num_evicted += count
-        if self.on_evicted is not None:
-            self.on_evicted()
-        if not self.has_page_ids:
-            return None
-        return taken_ids + evicted_ids if taken_ids else evicted_ids
-
-    def shed(self, count: int) -> None:
-        """Evict `count` cached pages, which are empty then."""
-        page_ids = self.tree.evict(count)
-        self.num_evicted += count
-        self.pool.give(count, page_ids if self.has_page_ids else None)
-        if self.on_evicted is not None:
-            self.on_evicted()
+        raise NotImplementedError
 
     def give(self, count: int, page_ids: list[PageId] | None) -> None:
-        """Give back `count` pages that were taken and hold nothing to be found."""
-        self.pool.give(count, page_ids)
-        self.num_free += count
-        self.num_released += count
+        """Give back `count` blocks that `take` took."""
+        raise NotImplementedError
 
-    def open(self, match: Match) -> Holding:
-        """Pin what was found; the tree must not have changed since."""
-        tree = self.tree
-        num_cached = tree.num_cached
-        path = tree.pin(match)
-        self.num_free -= num_cached - tree.num_cached
-        page_ids: list[PageId] | None = None
-        if self.has_page_ids:
-            page_ids = []
-            for node in path:
-                assert node.page_ids is not None
-                page_ids += node.page_ids
-        return Holding(path, match.num_pages, page_ids)
+    def shed(self, count: int) -> None:
+        """Evict cached blocks until `count` more are empty."""
+        raise NotImplementedError
 
     def num_pages_of(self, match: Match) -> int:
-        """Return how many pages a request holds that begins with what was found."""
-        return match.num_pages
+        """Return how many blocks a request holds that begins with what was found."""
+        raise NotImplementedError
 
     def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> Holding:
-        """Return pages that `take` took as something that holds them."""
-        return Holding([], num_pages, page_ids)
+        """Return blocks that `take` took as something that holds them."""
+        raise NotImplementedError
 
     def keep(self, holding: Holding) -> int:
-        """Note that `holding` stays when no request runs; return how many of its pages nothing else keeps."""
-        return self.tree.keep(holding.path)
+        """Note that `holding` stays when no request runs; return how many of its blocks nothing else keeps."""
+        raise NotImplementedError
 
     def unkeep(self, holding: Holding) -> int:
-        """Undo a `keep`; return how many pages nothing keeps any more."""
-        return self.tree.unkeep(holding.path)
+        """Undo a `keep`; return how many blocks nothing keeps any more."""
+        raise NotImplementedError
 
-    def hold(self, path: Path, start: int, end: int) -> HeldPages:
-        """Keep pages [start, end) of `path` in use for a transfer, each in its place of the eviction order.
+    # Laws -----------------------------------------------------------------------------------------------------
 
-        `unhold` must follow.
-        """
-        tree = self.tree
-        runs = tree.isolate(path, start, end)
-        runs.reverse()
-        pages = HeldPages(runs, start)
-        num_cached = tree.num_cached
-        tree.hold_pages(pages)
-        self.num_free -= num_cached - tree.num_cached
-        return pages
-
-    def page_ids(self, pages: HeldPages) -> list[PageId]:
-        """Return the ids of what is held, in order of position."""
-        page_ids: list[PageId] = []
-        for node in reversed(list(walk(pages.runs, pages.start))):
-            assert node.page_ids is not None
-            page_ids += node.page_ids
-        return page_ids
-
-    def unhold(self, pages: HeldPages) -> None:
-        """End what `hold` began."""
-        tree = self.tree
-        num_cached = tree.num_cached
-        orphans = tree.unhold(pages)
-        num_released = tree.num_cached - num_cached
-        for node in orphans:
-            num_pages = node.end - node.start
-            self.pool.give(num_pages, node.page_ids)
-            num_released += num_pages
-        self.num_free += num_released
-        self.num_released += num_released
-
-    def grow(self, holding: Holding, num_pages: int) -> None:
-        """Take pages until `holding` has `num_pages`, if it has fewer. Raise PageError, see the class."""
-        num_missing = num_pages - holding.num_pages
-        if num_missing > 0:
-            if not holding.is_open:
-                raise PageError("the holding is closed")
-            taken_ids = self.take(num_missing)
-            if taken_ids is not None:
-                assert holding.page_ids is not None
-                holding.page_ids += taken_ids
-            holding.num_pages = num_pages
-
-    def shrink(self, holding: Holding, num_pages: int) -> None:
-        """Give back the last pages until `holding` has `num_pages`, if it has more.
-
-        Raise PageError, see the class, and for a page that can be found.
-        """
-        count = holding.num_pages - num_pages
-        if count <= 0:
-            return
-        if not holding.is_open:
-            raise PageError("the holding is closed")
-        if holding.path and holding.path[-1].end > num_pages:
-            raise PageError(f"{num_pages} pages to be left, and {holding.path[-1].end} can be found")
-        page_ids = holding.page_ids
-        given_ids = None
-        if page_ids is not None:
-            given_ids = page_ids[num_pages:]
-            del page_ids[num_pages:]
-        holding.num_pages = num_pages
-        self.give(count, given_ids)
-
-    def publish(self, holding: Holding, content: Content, num_full_pages: int) -> None:
-        """Make the first `num_full_pages` pages findable. Pages already findable stay as they are.
-
-        Raise PageError for a holding that is closed.
-        """
-        if not holding.is_open:
-            raise PageError("the holding is closed")
-        self.tree.extend(holding.path, content, num_full_pages, holding.page_ids)
-
-    def fill(self, holding: Holding, content: Content, num_pages: int, num_full_pages: int) -> None:
-        """Do what `grow` to `num_pages` and then `publish` do, in one call: this runs for every chunk of a prompt."""
-        if not holding.is_open:
-            raise PageError("the holding is closed")
-        if num_pages > holding.num_pages:
-            taken_ids = self.take(num_pages - holding.num_pages)
-            if taken_ids is not None:
-                assert holding.page_ids is not None
-                holding.page_ids += taken_ids
-            holding.num_pages = num_pages
-        self.tree.extend(holding.path, content, num_full_pages, holding.page_ids)
-
-    def close(self, holding: Holding, content: Content, num_full_pages: int, num_pages: int) -> None:
-        """Release everything: full pages become cached, deepest first, the rest empty.
-
-        `num_pages` is what the request holds. A pool that only counts lets a decoding request take its pages in bulk
-        with others', so the holding itself may know of fewer. Raise PageError, see the class.
-        """
-        path = holding.path
-        page_ids = holding.page_ids
-        num_known = holding.num_pages if page_ids is None else len(page_ids)
-        # With ids, the ids are the pages; without, others may have taken more for it, and never fewer.
-        if num_full_pages > num_pages or num_pages < num_known or (page_ids is not None and num_pages != num_known):
-            raise PageError(f"{num_pages} pages, {num_full_pages} of them full, and the holding has {num_known}")
-        tree = self.tree
-        num_cached = tree.num_cached
-        if num_pages - num_known > self.pool.num_taken - num_cached:
-            raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
-        if not holding.is_open:
-            raise PageError("the holding is closed")
-        tree.extend(path, content, num_full_pages, page_ids)
-        num_findable = path[-1].end if path else 0
-        tree.release(path)
-        num_private = num_pages - num_findable
-        if num_private:
-            self.pool.give(num_private, None if page_ids is None else page_ids[num_findable:])
-        num_released = tree.num_cached - num_cached + num_private
-        self.num_free += num_released
-        self.num_released += num_released
-        holding.path = []
-        holding.is_open = False
-
-    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
-        """Return how many pages go out of use as each of `holdings` is closed, with its number of pages, one by one.
-
-        Pages that transfers hold do not.
-        """
-        held: Counter[int] = Counter()
-        for holding, num_pages in holdings:
-            assert holding is not None
-            num_freed = num_pages - (holding.path[-1].end if holding.path else 0)
-            for node in walk(holding.path):
-                held[id(node)] += 1
-                if held[id(node)] == node.refs and not node.holds:
-                    num_freed += node.end - node.start
-            yield num_freed
-
-    def runs(self) -> Iterator[tuple[Content, int, int, int]]:
-        """Return findable pages and their copies: content, first page, page after the last, how often referenced."""
-        return ((node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
-
-    # Laws -------------------------------------------------------------------------------------------------
+    def is_check_due(self, *, at_rest: bool) -> bool:
+        """Return whether so much has changed since the last `check` that another one is worth its time."""
+        return True
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
         """Assert laws L1, L2 and L3, given all holdings with the number of pages of each, and what transfers hold."""
-        held: Counter[int] = Counter()
-        transferred: Counter[int] = Counter()
-        orphans: dict[int, Node] = {}
-        for pages in holds:
-            for node in walk(pages.runs, pages.start):
-                for copy in node.twins or (node,):
-                    transferred[id(copy)] += 1
-                    if copy.is_orphan:
-                        orphans[id(copy)] = copy
-        num_private = 0
-        for holding, num_pages in holdings:
-            position = None
-            for node in walk(holding.path):
-                held[id(node)] += 1
-                assert position is None or node.end == position, f"L2: the path has a gap before page {position}"
-                position = node.start
-            assert position in (None, 0), f"L2: the path begins at page {position}"
-            num_private += num_pages - (holding.path[-1].end if holding.path else 0)
-        num_referenced = num_cached = 0
-        resident_ids: list[PageId] = []
-        for node in orphans.values():
-            assert node.holds == transferred[id(node)], f"L2: {node} is held by {transferred[id(node)]} transfers"
-            num_referenced += node.end - node.start
-            resident_ids += node.page_ids or ()
-        listed = Counter(id(node) for node in self.tree.order)
-        for node in self.tree.nodes():
-            size = node.end - node.start
-            assert size > 0, f"L1: {node} has no pages"
-            assert node.refs == held[id(node)], f"L2: {node} is held by {held[id(node)]}"
-            assert node.holds == transferred[id(node)], f"L2: {node} is held by {transferred[id(node)]} transfers"
-            assert listed[id(node)] == (node.refs == 0), f"L2: {node} is listed for eviction {listed[id(node)]} times"
-            if node.refs or node.holds:
-                num_referenced += size
-            else:
-                num_cached += size
-            if node.page_ids is not None:
-                assert len(node.page_ids) == size, f"L1: {node} has {len(node.page_ids)} page ids"
-                resident_ids += node.page_ids
-            for child in (node.children or {}).values():
-                parent = child.parent
-                assert parent is not None and parent.children is node.children, f"L3: {child} has another parent"
-                assert child.start == node.end, f"L3: {child} does not follow {node}"
-        assert num_cached == self.num_cached, f"L1: {num_cached} pages cached, counted as {self.num_cached}"
-        self.pool.check(self.num_free, self.num_cached)
-        assert self.num_used == num_referenced + num_private, (
-            f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"
-        )
-        if self.has_page_ids:
-            for holding, num_pages in holdings:
-                assert holding.page_ids is not None and len(holding.page_ids) == num_pages
-                resident_ids += holding.page_ids[holding.path[-1].end if holding.path else 0 :]
-            resident_ids += self.pool.empty_ids
-            assert sorted(resident_ids) == list(range(self.pool.total)), "L1: a page is lost or has two owners"
+        raise NotImplementedError

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.pool import IdPool, PageId
+from kvarts.kv.run_events import RunEvents
 from kvarts.kv.shared_memory import SharedMemory
 
 __all__ = ["Listed", "PartAccount"]
@@ -54,10 +56,18 @@ class Listed:
 class PartAccount:
     """Owner of the counts of all parts in `total_bytes`, and of the list.
 
-    Where it shares its memory, `total_bytes` is what it has of it now.
+    Where it shares its memory, `total_bytes` is what it has of it now. `blocks`: the memory as blocks with ids; left
+    out, bytes are counted. `events`: receive what becomes findable, what is evicted and what windows release.
     """
 
-    def __init__(self, memory: GroupMemory, *, total_bytes: int) -> None:
+    def __init__(
+        self,
+        memory: GroupMemory,
+        *,
+        total_bytes: int,
+        blocks: IdPool | None = None,
+        events: RunEvents | None = None,
+    ) -> None:
         groups = self.groups = memory.groups
         self.total_bytes = total_bytes
         self.empty_bytes = total_bytes
@@ -75,6 +85,10 @@ class PartAccount:
         self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
         self.shared: SharedMemory | None = None
         """The memory that all bytes come from, if others have parts in it as well."""
+        self.blocks = blocks
+        self.block_bytes = memory.block_bytes
+        self.part_blocks = [group.part_bytes // memory.block_bytes for group in groups]
+        self.events = events
         self._evicted: list[int] | None = None
         # One sentinel closes the list to a ring: newer of it is the oldest entry, older of it the youngest.
         self._ring = Listed()
@@ -194,6 +208,29 @@ class PartAccount:
         for index in self._of_tokens:
             num_used[index] += count
 
+    def take_ids(self, index: int, count: int) -> list[PageId]:
+        """Return the ids of the blocks of `count` parts of a group, which were counted as used; none without ids."""
+        return [] if self.blocks is None else self.blocks.take(count * self.part_blocks[index])
+
+    def give_ids(self, block_ids: list[PageId]) -> None:
+        """Give back the ids of parts that are empty now."""
+        if self.blocks is not None:
+            self.blocks.give(len(block_ids), block_ids)
+
+    def take_blocks(self, count: int) -> list[PageId]:
+        """Take `count` blocks, which are free, out of the memory that parts draw on; return their ids."""
+        assert self.blocks is not None, "memory without blocks is counted in bytes"
+        num_bytes = count * self.block_bytes
+        if self.empty_bytes < num_bytes:
+            self.make_room(num_bytes)
+        self.empty_bytes -= num_bytes
+        return self.blocks.take(count)
+
+    def give_blocks(self, block_ids: list[PageId]) -> None:
+        """Give back blocks that `take_blocks` took."""
+        self.give_ids(block_ids)
+        self.empty_bytes += len(block_ids) * self.block_bytes
+
     def make_room(self, num_bytes: int) -> None:
         """See to it that `num_bytes` bytes are empty, which are free."""
         if self.shared is None:
@@ -208,6 +245,8 @@ class PartAccount:
             oldest = ring.newer
             assert oldest is not None
             oldest.eat(self, num_bytes)
+        if self.events is not None:
+            self.events.told()
 
     def evict_to(self, num_bytes: int, evicted: list[int]) -> None:
         """Do the same; add to `evicted` a group and how many of its parts go, again and again."""

@@ -1,4 +1,4 @@
-"""What schedulers ask of a cache with KV groups: a PageCache in which a request holds parts of pages.
+"""The cache of a model with KV groups, behind the seam in `kv/cache.py`: a request holds parts of pages.
 
 Memory is counted in blocks, the largest size that divides the parts of all groups, see GroupMemory; so every count is
 whole, and counts of pages are counts of blocks.
@@ -6,117 +6,108 @@ whole, and counts of pages are counts of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
-
 from kvarts.content import Content
-from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.eviction import LruOrder
+from kvarts.kv.cache import Cache, Holding, Mark
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.group_needs import GroupNeeds, Held
 from kvarts.kv.match import Match
-from kvarts.kv.node import HeldPages
 from kvarts.kv.pool import Pool
-from kvarts.kv.tree import PrefixTree
 
 __all__ = ["Held", "PartPages"]
 
-
-class Held(Protocol):
-    """What others hold of the parts that a request was found to begin with, by the number of a group."""
-
-    def num_shared(self, group: int, first_page: int) -> int:
-        """Return how many parts others hold, of pages from `first_page` on and of the sink."""
-
-    def num_idle(self, group: int) -> int:
-        """Return how many snapshots of a group of states nothing holds."""
+MOST_UNCHECKED = 16
+"""One part in so many may have moved before all are looked at."""
 
 
-class PartPages(PageCache):
-    """A PageCache of `pool`, a pool of blocks, in which requests hold parts of pages of `memory`.
+class PartPages(Cache):
+    """A Cache of `pool`, a pool of blocks, in which requests hold parts of pages of `memory`.
 
-    A request opens what was `found`, takes parts by `extend` and `take_page`, gives back what no later token sees by
-    `settle`, and is closed. The caller sees to it that what is taken is free. What PageCache says of runs of pages is
-    not there: no tree, no transfers.
+    `most_new_tokens`: the tokens of a request that a step may compute, which bounds what a window holds meanwhile.
     """
 
-    __slots__ = ("block_bytes", "memory", "page_size")
+    __slots__ = ("_num_moved", "block_bytes", "memory", "needs", "page_size")
 
-    def __init__(self, pool: Pool, memory: GroupMemory, *, page_size: int) -> None:
-        super().__init__(pool, PrefixTree(LruOrder()))
+    def __init__(self, pool: Pool, memory: GroupMemory, *, page_size: int, most_new_tokens: int) -> None:
+        self.needs = GroupNeeds(memory, page_size=page_size, most_new=most_new_tokens)
+        super().__init__(pool, page_blocks=self.needs.page_blocks)
         self.memory = memory
         self.block_bytes = memory.block_bytes
         self.page_size = page_size
+        self.settles = True
         self.match = self._match
+        self._num_moved = 0
+        """Blocks that had been taken, released and evicted when `check` last looked at every part."""
 
     def _match(self, content: Content, limit: int) -> Match:
-        return self.found(content, limit)[0]
+        raise NotImplementedError
+
+    def held_by_others(self, match: Match) -> Held:
+        """Return what others hold of what was found."""
+        raise NotImplementedError
 
     @property
-    def num_published(self) -> int:
-        """How often something of known tokens, which others may find, became findable since the beginning."""
-        raise NotImplementedError
-
-    def counts(self) -> tuple[int, ...]:
-        """Return the parts used and the parts cached in each group, one pair a group."""
-        raise NotImplementedError
-
-    def num_evicted_parts(self) -> tuple[int, ...]:
-        """Return the parts evicted of each group, one number a group."""
-        raise NotImplementedError
-
-    def found(self, content: Content, limit: int) -> tuple[Match, Held]:
-        """Return the longest prefix, of at most `limit` full pages, that every group can go on from.
-
-        And what of it others hold.
-        """
-        raise NotImplementedError
-
-    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
-        """Return for each group from how many of at most `limit` full pages it could go on by itself.
-
-        As far as any group has a part of a page. It explains why a hit was no longer.
-        """
-        raise NotImplementedError
-
-    def open(self, match: Match) -> Holding:
-        """Hold what was found, for a sequence that begins with it; the cache must not have changed since."""
+    def is_shared(self) -> bool:
+        """Whether other models have parts of the same memory."""
         raise NotImplementedError
 
     def num_held(self, holding: Holding) -> int:
         """Return the blocks of all parts that `holding` has, those that others hold as well included."""
         raise NotImplementedError
 
-    def missing_blocks(self, holding: Holding, num_new: int) -> int:
-        """Return the blocks that the next `num_new` tokens need and `holding` does not have."""
-        raise NotImplementedError
+    def look(self, mark: Mark) -> None:
+        """Set `mark` here if more blocks are in use than at the mark so far."""
+        num_used = self.num_used
+        if num_used > mark.used:
+            mark.used, mark.cached, mark.released = num_used, self.num_cached, self.num_released
+            mark.parts = self.counts()
 
-    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
-        """Take what tokens up to `num_tokens` need, and make the pages that they fill findable.
+    # What requests need ---------------------------------------------------------------------------------------
 
-        `is_end`: other sequences may go on from here, as after a prompt.
-        """
-        raise NotImplementedError
+    def num_to_admit(self, match: Match, num_known: int) -> int:
+        """Return the most blocks that may have to be taken at one time to compute what `match` leaves."""
+        # Blocks that a request may take whatever it needs; none are certain where others have a say.
+        num_certain = -1 if self.is_shared else self.num_free
+        return self.needs.to_admit(match.num_pages * self.page_size, num_known, self.held_by_others(match), num_certain)
 
-    def take_page(self, holding: Holding, page: int) -> None:
-        """Take the parts of `page`, the next of `holding`, of which no token is computed yet."""
-        raise NotImplementedError
+    def num_to_finish(self, holding: Holding, start: int, end: int) -> int:
+        """Return the most blocks that tokens [start, end) take at one time, besides what `holding` has."""
+        return max(0, self.needs.to_compute(start, end) - self.num_held(holding))
 
-    def fill_page(self, holding: Holding, num_tokens: int) -> None:
-        """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
-        raise NotImplementedError
+    def num_to_compute(self, num_known: int, page_size: int) -> int:
+        """Return the most blocks that `num_known` tokens need at one time, wherever their chunks begin and end."""
+        return self.needs.to_compute(0, num_known)
 
-    def drop_pages(self, holding: Holding, num_pages: int) -> None:
-        """Give back the parts of all but the first `num_pages` pages, which `take_page` took: no token is in them."""
-        raise NotImplementedError
+    def num_at_most(self, num_tokens: int, page_size: int) -> int:
+        """Return the same for a request to itself, which may begin from snapshots."""
+        return self.needs.at_most(num_tokens)
 
-    def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Give back what no token from `num_tokens` on attends to. `count` must follow."""
-        raise NotImplementedError
+    def num_beyond(self, num_tokens: int, page_size: int, num_most: int) -> int:
+        """Return the same if it is more than `num_most`, else 0."""
+        if self.needs.at_most_whole(num_tokens) <= num_most:
+            return 0
+        num_blocks = self.needs.at_most(num_tokens)
+        return num_blocks if num_blocks > num_most else 0
 
-    def count(self) -> None:
-        """Take note of what was given back."""
-        raise NotImplementedError
+    def most_tokens(self, limit: int, page_size: int) -> int:
+        """Return how many tokens a sequence has at most, of up to `limit`, that can run in this memory; 0 for none."""
+        return self.needs.most_tokens(limit, self.pool.total)
 
-    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
-        """Assert laws L1 and L2 for every part."""
-        raise NotImplementedError
+    def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
+        """Return the sentence that a request with the tokens `asked` needs `num_blocks`."""
+        most_new = self.needs.most_new
+        return f"needs {num_blocks} blocks of {self.block_bytes:,} bytes for {asked}, with {most_new} tokens a step"
+
+    @property
+    def room_words(self) -> str:
+        """The memory, as the subject of a sentence on how many blocks it has."""
+        return "the memory has"
+
+    # Laws -----------------------------------------------------------------------------------------------------
+
+    def is_check_due(self, *, at_rest: bool) -> bool:
+        """Return whether a sixteenth of all parts has moved since every part was last looked at, or nothing runs."""
+        num_moved = self.num_used + 2 * self.num_released + self.num_evicted
+        if at_rest or num_moved - self._num_moved >= (self.num_used + self.num_cached) // MOST_UNCHECKED:
+            self._num_moved = num_moved
+            return True
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesPinned, PagesUnpinned
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Cache, Holding
 
 __all__ = ["Pins"]
 
@@ -13,18 +13,14 @@ __all__ = ["Pins"]
 class Pins:
     """Owner of pins: each keeps the first pages of a content in use. The pin set longest ago is given up first."""
 
-    def __init__(self, cache: PageCache, tell: Tell | None = None) -> None:
+    def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
         self._cache = cache
         self._tell = tell
         self._pins: dict[int, tuple[Holding, Content]] = {}
         self._num_made = 0
+        self.num_pins = 0
         self.num_given_up = 0
         """Pins that were given up for requests."""
-
-    @property
-    def num_pins(self) -> int:
-        """How many there are."""
-        return len(self._pins)
 
     def holdings(self) -> list[Holding]:
         """Return what they hold."""
@@ -38,6 +34,7 @@ class Pins:
         self._num_made += 1
         holding = cache.open(match)
         self._pins[pin] = holding, content
+        self.num_pins += 1
         cache.num_reserved += cache.keep(holding)
         if self._tell is not None:
             self._tell(PagesPinned(pin, content, match.num_pages))
@@ -47,9 +44,10 @@ class Pins:
         """Keep pages in use no more; nothing to do for a pin that was given up."""
         pinned = self._pins.pop(pin, None)
         if pinned is not None:
-            holding, content = pinned
+            holding, _ = pinned
+            self.num_pins -= 1
             self._cache.num_reserved -= self._cache.unkeep(holding)
-            self._cache.close(holding, content, holding.num_pages, holding.num_pages)
+            self._cache.close(holding, holding.num_pages, holding.num_pages)
             if self._tell is not None:
                 self._tell(PagesUnpinned(pin))
 

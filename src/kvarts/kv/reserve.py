@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvarts.event_log import Tell
 from kvarts.events import PagesReserved
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Cache, Holding
 from kvarts.kv.pool import PageError, PageId
 
 __all__ = ["PageReserve"]
@@ -13,7 +13,7 @@ __all__ = ["PageReserve"]
 class PageReserve:
     """Owner of pages that were taken from `cache`, and of how many sequences share each."""
 
-    def __init__(self, cache: PageCache, tell: Tell | None = None) -> None:
+    def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
         self._cache = cache
         self._tell = tell
         self.num_pages = 0

@@ -13,7 +13,8 @@ from kvarts.content import Content
 from kvarts.kv.decodes import Decodes, turned
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_account import PartAccount
-from kvarts.kv.pool import PageError
+from kvarts.kv.pool import IdPool, PageError, PageId
+from kvarts.kv.run_events import RunEvents
 from kvarts.kv.span_tree import SpanTree
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 from kvarts.kv.streams import Stream, Turns
@@ -22,10 +23,18 @@ __all__ = ["RunCache"]
 
 
 class RunCache(PartAccount):
-    """Owner of all parts in `total_bytes`. The caller of what takes parts sees to it that they are free."""
+    """Owner of all parts in `total_bytes`, see PartAccount. The caller sees to it that what is taken is free."""
 
-    def __init__(self, memory: GroupMemory, *, page_size: int, total_bytes: int) -> None:
-        super().__init__(memory, total_bytes=total_bytes)
+    def __init__(
+        self,
+        memory: GroupMemory,
+        *,
+        page_size: int,
+        total_bytes: int,
+        blocks: IdPool | None = None,
+        events: RunEvents | None = None,
+    ) -> None:
+        super().__init__(memory, total_bytes=total_bytes, blocks=blocks, events=events)
         groups = self.groups
         self.page_size = page_size
         self.num_published = 0
@@ -44,6 +53,7 @@ class RunCache(PartAccount):
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
+        self.reach = tree.reach
 
     # Holding and releasing --------------------------------------------------------------------------------
 
@@ -64,6 +74,7 @@ class RunCache(PartAccount):
         """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
         before: PartRun | None = None
         num_cached = num_empty = 0
+        events = self.events
         for run in runs:
             holders = run.holders
             holders.remove(holding)
@@ -77,7 +88,14 @@ class RunCache(PartAccount):
                     before = run
             else:
                 num_empty += count
+                if events is not None and run.span is not None:
+                    events.goes(run, run.start, run.end, is_dropped=True)
+                if run.ids:
+                    self.give_ids(run.ids)
+                    run.ids = []
                 run.forget()
+        if events is not None:
+            events.told()
         if num_cached:
             self.note_cached(index, num_cached)
         if num_empty:
@@ -121,8 +139,30 @@ class RunCache(PartAccount):
 
     def take_page(self, holding: RunHolding) -> None:
         """Take the parts of the next page, of which no token is computed yet."""
-        self.take_pages(1)
-        holding.num_taken += 1
+        self._take_open(holding, 1)
+
+    def _take_open(self, holding: RunHolding, num_pages: int) -> None:
+        """Take the parts of the next `num_pages` pages, which cannot be found yet."""
+        self.take_pages(num_pages)
+        holding.num_taken += num_pages
+        if self.blocks is not None:
+            for index in self._of_tokens:
+                holding.open_ids[index] += self.take_ids(index, num_pages)
+
+    def drop_pages(self, holding: RunHolding, num_pages: int) -> None:
+        """Undo `take_page` for all but the first `num_pages` pages of `holding`."""
+        assert num_pages >= holding.num_named, "a page that can be found has no token"
+        count = holding.num_taken - num_pages
+        if count <= 0:
+            return
+        holding.num_taken = num_pages
+        for index in self._of_tokens:
+            self.note_empty(index, count)
+            if self.blocks is not None:
+                ids = holding.open_ids[index]
+                at = len(ids) - count * self.part_blocks[index]
+                self.give_ids(ids[at:])
+                del ids[at:]
 
     def fill_page(self, holding: RunHolding, num_tokens: int) -> None:
         """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
@@ -140,6 +180,8 @@ class RunCache(PartAccount):
         held = holding.held[index]
         if self._is_state[index]:
             if held and held[0].end * self.page_size < num_tokens:
+                if self.events is not None:
+                    self.events.given_back(holding.content, index, held[0].end - 1, held[0].end)
                 holding.held[index] = []
                 self._release(index, held, holding)
             return
@@ -162,10 +204,24 @@ class RunCache(PartAccount):
             self._give_open(holding, index, sink, first)
         if given:
             given.reverse()
+            if self.events is not None:
+                self._tell_given_back(holding, index, given)
             self._release(index, given, holding)
+
+    def _tell_given_back(self, holding: RunHolding, index: int, given: list[PartRun]) -> None:
+        """Emit the release of `given`, the deepest run first; runs that follow each other are one event."""
+        assert self.events is not None
+        start, end = given[0].start, given[0].end
+        for run in given[1:]:
+            if run.end != start:
+                self.events.given_back(holding.content, index, start, end)
+                end = run.end
+            start = run.start
+        self.events.given_back(holding.content, index, start, end)
 
     def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
         """Give back pages before `first` that cannot be found; they are listed if the sequence may find them again."""
+        assert self.blocks is None, "a page with ids is findable as soon as it is full"
         start = holding.first_open[index]
         if start < sink:
             run = PartRun(index, None, start, sink, [holding], is_kept=self._kept[index])
@@ -182,6 +238,33 @@ class RunCache(PartAccount):
             self.note_cached(index, first - start)
         else:
             self.note_empty(index, first - start)
+
+    def held_after(self, match: RunMatch) -> int:
+        """Return the bytes that a sequence holds that begins with what was found."""
+        return sum(
+            self.part_bytes[index] * (end - start)
+            for index, pieces in enumerate(self._tree.pieces(match))
+            for _, start, end in pieces
+        )
+
+    def keep(self, holding: RunHolding) -> int:
+        """Note that `holding` is kept for later; return the bytes of its parts that nothing else keeps."""
+        num_bytes = 0
+        for index, runs in enumerate(holding.held):
+            for run in runs:
+                num_bytes += 0 if run.keeps else (run.end - run.start) * self.part_bytes[index]
+                run.keeps += 1
+        return num_bytes
+
+    def unkeep(self, holding: RunHolding) -> int:
+        """End what `keep` began; return the bytes of parts that nothing keeps any more."""
+        num_bytes = 0
+        for index, runs in enumerate(holding.held):
+            for run in runs:
+                run.keeps -= 1
+                assert run.keeps >= 0, "a part was kept less often"
+                num_bytes += 0 if run.keeps else (run.end - run.start) * self.part_bytes[index]
+        return num_bytes
 
     def missing_bytes(self, holding: RunHolding, num_new: int) -> int:
         """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
@@ -249,6 +332,9 @@ class RunCache(PartAccount):
             num_unnamed = holding.num_states[index] if self._is_state[index] else num_open
             if num_unnamed:
                 self.note_empty(index, num_unnamed)
+                if self.blocks is not None:
+                    self.give_ids(holding.open_ids[index] + holding.state_ids[index])
+                    holding.open_ids[index], holding.state_ids[index] = [], []
             if held:
                 held.reverse()
                 holding.held[index] = []
@@ -267,12 +353,12 @@ class RunCache(PartAccount):
         page_size = self.page_size
         num_pages = -(-num_tokens // page_size) - holding.num_taken
         holding.num_tokens = num_tokens
-        self.take_pages(num_pages)
-        holding.num_taken += num_pages
+        self._take_open(holding, num_pages)
         for index in self._of_states:
             if not holding.num_states[index]:
                 self.take(index, 1)
                 holding.num_states[index] = 1
+                holding.state_ids[index] = self.take_ids(index, 1)
         end = num_tokens // page_size
         if end > holding.num_named:
             self._name(holding, end)
@@ -291,6 +377,8 @@ class RunCache(PartAccount):
         if holding.given:
             self._place(holding.given, spans)
             holding.given = []
+        events, has_ids = self.events, self.blocks is not None
+        ids: list[PageId] | None = None
         for index in self._of_tokens:
             held, kept, first = holding.held[index], self._kept[index], holding.first_open[index]
             holding.first_open[index] = end
@@ -299,15 +387,25 @@ class RunCache(PartAccount):
                     continue
                 begin = first if first > span_start else span_start
                 siblings = span.parts[index]
+                if events is not None:
+                    events.came(holding.content, index, span, begin, stop)
+                if has_ids:
+                    at = (stop - begin) * self.part_blocks[index]
+                    ids = holding.open_ids[index][:at]
+                    del holding.open_ids[index][:at]
                 if held and siblings:
                     last = held[-1]
                     # No copy of these pages may be younger than a run that gets longer.
                     if siblings[-1] is last and last.end == begin and last.is_kept is kept and len(last.holders) == 1:
                         last.end = stop
+                        if ids is not None:
+                            last.ids += ids
                         continue
-                run = PartRun(index, span, begin, stop, [holding], is_kept=kept)
+                run = PartRun(index, span, begin, stop, [holding], is_kept=kept, ids=ids)
                 siblings.append(run)
                 held.append(run)
+        if events is not None:
+            events.told()
 
     def _place(self, runs: list[PartRun], spans: Sequence[tuple[Span, int, int]]) -> None:
         """Make `runs`, of pages that have `spans` now, findable."""
@@ -354,8 +452,13 @@ class RunCache(PartAccount):
         self.num_published += 1
         for index in missing:
             self.take(index, 1)
-            run = PartRun(index, span, page - 1, page, [holding], is_kept=True)
+            run = PartRun(index, span, page - 1, page, [holding], is_kept=True, ids=self.take_ids(index, 1))
+            if self.events is not None:
+                self.events.came(holding.content, index, span, page - 1, page)
+                self.events.told()
             span.parts[index].append(run)
+            if self.blocks is not None:
+                holding.snapshots.append((holding.num_tokens, run))
             self._release(index, (run,), holding)  # a copy that nothing holds
 
     # Steps of decodes -------------------------------------------------------------------------------------
@@ -441,8 +544,11 @@ class RunCache(PartAccount):
                         pages.append((stream.group, page))
         return pages
 
-    def check(self, holdings: Sequence[RunHolding]) -> None:
-        """Assert that bytes are conserved, and that runs are held exactly as often as sequences say."""
+    def check(self, holdings: Sequence[RunHolding], taken_ids: Sequence[PageId] = ()) -> None:
+        """Assert that bytes are conserved, and that runs are held exactly as often as sequences say.
+
+        `taken_ids`: the blocks that `take_blocks` took.
+        """
         groups = self.groups
         used, cached = [0] * len(groups), [0] * len(groups)
         for index, _ in self.listed_pages():
@@ -474,5 +580,25 @@ class RunCache(PartAccount):
         assert cached == self.num_cached, f"L1: {cached} parts cached, counted {self.num_cached}"
         sizes = self.part_bytes
         assert sum(map(int.__mul__, cached, sizes)) == self.cached_bytes, "L1: cached bytes"
-        in_use = sum(map(int.__mul__, used, sizes))
+        in_use = sum(map(int.__mul__, used, sizes)) + len(taken_ids) * self.block_bytes
         assert in_use + self.cached_bytes + self.empty_bytes == self.total_bytes, "L1: bytes are lost"
+        if self.blocks is not None:
+            self._check_ids(holdings, taken_ids)
+
+    def _check_ids(self, holdings: Sequence[RunHolding], taken_ids: Sequence[PageId]) -> None:
+        """Assert that every block has one owner, and every part as many blocks as it takes."""
+        assert self.blocks is not None
+        ids = [*self.blocks.empty_ids, *taken_ids]
+        todo = list(self._tree.roots.values())
+        while todo:
+            span = todo.pop()
+            todo += span.children.values()
+            for index, runs in enumerate(span.parts):
+                for run in runs:
+                    num_ids = (run.end - run.start) * self.part_blocks[index]
+                    assert len(run.ids) == num_ids, f"L1: {num_ids} blocks, and {len(run.ids)} ids"
+                    ids += run.ids
+        for holding in holdings:
+            for of_group in (*holding.open_ids, *holding.state_ids):
+                ids += of_group
+        assert sorted(ids) == list(range(self.blocks.total)), "L1: a block is lost or has two owners"

@@ -131,6 +131,34 @@ class SpanTree:
             for run in runs
         )
 
+    def reach(self, content: Content, limit: int) -> tuple[int, ...]:
+        """Return, per group, the longest prefix of at most `limit` full pages that the group alone could resume from.
+
+        No longer than some group has a part of the last page.
+        """
+        span = self.root(content.salt)
+        spans: list[Span] = []
+        page = 0
+        while page < limit and (child := span.children.get(content.key(page))) is not None:
+            if child.is_moving:
+                self._decodes.look(child)
+            spans.append(child)
+            page = _common(child, content, min(limit, child.end))
+            if page < child.end:
+                break
+            span = child
+        every = [run for span in spans for runs in span.parts for run in runs if run.start < page]
+        length = max((min(run.end, page) for run in every), default=0)
+        longest: list[int] = []
+        for index, group in enumerate(self.groups):
+            if group.is_state:
+                longest.append(_last_end(index, spans, length))
+            elif group.is_bounded:
+                longest.append(self._longest_of(index, spans, length))
+            else:
+                longest.append(self._head(index, spans, length))
+        return tuple(longest)
+
     # What is found ----------------------------------------------------------------------------------------
 
     def pieces(self, match: RunMatch) -> list[list[tuple[PartRun, int, int]]]:

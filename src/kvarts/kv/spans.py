@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvarts.content import Content, PageKey
 from kvarts.kv.part_account import Listed, PartAccount
+from kvarts.kv.pool import PageId
 from kvarts.kv.streams import Stream
 
 __all__ = ["PartRun", "RunHolding", "RunMatch", "Span"]
@@ -18,13 +19,22 @@ class PartRun(Listed):
 
     `span`: where it can be found; None of pages that only the sequence itself will find, until that has given back
     everything. `holders`: the sequences that hold it; without any it is listed, by itself or as a piece of `stream`.
-    `is_kept`: it is listed when nothing holds it any more; else it is empty then.
+    `is_kept`: it is listed when nothing holds it any more; else it is empty then. `ids`: those of its blocks, part by
+    part in the order of pages; none where blocks are only counted. `keeps`: how many of its holders are kept for later.
     """
 
-    __slots__ = ("end", "group", "holders", "is_kept", "span", "start", "stream")
+    __slots__ = ("end", "group", "holders", "ids", "is_kept", "keeps", "span", "start", "stream")
 
     def __init__(
-        self, group: int, span: Span | None, start: int, end: int, holders: list[RunHolding], *, is_kept: bool
+        self,
+        group: int,
+        span: Span | None,
+        start: int,
+        end: int,
+        holders: list[RunHolding],
+        *,
+        is_kept: bool,
+        ids: list[PageId] | None = None,
     ) -> None:
         super().__init__()
         self.group = group
@@ -34,6 +44,18 @@ class PartRun(Listed):
         self.holders = holders
         self.is_kept = is_kept
         self.stream: Stream | None = None
+        self.ids: list[PageId] = [] if ids is None else ids
+        self.keeps = 0
+
+    @property
+    def is_found(self) -> bool:
+        """Whether it can be found: it was not evicted since it got a span."""
+        return self.span is not None
+
+    @property
+    def blocks(self) -> tuple[PageId, ...]:
+        """The ids of its blocks, as a plan names them."""
+        return tuple(self.ids)
 
     def next_bytes(self, account: PartAccount) -> int:
         """Return the bytes of all its parts."""
@@ -47,8 +69,19 @@ class PartRun(Listed):
         num_enough = -(-(num_bytes - account.empty_bytes) // part_bytes)
         if num_enough < count:
             count = num_enough
+            if account.events is not None:
+                account.events.goes(self, self.end - count, self.end, is_dropped=False)
             self.end -= count
+            if self.ids:
+                at = (self.end - self.start) * account.part_blocks[index]
+                account.give_ids(self.ids[at:])
+                del self.ids[at:]
         else:
+            if account.events is not None:
+                account.events.goes(self, self.start, self.end, is_dropped=False)
+            if self.ids:
+                account.give_ids(self.ids)
+                self.ids = []
             self.unlist()
             self.forget()
         account.note_evicted(index, count, count * part_bytes)
@@ -81,6 +114,8 @@ class PartRun(Listed):
             return False
         self.span.parts[self.group].remove(head)
         self.start = head.start
+        if head.ids:
+            self.ids = head.ids + self.ids
         return True
 
     def join_held(self, head: PartRun) -> None:
@@ -91,13 +126,17 @@ class PartRun(Listed):
         span, index = self.span, self.group
         if head.end != self.start or head.span is not span or span is None:
             return
-        if head.is_kept is not self.is_kept or head.holders != self.holders or not head.precedes(self):
+        if head.is_kept is not self.is_kept or head.keeps != self.keeps:
+            return
+        if head.holders != self.holders or not head.precedes(self):
             return
         for holder in self.holders:
             holder.held[index].remove(head)
         head.holders = []
         span.parts[index].remove(head)
         self.start = head.start
+        if head.ids:
+            self.ids = head.ids + self.ids
         head.span = None
 
     def split(self, page: int) -> PartRun:
@@ -107,6 +146,11 @@ class PartRun(Listed):
         """
         index = self.group
         head = PartRun(index, self.span, self.start, page, self.holders.copy(), is_kept=self.is_kept)
+        head.keeps = self.keeps
+        if self.ids:
+            at = len(self.ids) // (self.end - self.start) * (page - self.start)
+            head.ids = self.ids[:at]
+            del self.ids[:at]
         self.start = page
         if self.span is not None:
             runs = self.span.parts[index]
@@ -171,7 +215,9 @@ class RunHolding:
     the span of its last full page that can be found, of `num_named`. `num_taken`: pages for which parts were taken.
     `held`: for each group, runs in order of position. `first_open`: for each group, the first page after these that
     cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`: listed runs
-    that cannot be found yet.
+    that cannot be found yet. Where blocks have ids: `open_ids`, those of the parts from `first_open` on, and
+    `state_ids`, those of its states, by group; `snapshots`, copies of states to be made in this step, each with the
+    tokens after which.
 
     Of a decode: `base` and the steps done are the tokens computed, `admission` its place among the decodes, `streams`
     and `odd_steps` how each group gives back, see Decodes.
@@ -192,6 +238,9 @@ class RunHolding:
         "num_taken",
         "num_tokens",
         "odd_steps",
+        "open_ids",
+        "snapshots",
+        "state_ids",
         "streams",
     )
 
@@ -204,6 +253,9 @@ class RunHolding:
         self.first_open = [num_pages] * num_groups
         self.num_states = [0] * num_groups
         self.given: list[PartRun] = []
+        self.open_ids: list[list[PageId]] = [[] for _ in range(num_groups)]
+        self.state_ids: list[list[PageId]] = [[] for _ in range(num_groups)]
+        self.snapshots: list[tuple[int, PartRun]] = []
         self.is_open = True
         self.is_decoding = False
         self.base = 0

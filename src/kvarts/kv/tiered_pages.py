@@ -45,11 +45,17 @@ class TieredPages(BlockPages):
 
     __slots__ = ("tiered",)
 
-    def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int) -> None:
-        super().__init__(memory, num_blocks=num_blocks, page_size=page_size, make_parts=TieredParts)
+    def __init__(self, memory: GroupMemory, *, num_blocks: int, page_size: int, most_new_tokens: int) -> None:
+        super().__init__(
+            memory,
+            num_blocks=num_blocks,
+            page_size=page_size,
+            most_new_tokens=most_new_tokens,
+            make_parts=TieredParts,
+        )
         self.tiered = cast(TieredParts, self.parts)
 
-    def open_to_load(self, content: Content, match: GroupMatch, num_wanted: int) -> LoadingHolding:
+    def open_offered(self, content: Content, match: GroupMatch, num_wanted: int) -> LoadingHolding:
         """Hold what the device has of `match`, and take parts for the rest; of `num_wanted` blocks, promise the others.
 
         So many are free.

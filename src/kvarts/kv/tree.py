@@ -67,7 +67,7 @@ class PrefixTree:
         num_shared = 0
         node = self._roots.get(content.salt)
         if node is None:
-            return Match(nodes, 0, 0)
+            return Match(content, nodes, 0, 0)
         while position < limit:
             children = node.children
             if not children:
@@ -85,7 +85,7 @@ class PrefixTree:
             if common < child.end:
                 break
             node = child
-        return Match(nodes, position, num_shared)
+        return Match(content, nodes, position, num_shared)
 
     def has(self, content: Content, page: int) -> bool:
         """Return whether `page` of `content` is resident, and so all before it."""

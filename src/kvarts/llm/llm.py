@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvarts.build import GroupTierSettings, TierSettings, build_engine, build_grouped_engine
+from kvarts.build import TierSettings, build_engine
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
@@ -45,7 +45,7 @@ class PageFiles(PageStore, Protocol):
         """Return the keys of the pages that are there, the oldest first."""
 
 
-class Offload(TierSettings, GroupTierSettings, Protocol):
+class Offload(TierSettings, Protocol):
     """The tiers below the device, as kvarts.OffloadConfig describes them."""
 
     def for_model(self, kv_bytes_per_token: int) -> Offload:
@@ -178,19 +178,15 @@ class LLM:
         if speculation is not None:
             times = StepTimes(self._executor.time_steps(TIMED_STEPS))
             drafter = CarefulDrafter(NgramDrafter(speculation, config.max_num_seqs, times))
-        self._core = (
-            build_engine(config, executor, readers=readers, audit=audit, offload=below, drafter=drafter)
-            if room.cut is None
-            else build_grouped_engine(
-                config,
-                room.cut.memory,
-                executor,
-                num_blocks=room.num_blocks(config.num_pages),
-                readers=readers,
-                audit=audit,
-                drafter=drafter,
-                offload=self.offload,
-            )
+        self._core = build_engine(
+            config,
+            executor,
+            memory=None if room.cut is None else room.cut.memory,
+            num_blocks=room.num_blocks(config.num_pages),
+            readers=readers,
+            audit=audit,
+            offload=below,
+            drafter=drafter,
         )
         self.kv_groups = kv_groups
         """What layers keep: `off` for everything, else by which rule."""

@@ -303,6 +303,16 @@ class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
         """Prepare the tiers below an engine of `config`; None for none."""
         return self.config.prepare(config, make_order, known_keys=self.known_keys, namespace=self.namespace)
 
+    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
+        """Return the blocks of each tier below the KV groups of `memory`, by its name."""
+        return self.config.group_tiers(memory, page_size)
+
+    def open_group_tiers(
+        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None = None
+    ) -> PartOffloader:
+        """Open the tier below `cache`."""
+        return self.config.open_group_tiers(config, cache, with_page_ids=with_page_ids, prefill=prefill)
+
 
 def _parsed(parse: object, text: str, field: str) -> int:
     try:

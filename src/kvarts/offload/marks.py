@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.content import Content
-from kvarts.kv.cache import PageCache
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages, walk
+from kvarts.kv.page_cache import PageCache
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.tier import Tier
 

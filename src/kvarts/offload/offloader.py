@@ -20,8 +20,9 @@ import msgspec
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PagesRemoved, PagesStored, StoreStarted, TransferEnded
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Holding
 from kvarts.kv.node import HeldPages
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import (
     Awaited,
     Direction,

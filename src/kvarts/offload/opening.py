@@ -8,8 +8,8 @@ from uuid import uuid4
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
-from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.tiered_pages import TieredPages
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.watcher import TreeWatcher

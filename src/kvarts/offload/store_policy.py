@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 from kvarts.content import Content
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Holding
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.tree import Node, Path
 from kvarts.offload.safe_first import SafeFirst
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvarts.build import TierSettings, build_engine, build_grouped_engine
+from kvarts.build import TierSettings, build_engine
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventReader
@@ -94,21 +94,17 @@ def mock_model(
     )
     detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=put_off)
     waiting = WaitingExecutor(detokenizing, put_off)
-    if groups is None:
-        core = build_engine(
-            config,
-            waiting,
-            readers=readers,
-            audit=audit,
-            offload=offload,
-            prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
-            moves_pages=False,
-        )
-    else:
-        assert offload is None, "a mock with KV groups has no tiers"
-        core = build_grouped_engine(
-            config, groups, waiting, num_blocks=num_blocks, readers=readers, audit=audit, moves_pages=False
-        )
+    assert groups is None or offload is None, "a mock with KV groups has no tiers"
+    core = build_engine(
+        config,
+        waiting,
+        memory=groups,
+        readers=readers,
+        audit=audit,
+        offload=offload,
+        prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
+        moves_pages=False,
+    )
     paced.is_at_rest = lambda: not core.scheduler.has_work
     replica = Replica(core, SimExecutor(cost), step_by_step=True)
     engine = LLMEngine(PacedEngine(replica, clock), executor, detokenizing, clock, page_size=config.page_size)

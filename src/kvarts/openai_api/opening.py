@@ -10,6 +10,7 @@ import msgspec
 from kvarts.clock import Clock
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
+from kvarts.kv.group_needs import GroupNeeds
 from kvarts.openai_api.app import OpenAIApp, Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.meter import Meter
@@ -21,7 +22,6 @@ from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Limits, Served, Sharing
 from kvarts.owners.keys import Keys
 from kvarts.rooms import from_room
-from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.config import ReplayConfig
 
 __all__ = ["Door", "Opened", "make_served", "mock_limits", "open_app", "open_mock", "open_model"]

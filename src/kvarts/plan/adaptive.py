@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvarts.content import Content
-from kvarts.kv.cache import PageCache
 from kvarts.kv.node import Node
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan.orders import Rank, RankedOrder, RunKey, run_key
@@ -110,7 +110,7 @@ class _Shadow:
         self.score = self.score * decay + match.num_pages
         holding = cache.open(match)
         cache.grow(holding, size)
-        cache.close(holding, content, size, size)
+        cache.close(holding, size, size)
 
 
 class AdaptiveOrder(RememberingOrder):

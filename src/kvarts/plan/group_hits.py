@@ -7,8 +7,8 @@ that does not fit is refused, and finds nothing.
 from __future__ import annotations
 
 from kvarts.content import Content
+from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.run_cache import RunCache
-from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError
-from kvarts.kv.cache import PageCache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan import adaptive, orders, queues
@@ -151,5 +151,5 @@ def serial_hits(trace: Trace, page_size: int, num_pages: int, make_order: MakeOr
         hits += min(match.num_pages, (request.num_prompt_tokens - 1) // page_size)
         holding = cache.open(match)
         cache.grow(holding, known)
-        cache.close(holding, content, known, known)
+        cache.close(holding, known, known)
     return hits

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from kvarts.kv.group_needs import GroupNeeds
 from kvarts.plan.cache import CachePlan
 from kvarts.report.advice import advice
-from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 

@@ -19,10 +19,9 @@ from msgspec.structs import replace
 
 from kvarts.event_log import Tell
 from kvarts.events import DraftJudged, DraftTaken
-from kvarts.kv.cache import Holding, PageCache
-from kvarts.kv.pool import PageId
-from kvarts.request import Request
-from kvarts.sched.input_batch import InputBatch
+from kvarts.kv.cache import Cache, Holding
+from kvarts.request import Request, RequestState
+from kvarts.sched.input_batch import InputBatch, NewPage
 from kvarts.sched.loads import Loads
 from kvarts.sched.plan import Batch, DecodeRows, DraftRows, StepResult
 from kvarts.sched.wheel import DecodeWheel
@@ -30,8 +29,6 @@ from kvarts.sched.wheel import DecodeWheel
 __all__ = ["DraftTotals", "Drafter", "Drafts"]
 
 Tokens = npt.NDArray[np.uint64]
-NewPage = tuple[int, int, PageId]
-"""A row, the index in the page table of its sequence, and the page."""
 
 
 class Drafter(Protocol):
@@ -65,7 +62,7 @@ class Drafts:
         self,
         drafter: Drafter,
         wheel: DecodeWheel,
-        cache: PageCache,
+        cache: Cache,
         batch: InputBatch,
         *,
         loads: Loads | None,
@@ -80,6 +77,8 @@ class Drafts:
         self._page_size = wheel.page_size
         self._taken: list[tuple[Request, Tokens]] = []
         self._new_pages: list[NewPage] = []
+        self._ahead: list[Request] = []
+        """Requests of which more than one token was counted in the step."""
         self._num_drafts = self._num_drafted = self._num_accepted = 0
 
     def totals(self) -> DraftTotals:
@@ -103,7 +102,7 @@ class Drafts:
                 continue
             end = wheel.num_computed(request) + 1
             # The last token that it may generate is sampled, and not computed.
-            num_most = min(num_left, self._num_room(holding, end), request.stop_step - step)
+            num_most = min(num_left, self._num_room(end), request.stop_step - step)
             if num_most <= 0:
                 continue
             self._batch.append_sampled(request, end, step)
@@ -125,7 +124,8 @@ class Drafts:
             np.concatenate([np.arange(len(tokens)) + wheel.num_computed(request) + 1 for request, tokens in taken]),
             np.concatenate([tokens for _, tokens in taken]),
         )
-        return drafts, self._with_pages(decodes)
+        new_pages, self._new_pages = self._new_pages, []
+        return drafts, self._batch.with_pages(decodes, new_pages)
 
     def judge(self, result: StepResult) -> None:
         """Count what was accepted and give back what was not: the step has ended, and the wheel has not turned yet."""
@@ -153,30 +153,31 @@ class Drafts:
 
     # Pages ------------------------------------------------------------------------------------------------
 
-    def _num_room(self, holding: Holding, end: int) -> int:
+    def _num_room(self, end: int) -> int:
         """Return how many tokens from `end` on have a place in pages that a request holds or that are free."""
-        return (holding.num_pages + self._cache.num_free) * self._page_size - end
+        num_free = self._cache.num_free // self._cache.page_blocks
+        return (-(-end // self._page_size) + num_free) * self._page_size - end
 
     def _take_pages(self, request: Request, holding: Holding, start: int, end: int) -> None:
         """Take pages for the drafted tokens [start, end)."""
-        num_before = holding.num_pages
-        page_ids = holding.page_ids
-        assert page_ids is not None
-        self._cache.grow(holding, -(-end // self._page_size))
-        self._new_pages += [(request.row, index, page_ids[index]) for index in range(num_before, len(page_ids))]
-
-    def _with_pages(self, decodes: DecodeRows) -> DecodeRows:
-        """Return the decodes of the step with the pages that were taken in it."""
-        new_pages, self._new_pages = self._new_pages, []
-        return replace(decodes, new_pages=(*decodes.new_pages, *new_pages))
+        for page in range(-(-start // self._page_size), -(-end // self._page_size)):
+            self._cache.take_page(holding, page)
+            self._new_pages.append(self._batch.new_page(request, page))
 
     def _keep_pages(self, request: Request, before: int, end: int) -> None:
-        """Keep the pages of `end` computed tokens; others may find those that were filled since `before`."""
-        page_size, content, holding = self._page_size, request.content, request.holding
+        """Keep the pages of `end` computed tokens; requests may find those that were filled since `before`."""
+        page_size, holding = self._page_size, request.holding
         assert holding is not None
         self._cache.shrink(holding, -(-end // page_size))
         num_full = end // page_size
         if num_full > before // page_size:
-            self._cache.publish(holding, content, num_full)
+            self._cache.publish(holding, end)
             if self._loads is not None:
-                self._loads.add_computed(content, num_full, holding)
+                self._loads.add_computed(request.content, num_full, holding)
+        if end > before and self._cache.settles:
+            self._ahead.append(request)
+
+    def take_ahead(self) -> list[Request]:
+        """Return the requests that were more than a token ahead in the step that has ended, and still decode."""
+        ahead, self._ahead = self._ahead, []
+        return [request for request in ahead if request.state is RequestState.DECODING]

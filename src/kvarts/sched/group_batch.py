@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvarts.kv.block_pages import BlockPages
+from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.parts import Part
-from kvarts.kv.pool import PageId
+from kvarts.kv.spans import PartRun
 from kvarts.request import Request
-from kvarts.sched.input_batch import InputBatch
+from kvarts.sched.input_batch import InputBatch, NewPage
 from kvarts.sched.plan import Chunk, DecodeRows, Snapshot
 
 __all__ = ["GroupBatch"]
@@ -21,12 +23,12 @@ class GroupBatch(InputBatch):
 
     __slots__ = ("_cache", "_snapshots", "has_states")
 
-    def __init__(self, cache: BlockPages, max_num_seqs: int) -> None:
+    def __init__(self, cache: GroupPages | BlockPages, max_num_seqs: int) -> None:
         super().__init__(max_num_seqs, cache.page_size)
         self._cache = cache
         self.has_states = cache.memory.has_states
         assert sum(group.is_state for group in cache.memory.groups) <= 1, "a model that runs has one group of states"
-        self._snapshots: list[tuple[int, int, Part]] = []
+        self._snapshots: list[tuple[int, int, Part | PartRun]] = []
         """Those of the step: the row, the tokens after which, and the part."""
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
@@ -73,7 +75,7 @@ class GroupBatch(InputBatch):
         decodes = super().decodes(step, ())
         page_size = self._cache.page_size
         new_blocks = tuple(
-            self.new_blocks(request, (request.wheel_base + step) // page_size) for request in with_new_page
+            self.new_page(request, (request.wheel_base + step) // page_size) for request in with_new_page
         )
         own_tables = tuple(
             (request.row, own.own_tables) for request in with_new_table if (own := request.own) is not None
@@ -87,7 +89,11 @@ class GroupBatch(InputBatch):
             new_own_tables=own_tables,
         )
 
-    def new_blocks(self, request: Request, page: int) -> tuple[int, int, tuple[PageId, ...]]:
+    def new_page(self, request: Request, page: int) -> NewPage:
         """Return a page that `request` got, as a plan names it: its row, the page, and its block in each table."""
         assert request.holding is not None
         return request.row, page, self._cache.blocks_of_page(request.holding, page)
+
+    def with_pages(self, decodes: DecodeRows, new_pages: Sequence[NewPage]) -> DecodeRows:
+        """Return `decodes` with `new_pages` after its own."""
+        return replace(decodes, new_blocks=(*decodes.new_blocks, *new_pages))

@@ -10,7 +10,6 @@ from kvarts.kv.parts import GroupMatch
 from kvarts.kv.tiered_pages import TieredPages
 from kvarts.kv.transfer import Awaited, Loaded
 from kvarts.request import Request
-from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
 from kvarts.sched.policy import WaitingQueue
 
@@ -32,13 +31,11 @@ class GroupLoads(Loads):
     and finds what did arrive.
     """
 
-    def __init__(
-        self, tiers: GroupTiers, cache: TieredPages, waiting: WaitingQueue, page_size: int, needs: GroupNeeds
-    ) -> None:
+    def __init__(self, tiers: GroupTiers, cache: TieredPages, waiting: WaitingQueue, page_size: int) -> None:
         super().__init__(tiers, cache, waiting, page_size, None)
         self._group_tiers = tiers
         self._parts = cache
-        self._needs = needs
+        self._needs = cache.needs
 
     def _wanted(self, request: Request, num_known: int) -> int:
         match = self._group_tiers.offered(request.index)
@@ -52,7 +49,7 @@ class GroupLoads(Loads):
     def _open(self, request: Request, match: Match, num_known: int) -> Holding:
         """Hold what the device has, take parts for what is loaded, and have the rest promised."""
         num_wanted = self._wanted(request, num_known)
-        return self._parts.open_to_load(request.content, self._group_tiers.offered(request.index), num_wanted)
+        return self._parts.open_offered(request.content, self._group_tiers.offered(request.index), num_wanted)
 
     def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
         """Return whether everything arrived."""
@@ -76,5 +73,5 @@ class GroupLoads(Loads):
         holding = request.holding
         assert holding is not None
         self._parts.end_promise(holding)
-        self._parts.close(holding, request.content, holding.num_pages, holding.num_pages)
+        self._parts.close(holding, holding.num_pages, holding.num_pages)
         request.holding = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvarts.events import Blocked
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Cache
 from kvarts.request import Request
 from kvarts.sched.loads import Loads
 from kvarts.sched.page_source import PageSource
@@ -25,13 +25,23 @@ class Horizon:
     `orders_matter`: the order in which pages are filled and evicted is reported, so one leap may not do both.
     """
 
-    __slots__ = ("_cache", "_loads", "_orders_matter", "_page_size", "_pages", "_running", "_waiting")
+    __slots__ = (
+        "_cache",
+        "_follows",
+        "_is_stepwise",
+        "_loads",
+        "_orders_matter",
+        "_page_size",
+        "_pages",
+        "_running",
+        "_waiting",
+    )
 
     def __init__(
         self,
         running: Running,
         waiting: WaitingQueue,
-        cache: PageCache,
+        cache: Cache,
         pages: PageSource,
         loads: Loads | None,
         *,
@@ -44,13 +54,20 @@ class Horizon:
         self._loads = loads
         self._orders_matter = orders_matter or loads is not None
         self._page_size = running.wheel.page_size
+        self._follows = cache.follows_decodes
+        self._is_stepwise = cache.settles and not cache.follows_decodes
+        """Whether it is known only step by step what decodes release."""
 
-    def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None) -> int:
+    def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None, num_wanted: int) -> int:
         """Return the number of steps; 0 if the step at `now_ns` has to be scheduled.
 
-        `blocked`: why `blocked_head` waits, which was the head when the queue was last looked at.
+        `blocked`: why `blocked_head` waits, which was the head when the queue was last looked at. `num_wanted`: the
+        blocks that it waits for.
         """
         running, loads = self._running, self._loads
+        cache = self._cache
+        if self._is_stepwise:
+            return 0
         wheel = running.wheel
         if not wheel.num_decoding or (loads is not None and loads.loaded):
             return 0
@@ -61,17 +78,19 @@ class Horizon:
             if blocked is FOR_BUDGET and wheel.num_decoding < self._pages.token_budget:
                 return 0
         num_steps = min(wheel.steps_to_finish(), wheel.steps_with_all_growing())
+        if self._follows:
+            return num_steps if self._can_leap(blocked, num_wanted) else 0
         page_size = self._page_size
         most_pages = (num_steps // page_size + 1) * wheel.num_decoding
         if running.num_sharing:
             if blocked is FOR_PAGES:
                 # A decode may fill a page that the head needs; then the head needs one page less.
                 num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
-            elif self._orders_matter or not self._cache.has_empty(most_pages):
+            elif self._orders_matter or not cache.has_empty(most_pages):
                 # A filled page and an evicted one may be copies of one page, so their order matters. And a filled page
                 # may have to be stored.
                 num_steps = min(num_steps, wheel.steps_to_filled_page())
-        num_free = self._cache.num_free
+        num_free = cache.num_free
         if loads is not None:
             num_to_spare = loads.tiers.pages_to_spare()
             if num_to_spare is None:
@@ -80,6 +99,16 @@ class Horizon:
         if most_pages > num_free:
             num_steps = self._steps_within(num_free, num_steps)
         return num_steps
+
+    def _can_leap(self, blocked: Blocked, num_wanted: int) -> bool:
+        """Return whether the next step is alike in a cache that follows decodes, which itself ends a leap in time."""
+        cache, running = self._cache, self._running
+        num_left = cache.num_free - running.wheel.pages_due() * cache.page_blocks
+        if num_left < 0:
+            return False
+        if not self._waiting.num_waiting or blocked is not FOR_PAGES:
+            return True
+        return num_wanted > num_left and not (running.num_sharing and cache.fills_known_page())
 
     def _steps_within(self, num_free: int, num_steps: int) -> int:
         """Return for how many of the next `num_steps` steps `num_free` pages are enough."""

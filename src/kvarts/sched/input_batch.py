@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvarts.content import UNIT_BYTES
-from kvarts.kv.pool import PageId
 from kvarts.request import Request
-from kvarts.sched.plan import Chunk, DecodeRows, StepResult
+from kvarts.sched.plan import Chunk, DecodeRows, Snapshot, StepResult
 
-__all__ = ["InputBatch"]
+__all__ = ["InputBatch", "NewPage"]
+
+NewPage = tuple[int, int, Any]
+"""A row, the index in the page tables of its sequence, and the page, or its block in each table."""
 
 
 class InputBatch:
@@ -132,11 +136,14 @@ class InputBatch:
         if rows is None:
             rows = self._rows = np.flatnonzero(self._decoding)
             rows.flags.writeable = False
+        page_size = self._sampled_steps - 1
         return DecodeRows(
             rows=rows,
             positions=self._bases[rows] + step,
             tokens=self._sampled[(step - 1) % self._sampled_steps][rows],
-            new_pages=tuple(self._last_page(request) for request in with_new_page),
+            new_pages=tuple(
+                self.new_page(request, (request.wheel_base + step) // page_size) for request in with_new_page
+            ),
             new_tables=tuple(
                 (request.row, tuple(own.page_ids), own.num_dropped)
                 for request in with_new_table
@@ -144,10 +151,19 @@ class InputBatch:
             ),
         )
 
-    def _last_page(self, request: Request) -> tuple[int, int, PageId]:
+    def new_page(self, request: Request, page: int) -> NewPage:
+        """Return `page`, which `request` got, as a plan names it."""
         holding = request.holding
         assert holding is not None and holding.page_ids is not None
-        return request.row, holding.num_pages - 1, holding.page_ids[-1]
+        return request.row, page, holding.page_ids[page]
+
+    def with_pages(self, decodes: DecodeRows, new_pages: Sequence[NewPage]) -> DecodeRows:
+        """Return `decodes` with `new_pages` after its own."""
+        return replace(decodes, new_pages=(*decodes.new_pages, *new_pages))
+
+    def take_snapshots(self) -> tuple[Snapshot, ...]:
+        """Return the snapshots of states to be made in the step: none, since every layer keeps its tokens."""
+        return ()
 
     def take_left(self) -> tuple[int, ...]:
         """Return the rows vacated since the last call."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import LoadAwaited, LoadStarted, LoadWeighed
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Cache, Holding
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
 from kvarts.kv.transfer import Awaited, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
@@ -140,7 +140,7 @@ class Loads:
     """
 
     def __init__(
-        self, tiers: LowerTiers, cache: PageCache, waiting: WaitingQueue, page_size: int, tell: Tell | None
+        self, tiers: LowerTiers, cache: Cache, waiting: WaitingQueue, page_size: int, tell: Tell | None
     ) -> None:
         self.tiers = tiers
         self._cache = cache
@@ -229,14 +229,12 @@ class Loads:
 
     def _open(self, request: Request, match: Match, num_known: int) -> Holding:
         """Take what `request` needs for its known tokens, beside `match`, which the device has."""
-        holding = self._cache.open(match)
-        self._cache.grow(holding, -(-num_known // self._page_size))
-        return holding
+        return self._cache.open_to_load(match, num_known)
 
     def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
         """Make what was loaded findable; return whether its request can be computed from there on."""
         assert load.request.holding is not None
-        self._cache.publish(load.request.holding, load.request.content, loaded.num_pages)
+        self._cache.publish_loaded(load.request.holding, loaded.num_pages)
         return True
 
     def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:
@@ -345,5 +343,5 @@ class Loads:
         holding = request.holding
         assert holding is not None
         num_full = holding.path[-1].end if holding.path else 0
-        self._cache.close(holding, request.content, num_full, holding.num_pages)
+        self._cache.close(holding, num_full, holding.num_pages)
         request.holding = None

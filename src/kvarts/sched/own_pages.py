@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.event_log import Tell
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Cache
 from kvarts.kv.pool import PageId
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import OwnPages
@@ -22,7 +22,7 @@ class OwnPagesInUse:
     the first place, and the place that their window has in its page. So no other decode is touched.
     """
 
-    def __init__(self, cache: PageCache, tell: Tell | None) -> None:
+    def __init__(self, cache: Cache, tell: Tell | None) -> None:
         self.reserve = PageReserve(cache, tell)
         self.computed: list[tuple[OwnPages, int]] = []
         """Pages with a chunk in this step, and the position of its last token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Cache
 from kvarts.kv.pins import Pins
 from kvarts.request import Request
 
@@ -22,6 +22,9 @@ class PageSource(Protocol):
 
     is_draining: bool
     """Whether admission is suspended."""
+
+    is_alone: bool
+    """Whether no other model takes from the same memory."""
 
     @property
     def num_most(self) -> int:
@@ -44,14 +47,15 @@ class OnePool:
     `pins`: pages that are kept in use for later, and are given up for requests that run or wait.
     """
 
-    __slots__ = ("_cache", "is_draining", "num_most", "num_withheld", "pins", "token_budget")
+    __slots__ = ("_cache", "is_alone", "is_draining", "num_most", "num_withheld", "pins", "token_budget")
 
-    def __init__(self, cache: PageCache, *, token_budget: int, pins: Pins | None = None) -> None:
+    def __init__(self, cache: Cache, *, token_budget: int, pins: Pins | None = None) -> None:
         self._cache = cache
         self.num_most: int = cache.pool.total
         self.num_withheld = 0
         self.token_budget = token_budget
         self.is_draining = False
+        self.is_alone = True
         self.pins = pins
 
     def num_free_to_admit(self, num_pages: int) -> int:
@@ -60,9 +64,4 @@ class OnePool:
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Give up pins until `num_pages` can be taken; return whether they can."""
-        if self.pins is None or not self.pins.num_pins:
-            return False
-        if to_admit:
-            # Pages that it shares with a pin may be no longer in use, and then it has to take them as well.
-            num_pages = -(-request.num_known // request.content.page_size)
-        return self.pins.give_up(num_pages)
+        return self.pins is not None and self.pins.num_pins > 0 and self.pins.give_up(num_pages)

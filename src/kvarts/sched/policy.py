@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from mypy_extensions import mypyc_attr
@@ -96,19 +96,23 @@ class PriorityPolicy:
 
 
 class WaitingQueue:
-    """Requests that wait to be admitted, in the order of `policy`. Owner of their number."""
+    """Requests that wait to be admitted, in the order of `policy`. Owner of their number.
+
+    `blocks_of`: returns the blocks that a request with so many known tokens needs, where other models ask for the sum.
+    """
 
     __slots__ = (
+        "_blocks_of",
         "head",
         "holds_until_ns",
         "num_ahead",
         "num_waiting",
-        "num_waiting_pages",
+        "num_waiting_blocks",
         "num_waiting_tokens",
         "policy",
     )
 
-    def __init__(self, policy: AdmissionPolicy) -> None:
+    def __init__(self, policy: AdmissionPolicy, blocks_of: Callable[[int], int] | None = None) -> None:
         self.policy = policy
         self.head = policy.head
         self.holds_until_ns = policy.holds_until_ns
@@ -116,8 +120,9 @@ class WaitingQueue:
         self.num_waiting = 0
         self.num_waiting_tokens = 0
         """Known tokens of all waiting requests."""
-        self.num_waiting_pages = 0
-        """The pages that these tokens fill, each request for itself."""
+        self.num_waiting_blocks = 0
+        """The blocks that these need, each request for itself; 0 without `blocks_of`."""
+        self._blocks_of = blocks_of
 
     def push(self, request: Request) -> None:
         """Add `request`."""
@@ -125,7 +130,8 @@ class WaitingQueue:
         self.num_waiting += 1
         num_known = request.num_prompt_tokens + request.num_output_tokens
         self.num_waiting_tokens += num_known
-        self.num_waiting_pages += -(-num_known // request.content.page_size)
+        if self._blocks_of is not None:
+            self.num_waiting_blocks += self._blocks_of(num_known)
 
     def remove(self, request: Request) -> None:
         """Remove `request`."""
@@ -133,7 +139,8 @@ class WaitingQueue:
         self.num_waiting -= 1
         num_known = request.num_prompt_tokens + request.num_output_tokens
         self.num_waiting_tokens -= num_known
-        self.num_waiting_pages -= -(-num_known // request.content.page_size)
+        if self._blocks_of is not None:
+            self.num_waiting_blocks -= self._blocks_of(num_known)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.policy)

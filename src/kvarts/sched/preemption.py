@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from kvarts.event_log import Tell
 from kvarts.events import Preemption
-from kvarts.kv.cache import PageCache
-from kvarts.kv.pool import PageId
+from kvarts.kv.cache import Cache, Holding, Mark
 from kvarts.request import Request, RequestState
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
-__all__ = ["PageMark", "Preemptor"]
-
-
-class PageMark:
-    """Pages at the mark of the last scheduled step: the first moment with the most pages in use."""
-
-    __slots__ = ("_cache", "cached", "released", "used")
-
-    def __init__(self, cache: PageCache) -> None:
-        self._cache = cache
-        self.used = self.cached = self.released = 0
-
-    def look(self) -> None:
-        """Set the mark here if more pages are in use than at the mark so far."""
-        cache = self._cache
-        num_cached = cache.tree.num_cached
-        num_used = cache.pool.num_taken - num_cached  # `num_used`, spelled out: this runs in every step
-        if num_used > self.used:
-            self.used, self.cached, self.released = num_used, num_cached, cache.num_released
+__all__ = ["Preemptor", "holding_of"]
 
 
 class Preemptor:
@@ -42,6 +23,7 @@ class Preemptor:
     __slots__ = (
         "_cache",
         "_mark",
+        "_page_blocks",
         "_page_size",
         "_pages",
         "_running",
@@ -56,9 +38,9 @@ class Preemptor:
         self,
         running: Running,
         waiting: WaitingQueue,
-        cache: PageCache,
+        cache: Cache,
         pages: PageSource,
-        mark: PageMark,
+        mark: Mark,
         tell: Tell | None,
     ) -> None:
         self._running = running
@@ -68,6 +50,7 @@ class Preemptor:
         self._mark = mark
         self._tell = tell
         self._page_size = running.wheel.page_size
+        self._page_blocks = cache.page_blocks
         self.preemptions: list[Preemption] = []
         self.gave_way: list[Preemption] = []
         self.last_end_ns = 0
@@ -76,13 +59,15 @@ class Preemptor:
     def take_due(self, num_due: int, now_ns: int) -> None:
         """Take the `num_due` pages that decodes need in this step."""
         cache = self._cache
-        if num_due > cache.num_free:
+        if num_due * self._page_blocks > cache.num_free:
             self._take_due_one_by_one(now_ns)
-            return
-        page_ids = cache.take(num_due)
-        if page_ids is not None:
-            for request, page_id in zip(self._running.wheel.needing_page(), page_ids, strict=True):
-                _give_page(request, page_id)
+        elif cache.has_page_ids:
+            wheel, page_size = self._running.wheel, self._page_size
+            needing = wheel.needing_page()
+            page_of = [wheel.num_computed(request) // page_size for request in needing]
+            cache.take_due([holding_of(request) for request in needing], page_of)
+        else:
+            cache.take_pages(num_due)
 
     def make_room(self, asker: Request, num_pages: int, now_ns: int) -> bool:
         """Preempt until `num_pages` can be taken for chunks of `asker`; return False if `asker` itself was preempted.
@@ -121,23 +106,21 @@ class Preemptor:
 
     def _take_due_one_by_one(self, now_ns: int) -> None:
         """Take a page for each decode, in admission order, and preempt for it: there are not enough for all."""
-        cache = self._cache
+        cache, wheel, blocks = self._cache, self._running.wheel, self._page_blocks
         served: set[int] = set()
-        for request in self._running.wheel.needing_page():
+        for request in wheel.needing_page():
             if request.state is not RequestState.DECODING:
                 continue  # preempted for a request before it
-            while not cache.num_free and not self.others_make_way(request, 1):
-                if self._preempt_for(request, 1, now_ns, served) is request:
+            while blocks > cache.num_free and not self.others_make_way(request, blocks):
+                if self._preempt_for(request, blocks, now_ns, served) is request:
                     break
             else:
                 served.add(request.index)
-                page_ids = cache.take(1)
-                if page_ids is not None:
-                    _give_page(request, page_ids[0])
+                cache.take_page(holding_of(request), wheel.num_computed(request) // self._page_size)
 
     def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:
         """Preempt one request and return it. `served`: the decodes that took a page for this step; None for all."""
-        self._mark.look()
+        self._cache.look(self._mark)
         running, cache = self._running, self._cache
         num_used = cache.num_used
         victim = running.victim()
@@ -167,8 +150,7 @@ class Preemptor:
         self._waiting.push(victim)
 
 
-def _give_page(request: Request, page_id: PageId) -> None:
-    holding = request.holding
-    assert holding is not None and holding.page_ids is not None
-    holding.page_ids.append(page_id)
-    holding.num_pages += 1
+def holding_of(request: Request) -> Holding:
+    """Return what running `request` holds."""
+    assert request.holding is not None
+    return request.holding

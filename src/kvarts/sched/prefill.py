@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvarts.event_log import Tell
 from kvarts.events import ChunkComputed
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Cache, Holding
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
@@ -34,7 +34,7 @@ class Prefill:
     def __init__(
         self,
         running: Running,
-        cache: PageCache,
+        cache: Cache,
         own_pages: OwnPagesInUse,
         preemptor: Preemptor,
         *,
@@ -82,9 +82,12 @@ class Prefill:
             num_tokens = request.own.most_tokens(start, num_tokens)
         else:
             assert request.holding is not None
-            num_pages = -(-(start + num_tokens) // self._page_size) - request.holding.num_pages
-            if num_pages > self._cache.num_free and not self._preemptor.make_room(request, num_pages, now_ns):
-                return 0
+            cache = self._cache
+            # Most often there is much more than the next chunk can take.
+            if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
+                num_blocks = cache.num_to_run(request.holding, start, start + num_tokens)
+                if num_blocks > cache.num_free and not self._preemptor.make_room(request, num_blocks, now_ns):
+                    return 0
         self._compute(request, num_tokens, num_known, chunks)
         return budget if request is self._running.chunked else num_tokens
 
@@ -111,23 +114,33 @@ class Prefill:
         return ended
 
     def publish_filled(self, num_steps: int) -> None:
-        """Make pages findable that decodes fill in the next `num_steps` steps, if their tokens are known."""
+        """Make pages findable that decodes fill in the next `num_steps` steps, if requests may find them."""
         wheel, cache, batch = self._running.wheel, self._cache, self._batch
-        page_size = self._page_size
+        if cache.follows_decodes:
+            assert num_steps == 1, "the cache does what a leap fills"
+            cache.publish_due()
+            return
         filling = wheel.completing_page(num_steps)
         if batch is not None and filling:
             # The token computed in this step is the one sampled in the step before.
             batch.append_all_sampled(filling, [wheel.num_computed(request) + 1 for request in filling], wheel.step)
         for request in filling:
-            num_computed = wheel.num_computed(request) + num_steps
             if request.own is not None:
                 continue
-            num_full = min(num_computed // page_size, request.content.num_known_pages)
+            num_computed = wheel.num_computed(request) + num_steps
             holding = request.holding
             assert holding is not None
-            cache.publish(holding, request.content, num_full)
-            if self._loads is not None and num_full > (num_computed - num_steps) // page_size:
-                self._loads.add_computed(request.content, num_full, holding)
+            cache.publish(holding, num_computed)
+            if self._loads is not None:
+                self._note_full(request, holding, num_computed - num_steps, num_computed)
+
+    def _note_full(self, request: Request, holding: Holding, start: int, end: int) -> None:
+        """Tell the tiers below which pages of known tokens are full now that [start, end) are computed."""
+        loads, content = self._loads, request.content
+        assert loads is not None
+        num_full = min(end // self._page_size, content.num_known_pages)
+        if num_full > start // self._page_size:
+            loads.add_computed(content, num_full, holding)
 
     def _compute(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Take the pages of a chunk and count it as computed; its full pages can be hit from now on."""
@@ -139,16 +152,11 @@ class Prefill:
         if own is not None:
             self._own_pages.compute(own, start, end)
         else:
-            page_size = self._page_size
-            holding, content = request.holding, request.content
+            holding = request.holding
             assert holding is not None
-            # No other request can hit a page of unknown tokens; its own can, once it has released the page.
-            num_full = end // page_size
-            if num_full > content.num_known_pages:
-                num_full = content.num_known_pages
-            self._cache.fill(holding, content, -(-end // page_size), num_full)
-            if self._loads is not None and num_full > start // page_size:
-                self._loads.add_computed(content, num_full, holding)
+            self._cache.extend(holding, end, is_end=end == num_known)
+            if self._loads is not None:
+                self._note_full(request, holding, start, end)
         running = self._running
         if end == num_known:
             self.completing.append(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from kvarts.kv.cache import Holding, PageCache
+from kvarts.kv.cache import Cache, Holding
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.wheel import DecodeWheel
@@ -70,15 +70,16 @@ class Running(RunningOrder):
     `batch`: the rows of an executor that needs page ids, else None.
     """
 
-    __slots__ = ("_cache", "_num_admitted", "_page_size", "batch", "chunked", "num_sharing", "wheel")
+    __slots__ = ("_cache", "_keeps_tokens", "_num_admitted", "_page_size", "batch", "chunked", "num_sharing", "wheel")
 
-    def __init__(self, cache: PageCache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
+    def __init__(self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
         super().__init__()
         self._cache = cache
         self._page_size = wheel.page_size
         self._num_admitted = 0
         self.wheel = wheel
         self.batch = batch
+        self._keeps_tokens = batch is not None or cache.publishes_all
         self.chunked: Request | None = None
         """The one request that the last step left with known tokens to compute."""
         self.num_sharing = 0
@@ -123,8 +124,8 @@ class Running(RunningOrder):
                 self.num_sharing -= 1
 
     def shares(self, request: Request) -> bool:
-        """Return whether other requests may hit pages that `request` generates, or its tokens are to be kept."""
-        if self.batch is not None:
+        """Return whether requests may hit pages that `request` generates, or its tokens are to be kept."""
+        if self._keeps_tokens:
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
 
@@ -151,7 +152,7 @@ class Running(RunningOrder):
         else:
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
             num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
-        self._cache.close(holding, request.content, num_computed // page_size, num_pages)
+        self._cache.close(holding, num_computed // page_size, num_pages)
         request.holding = None
         self.remove(request)
         request.admission = -1

@@ -19,18 +19,18 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Admitted, Blocked, Finished, HeadBlocked, Preemption
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Cache, Leap, Mark
 from kvarts.kv.pins import Pins
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
-from kvarts.sched.loads import Loads, LowerTiers
+from kvarts.sched.loads import Loads
 from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
-from kvarts.sched.policy import AdmissionPolicy, WaitingQueue
-from kvarts.sched.preemption import PageMark, Preemptor
+from kvarts.sched.policy import WaitingQueue
+from kvarts.sched.preemption import Preemptor, holding_of
 from kvarts.sched.prefill import Prefill
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
@@ -43,6 +43,7 @@ NOT_BLOCKED: Final = Blocked.NOT
 FOR_SEQS: Final = Blocked.SEQS
 FOR_BUDGET: Final = Blocked.BUDGET
 FOR_PAGES: Final = Blocked.PAGES
+DECODING: Final = S.DECODING
 QUEUED: Final = S.WAITING
 FINISHED: Final = S.FINISHED
 NONE: frozenset[Request] = frozenset()
@@ -52,45 +53,53 @@ RUNNING, LOADING, WAITING = (S.PREFILLING, S.DECODING), (S.LOADING, S.LOADED), (
 class Scheduler:
     """Owner of the queues, and of everything in a Request that changes.
 
-    `cache`: the pages. `pages`: where they and the token budget come from. `policy`: which waiting request is next.
-    `tiers`: the tiers below the device, or None. `batch`: rows for an executor that needs page ids; plans then name
-    pages, rows and tokens. `drafter`: guesses tokens for such an executor. `tell` receives page and request events.
+    `cache`: the pages, counted in blocks, see Cache. `pages`: where they and the token budget come from. `waiting`:
+    the queue, whose policy says which request is next. `loads`: requests that wait for a tier below the device, or
+    None. `batch`: rows for an executor that needs page ids; plans then name pages, rows and tokens. `drafter`: guesses
+    tokens for such an executor. `settle_places`: the places in a page at which a token no longer needs a page that the
+    token before it needed. `tell` receives page and request events.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        cache: PageCache,
+        cache: Cache,
         pages: PageSource,
-        policy: AdmissionPolicy,
+        waiting: WaitingQueue,
         *,
-        tiers: LowerTiers | None = None,
+        loads: Loads | None = None,
         batch: InputBatch | None = None,
         tell: Tell | None = None,
         pins: Pins | None = None,
         drafter: Drafter | None = None,
+        settle_places: tuple[int, ...] = (),
     ) -> None:
         self.config = config
         self.pins = pins
         """Pages that are kept in use beside requests, or None."""
         self.cache = cache
         self.pages = pages
-        self.tiers = tiers
+        self.tiers = None if loads is None else loads.tiers
         self.wheel = DecodeWheel(config.page_size)
-        self.waiting = WaitingQueue(policy)
+        self.waiting = waiting
         self.waiting_with_pages: deque[Request] = deque()
         """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
         self.running = Running(cache, self.wheel, batch)
-        self.loads = None if tiers is None else Loads(tiers, cache, self.waiting, config.page_size, tell)
+        self.loads = loads
         self.own_pages = OwnPagesInUse(cache, tell)
-        self.mark = PageMark(cache)
+        self.mark = Mark()
+        self.mark.parts = cache.counts()
         self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell)
         self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not looked at since a change."""
         self.blocked_head: Request | None = None
         """The head that waits because of `blocked`."""
         self.num_pages_wanted = 0
-        """How many pages the blocked head needs, if it waits for pages."""
+        """How many blocks the blocked head needs, if it waits for pages."""
+        self._lacking: tuple[Request, int] | None = None
+        """The head that last lacked memory, and the blocks that it needs."""
+        self._num_published = -1
+        """How often pages had become findable when it did; -1 without one."""
         self._prefill = Prefill(
             self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell
         )
@@ -104,8 +113,12 @@ class Scheduler:
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
         self._pool_tokens = config.pool_tokens
+        self._settle_places = settle_places
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
+        self._settles = cache.settles
+        self.has_sides = cache.settles or loads is not None
+        """Whether `side_counts` has any."""
 
     # Requests come and go ---------------------------------------------------------------------------------
 
@@ -135,19 +148,20 @@ class Scheduler:
 
     def _never_fits(self, request: Request) -> str | None:
         """Return the reason why the pages of `request` can never be there; None if they can."""
-        num_tokens = request.num_prompt_tokens + request.max_tokens - 1
-        num_pages = -(-num_tokens // self._page_size) if num_tokens > 0 else 1
+        cache = self.cache
+        num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)
         num_most = self.pages.num_most - (num_reserved := self.own_pages.reserve.num_pages)
-        if num_pages <= num_most or request.own is not None:
+        num_blocks = cache.num_beyond(num_tokens, self._page_size, num_most)
+        if not num_blocks or request.own is not None:
             return None
-        is_alone = self.pages.num_most == self.config.num_pages
-        room = "the pool has" if is_alone else "beside what is guaranteed to other models there are"
+        blocks = "pages" if cache.page_blocks == 1 and not cache.settles else "blocks"
+        room = cache.room_words
+        if self.pages.num_most != cache.pool.total:
+            room = "beside what is guaranteed to other models there are"
         if num_reserved:
-            room = "beside the pages that are reserved there are"
-        return (
-            f"needs {num_pages} pages of {self._page_size} tokens for {request.num_prompt_tokens} prompt and "
-            f"{request.max_tokens} output tokens; {room} {num_most}"
-        )
+            room = f"beside the {blocks} that are reserved there are"
+        asked = f"{request.num_prompt_tokens} prompt and {request.max_tokens} output tokens"
+        return f"{cache.need_words(num_blocks, self._page_size, asked)}; {room} {num_most}"
 
     def cancel(self, request: Request) -> None:
         """Remove a waiting or running request, between steps; its pages are free at once.
@@ -181,7 +195,8 @@ class Scheduler:
 
     def _most_pages(self, request: Request) -> int:
         """Return how many pages a request holds when it has generated all but its last token."""
-        return self.config.pages_for(max(1, request.num_prompt_tokens + request.max_tokens - 1))
+        num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)
+        return self.cache.num_at_most(num_tokens, self._page_size)
 
     @property
     def has_work(self) -> bool:
@@ -197,31 +212,32 @@ class Scheduler:
         return self.waiting.num_waiting + len(self.waiting_with_pages) + num_loading
 
     def side_counts(self) -> tuple[int, ...]:
-        """Return the pages used and cached in each tier below the device, one pair a tier."""
-        return () if self.tiers is None else self.tiers.num_pages()
+        """Return what is used and cached in each tier below the device, then in each KV group, in pairs."""
+        counts = self.cache.counts()
+        return counts if self.tiers is None else self.tiers.num_pages() + counts
 
     def side_counts_at_mark(self) -> tuple[int, ...]:
-        """Return the same for the last scheduled step."""
-        return () if self.tiers is None else self.tiers.num_pages()
+        """Return the same at the mark of the last scheduled step."""
+        return self.mark.parts if self.tiers is None else self.tiers.num_pages() + self.mark.parts
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the parts evicted of each KV group, one number a group."""
-        return ()
+        return self.cache.num_evicted_parts()
 
     def most_tokens(self, limit: int) -> int:
         """Return how many tokens a sequence has at most, of up to `limit`, that can run in this memory; 0 for none."""
-        return min(limit, self.config.pool_tokens)
+        return self.cache.most_tokens(limit, self._page_size)
 
     def num_pages_of_chunked(self) -> int:
-        """Return how many pages the rest of the chunked request needs."""
+        """Return the most blocks that the rest of the chunked request takes at one time."""
         request = self.running.chunked
         if request is None or request.holding is None:
             return 0
         num_known = request.num_prompt_tokens + request.num_output_tokens
-        return -(-num_known // self._page_size) - request.holding.num_pages
+        return self.cache.num_to_finish(request.holding, request.num_computed, num_known)
 
     def num_pages_to_admit(self) -> int:
-        """Return how many pages all waiting requests need, hits included; 0 while none could be admitted.
+        """Return how many blocks all waiting requests need, hits included; 0 while none could be admitted.
 
         While as many run as may, or admission is suspended, no number of free pages would help them.
         """
@@ -230,7 +246,7 @@ class Scheduler:
         num_loading = 0 if self.loads is None else self.loads.num_requests
         if self.running.num_running + num_loading >= self._max_num_seqs:
             return 0
-        return self.waiting.num_waiting_pages
+        return self.waiting.num_waiting_blocks
 
     # One step ---------------------------------------------------------------------------------------------
 
@@ -263,7 +279,7 @@ class Scheduler:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
             admitted += self._admit(now_ns, budget, chunks)
-        self.mark.look()
+        self.cache.look(self.mark)
         plan_batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
         preempted = (*gave_way, *preemptions) if gave_way else tuple(preemptions)
         batch = self._batch
@@ -274,12 +290,15 @@ class Scheduler:
         if decodes is not None and self.drafts is not None:
             drafts, decodes = self.drafts.take(decodes, plan_batch, self.pages.token_budget)
             if drafts is not None:
-                self.mark.look()
+                self.cache.look(self.mark)
                 plan_batch = replace(plan_batch, num_drafted=len(drafts.rows))
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.own_pages.take_copies()
         left = batch.take_left()
-        return StepPlan(wheel.step, plan_batch, admitted, preempted, decodes, left, transfers, copies, drafts)
+        snapshots = batch.take_snapshots()
+        return StepPlan(
+            wheel.step, plan_batch, admitted, preempted, decodes, left, transfers, copies, drafts, snapshots
+        )
 
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
@@ -299,12 +318,15 @@ class Scheduler:
             self.blocked = NOT_BLOCKED
         if self.own_pages.computed:
             self.own_pages.settle()
-        if self._prefill.completing:
+        completing = self._prefill.completing
+        if completing:
             for request in self._prefill.complete(end_ns, stopped):
                 finished.append(request)
                 self._finish(request, end_ns)
         if finished:
             self.blocked = NOT_BLOCKED
+        if self._settles:
+            self._settle([request for request in completing if request.state is DECODING])
         return finished
 
     # Many steps -------------------------------------------------------------------------------------------
@@ -317,21 +339,32 @@ class Scheduler:
         """
         if self.running.chunked is not None or self.waiting_with_pages:
             return 0
-        return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head)
+        return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self.num_pages_wanted)
 
-    def advance(self, num_steps: int, *, is_taken: bool = False) -> list[int]:
-        """Do `num_steps` of the steps that `horizon` promised; return the pages each took. `commit_many` must follow.
+    def advance(self, num_steps: int, *, is_taken: bool = False) -> Leap:
+        """Do `num_steps` of the steps that `horizon` promised, or fewer where memory ends the leap earlier.
 
-        `is_taken`: the pages were taken before, in the order of the turns of several models.
+        `commit_leap` must follow. `is_taken`: the pages were taken before, in the order of the turns of several models.
         """
+        cache = self.cache
+        if cache.follows_decodes:
+            is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
+            return cache.leap(num_steps, self.num_pages_wanted if is_lacking else 0)
         due = self.wheel.pages_due_by_step(num_steps)
         num_due = sum(due)
         if num_due and not is_taken:
-            assert not self.cache.has_page_ids, "page ids are handed out one step at a time"
-            self.cache.take(num_due)
+            assert not cache.has_page_ids, "page ids are handed out one step at a time"
+            cache.take_pages(num_due)
         if self.running.num_sharing:
             self._prefill.publish_filled(num_steps)
-        return due
+        return Leap(due)
+
+    def commit_leap(self, num_steps: int, end_ns: int) -> list[Request]:
+        """End the last of `num_steps` advanced steps at `end_ns`; return the requests that finished."""
+        finished = self.commit_many(num_steps, end_ns)
+        if self._settles:
+            self._settle([])
+        return finished
 
     def commit_many(self, num_steps: int, end_ns: int, stopped: frozenset[Request] = NONE) -> list[Request]:
         """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order.
@@ -374,11 +407,12 @@ class Scheduler:
     def _admit(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[int, ...]:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
         waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
-        page_size, max_num_seqs, tell = self._page_size, self._max_num_seqs, self._tell
+        page_size, max_num_seqs, tell, pins = self._page_size, self._max_num_seqs, self._tell, self.pins
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
         while loads is not None and loads.loaded and budget > 0:
             request, loaded = loads.loaded.pop(0)
+            self._num_published = -1
             hit_tokens = loads.resume(request, loaded)
             if tell is not None:
                 tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
@@ -394,24 +428,32 @@ class Scheduler:
             if budget <= 0:
                 self.blocked = FOR_BUDGET
                 break
+            if self._num_published == cache.num_published and self._still_lacks(request):
+                self.blocked = FOR_PAGES
+                break
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
             match = cache.match(request.content, (num_known - 1) // page_size)
-            num_wanted = -(-num_known // page_size) - match.num_shared
-            if num_wanted > pages.num_free_to_admit(num_wanted) and not pages.make_way(
-                request, num_wanted, to_admit=True
-            ):
-                self.blocked = FOR_PAGES
-                self.num_pages_wanted = num_wanted
-                break
+            num_wanted = cache.num_to_admit(match, num_known)
+            if num_wanted > pages.num_free_to_admit(num_wanted):
+                if pins is not None and pins.num_pins and pins.give_up_oldest():
+                    continue  # what it shared with the pin it may have to take now
+                if not pages.make_way(request, num_wanted, to_admit=True):
+                    self.blocked = FOR_PAGES
+                    self.num_pages_wanted = num_wanted
+                    self._lacking = request, num_wanted
+                    self._num_published = cache.num_published if pages.is_alone else -1
+                    break
             waiting.remove(request)
+            self._num_published = -1
             if tell is not None:
                 self._told_blocked = None
             if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting):
                 continue
             hit_tokens = match.num_pages * page_size
             if tell is not None:
-                tell(Admitted(request.index, request.content, match.num_pages))
+                reach = cache.reach(request.content, (num_known - 1) // page_size)
+                tell(Admitted(request.index, request.content, match.num_pages, reach=reach))
             request.holding = cache.open(match)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
@@ -421,12 +463,63 @@ class Scheduler:
                 self._tell_blocked(tell, request)
         return tuple(admitted)
 
+    def _still_lacks(self, head: Request) -> bool:
+        """Return whether `head` was found to lack memory and certainly still does.
+
+        What it needs only grows as long as no request is admitted, which may hold what it needs as well, and nothing
+        that it could find becomes findable. Of other models it may have got memory meanwhile.
+        """
+        assert self._lacking is not None
+        request, num_wanted = self._lacking
+        if request is not head or num_wanted <= self.cache.num_free or (self.pins is not None and self.pins.num_pins):
+            return False
+        self.num_pages_wanted = num_wanted
+        return True
+
     def _tell_blocked(self, tell: Tell, head: Request) -> None:
         """Tell that `head` is not admitted, and why, unless that was told."""
         if self._told_blocked != (head.index, self.blocked):
             self._told_blocked = head.index, self.blocked
             num_pages_short = max(0, self.num_pages_wanted - self.cache.num_free)
             tell(HeadBlocked(head.index, self.blocked, num_pages_short))
+
+    # Inside: what windows and chunks release -----------------------------------------------------------------
+
+    def _settle(self, joined: list[Request]) -> None:
+        """Let running requests release what none of their later tokens attends to: that ends the step.
+
+        `joined`: those that began to decode. All are in the order of admission, and requests that ended have released
+        everything before.
+        """
+        cache = self.cache
+        if cache.follows_decodes:
+            cache.end_step()
+            for request in joined:
+                cache.settle(holding_of(request), request.num_computed)
+                cache.start_decoding(holding_of(request), request.admission)
+        else:
+            for request in self._settling(joined):
+                cache.settle(holding_of(request), self.wheel.num_computed(request))
+        chunked = self.running.chunked
+        if chunked is not None and chunked.own is None:
+            cache.settle(holding_of(chunked), chunked.num_computed)
+        cache.count()
+
+    def _settling(self, joined: list[Request]) -> list[Request]:
+        """Return the decodes that may release something now; those in `joined` come last."""
+        wheel, places = self.wheel, self._settle_places
+        settling: list[Request] = []
+        for place in places:
+            if wheel.num_computing_at(place):
+                settling += wheel.computing_at(place)
+        if self.drafts is not None:
+            settling += self.drafts.take_ahead()  # they may have passed such a place
+        if len(places) > 1 or self.drafts is not None:
+            settling.sort(key=lambda request: request.admission)
+        if joined:
+            # They are on the wheel already; their turn comes after those that were admitted before them.
+            settling = [request for request in settling if request not in joined]
+        return [request for request in (*settling, *joined) if request.own is None]
 
     # Inside: ends -----------------------------------------------------------------------------------------
 
@@ -454,6 +547,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert laws L1, L2 and L3, between steps, and that requests are where their state says."""
+        if not self.cache.is_check_due(at_rest=not self.has_work):
+            return
         for request in (*self.waiting, *self.waiting_with_pages):
             assert request.state in WAITING, f"{request!r} waits"
         held = self.running.holdings()

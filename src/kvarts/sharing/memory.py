@@ -68,7 +68,7 @@ class DeviceMemory:
         """Empty or cached."""
         free = self.num_empty_bytes
         for part in self.parts.values():
-            free += part.cache.tree.num_cached * part.page_bytes
+            free += part.cache.num_cached * part.page_bytes
         return free
 
     # Making room ------------------------------------------------------------------------------------------
@@ -88,20 +88,20 @@ class DeviceMemory:
             over = [
                 part
                 for part in self.parts.values()
-                if part.cache.tree.num_cached
+                if part.cache.num_cached
                 and (beyond if part is asker else part.pool.num_taken * part.page_bytes - part.guaranteed_bytes) > 0
             ]
             if over:
                 oldest, num_evicted = _oldest(over)
                 if oldest is not asker:
                     missing = min(missing, oldest.num_beyond_bytes)
-                if beyond <= 0 and asker.cache.tree.num_cached:
+                if beyond <= 0 and asker.cache.num_cached:
                     # Up to the page with which the asker keeps more than its guarantee itself.
                     missing = min(missing, ready + (-beyond // page_bytes + 1) * page_bytes - self.num_empty_bytes)
-            elif asker.cache.tree.num_cached:
-                oldest, num_evicted = asker, asker.cache.tree.num_cached
+            elif asker.cache.num_cached:
+                oldest, num_evicted = asker, asker.cache.num_cached
             else:
-                others = [part for part in self.parts.values() if part.cache.tree.num_cached]
+                others = [part for part in self.parts.values() if part.cache.num_cached]
                 assert others, f"L1: {needed} bytes were free, and are not"
                 oldest, num_evicted = _oldest(others)
             num_missing = -(-missing // oldest.page_bytes)
@@ -121,6 +121,6 @@ class DeviceMemory:
 def _oldest(parts: list[DevicePart]) -> tuple[DevicePart, int]:
     """Return the part with the oldest run to evict, and how many pages of it go before all that the others have."""
     if len(parts) == 1:
-        return parts[0], parts[0].cache.tree.num_cached
+        return parts[0], parts[0].cache.num_cached
     part = min(parts, key=lambda part: part.next_stamp)
     return part, part.num_next_pages

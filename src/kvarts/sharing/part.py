@@ -7,9 +7,10 @@ from typing import Protocol
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.kv.block_pages import BlockPages
-from kvarts.kv.cache import PageCache
+from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool, IdPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
@@ -61,6 +62,7 @@ class DevicePart:
         "claim",
         "claimed_bytes",
         "guaranteed_bytes",
+        "is_alone",
         "is_draining",
         "memory",
         "name",
@@ -76,7 +78,7 @@ class DevicePart:
         device: Others,
         pool: SharedPool,
         ages: Ages,
-        cache: PageCache,
+        cache: Cache,
         *,
         guaranteed_bytes: int = 0,
     ) -> None:
@@ -94,6 +96,7 @@ class DevicePart:
         """The number of the claim; earlier ones go first."""
         self.token_budget = 0
         self.is_draining = False
+        self.is_alone = False
         self._ages = ages
         self._device = device
         memory.add(self)
@@ -223,7 +226,7 @@ def open_grouped_part(
     total = _num_pages(name, memory, cache.block_bytes)
     assert cache.pool.total == total, f"{cache.pool.total} blocks, and the memory has {total}"
     pool = SharedPool(memory, cache.block_bytes, CountPool(total))
-    parts = PartsMemory(memory, pool, cache.parts, cache.tree)
+    parts = PartsMemory(memory, pool, cache.parts)
     part = DevicePart(name, memory, device, pool, parts, cache, guaranteed_bytes=guaranteed_bytes)
     cache.count()
     return part

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvarts.kv.shared_memory import SharedMemory
-from kvarts.kv.tree import PrefixTree
 from kvarts.sharing.memory import DeviceMemory
 from kvarts.sharing.pool import SharedPool
 
@@ -36,17 +35,15 @@ class Parts(Protocol):
 class PartsMemory:
     """The SharedMemory of `parts`, a cache of one model, in `memory`.
 
-    Bytes are taken and given back by `pool`, the pages of which are blocks. Writes how many blocks are cached into
-    `tree`, which has no runs: there the memory looks.
+    Bytes are taken and given back by `pool`, the pages of which are blocks.
     """
 
-    __slots__ = ("_memory", "_parts", "_pool", "_tree")
+    __slots__ = ("_memory", "_parts", "_pool")
 
-    def __init__(self, memory: DeviceMemory, pool: SharedPool, parts: Parts, tree: PrefixTree) -> None:
+    def __init__(self, memory: DeviceMemory, pool: SharedPool, parts: Parts) -> None:
         self._memory = memory
         self._pool = pool
         self._parts = parts
-        self._tree = tree
         parts.share(self)
 
     def make_room(self, num_bytes: int) -> None:
@@ -59,20 +56,17 @@ class PartsMemory:
         self._parts.resize(num_bytes)
 
     def take_back(self) -> None:
-        """Take what is empty in the cache, and note what it has cached."""
+        """Take what is empty in the cache."""
         parts, pool = self._parts, self._pool
         num_bytes = parts.empty_bytes
         if num_bytes:
             parts.resize(-num_bytes)
             pool.give(num_bytes // pool.page_bytes, None)
-        self._tree.num_cached = parts.cached_bytes // pool.page_bytes
 
     @property
     def num_free_bytes(self) -> int:
         """Bytes that the cache could take now: empty or cached, there or elsewhere."""
-        parts = self._parts
-        noted_bytes = self._tree.num_cached * self._pool.page_bytes
-        return self._memory.num_free_bytes - noted_bytes + parts.cached_bytes + parts.empty_bytes
+        return self._memory.num_free_bytes + self._parts.empty_bytes
 
     def tick(self) -> int:
         """Return the stamp of a release that happens now."""

@@ -8,16 +8,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvarts.build import build_engine, build_sharing_engine
-from kvarts.engine import Engine
+from kvarts.build import build_engine, open_group_cache
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.cost import CostModel
 from kvarts.executor.simulated import SimExecutor
-from kvarts.kv.block_pages import BlockPages
-from kvarts.kv.group_pages import GroupPages
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
-from kvarts.sched.group_leaps import LeapingScheduler
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.baselines import slices, split_config
@@ -27,7 +23,6 @@ from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.driver import SharedDriver
 from kvarts.sharing.fairqueue import FairQueue
 from kvarts.sharing.outcome import OfDevice
-from kvarts.sharing.part import DevicePart
 from kvarts.sharing.report import SharedReport
 from kvarts.sharing.rounds import Rounds
 from kvarts.sharing.steps import TurnLog
@@ -167,43 +162,33 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
             ceiling=share.ceiling,
         )
         executor = TurnExecutor(of_model.cost_model)
-        if of_model.kv_groups != "off":
-            engine, part = _open_with_groups(of_model, executor, log, num_counted, register)
-        else:
+        if of_model.kv_groups == "off":
             part = register(
                 page_bytes=config.page_bytes[name],
                 order=of_model.eviction() if below is None else below.order,
                 watcher=None if below is None else below.watcher,
                 tell=log.tell_details,
             )
-            engine = build_engine(
-                of_model,
-                executor,
-                log=log,
-                cache=part.cache,
-                pages=part,
-                policy=of_model.admission(),
-                below=below,
-                prefill=prefill_cost(of_model),
+        else:
+            part = register(
+                parts=open_group_cache(
+                    of_model, of_model.memory, num_blocks=num_counted, tell=log.tell_details, with_ids=False
+                )
             )
+        engine = build_engine(
+            of_model,
+            executor,
+            log=log,
+            cache=part.cache,
+            pages=part,
+            policy=of_model.admission(),
+            below=below,
+            prefill=prefill_cost(of_model),
+            moves_pages=False,
+        )
         device.attach(name, engine.scheduler, engine.cancel)
         tenants[name] = Tenant(name, engine, executor, device, part, weight=share.weight)
     return OpenedDevice(device, tenants, logs, is_observed)
-
-
-def _open_with_groups(
-    config: ReplayConfig, executor: TurnExecutor, log: EventLog, num_blocks: int, register: Callable[..., DevicePart]
-) -> tuple[Engine, DevicePart]:
-    """Build an engine of a model with KV groups, and its part of the device, which `register` returns."""
-    if log.tell_details is None:
-        counted = GroupPages(config.memory, num_blocks=num_blocks, page_size=config.page_size)
-        part = register(parts=counted)
-        scheduler = LeapingScheduler(config, counted, config.admission(), pages=part)
-        return Engine(config, scheduler, executor, log), part
-    # What is told of pages is told by a cache that has them one by one.
-    blocks = BlockPages(config.memory, num_blocks=num_blocks, page_size=config.page_size, tell=log.tell_details)
-    part = register(parts=blocks)
-    return build_sharing_engine(config, blocks, executor, log=log, pages=part, policy=config.admission()), part
 
 
 def _tiers_of(config: ReplayConfig) -> dict[str, int]:

@@ -136,7 +136,7 @@ class Strides:
             starts_ns.append(now_ns)
             stride.withheld.append(stride.num_unused - num_free)
             stride.num_unused -= num_due
-            stride.cached.append(cache.tree.num_cached)
+            stride.cached.append(cache.num_cached)
             stride.last_turn = turn
             now_ns += stride.durations_ns[step]
             if step + 1 == stride.horizon:

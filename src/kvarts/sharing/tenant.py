@@ -125,6 +125,6 @@ class Tenant:
 
     def end_leap(self, num_steps: int) -> list[Request]:
         """End the `num_steps` steps that `leap` started; return the requests that finished."""
-        finished = self.scheduler.commit_many(num_steps, self.engine.now_ns)
+        finished = self.scheduler.commit_leap(num_steps, self.engine.now_ns)
         self.engine.emit()
         return finished

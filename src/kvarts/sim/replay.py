@@ -162,11 +162,10 @@ def open_ranks(config: ReplayConfig, readers: Sequence[Sequence[EventReader]]) -
 
 
 def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: VirtualExecutor) -> Replica:
-    if config.kv_groups != "off":
-        return _open_grouped(config, readers, executor)
     engine = build_engine(
         config,
         executor,
+        memory=None if config.kv_groups == "off" else config.memory,
         readers=readers,
         num_waiting=MANY_EVENTS,
         policy=config.admission(),
@@ -174,23 +173,6 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         offload=config.offload,
         prefill=prefill_cost(config),
         audit=config.audit,
-    )
-    return Replica(engine, executor, step_by_step=config.step_by_step)
-
-
-def _open_grouped(config: ReplayConfig, readers: Sequence[EventReader], executor: VirtualExecutor) -> Replica:
-    from kvarts.sim.grouped_replica import open_grouped  # only a replay that counts KV groups pays for it
-
-    return open_grouped(
-        config,
-        config.memory,
-        executor,
-        readers=readers,
-        num_waiting=MANY_EVENTS,
-        policy=config.admission(),
-        step_by_step=config.step_by_step,
-        audit=config.audit,
-        offload=config.offload,
-        prefill=prefill_cost(config),
         holds_pages=config.sessions is not None and config.sessions.holds_pages,
     )
+    return Replica(engine, executor, step_by_step=config.step_by_step)

@@ -126,7 +126,7 @@ class Replica:
         scheduler, tell = self.scheduler, engine.log.tell_details
         if tell is not None:
             tell(StepEnded(scheduler.wheel.step + num_leapt - 1, engine.now_ns))
-        finished = scheduler.commit_many(num_leapt, engine.now_ns)
+        finished = scheduler.commit_leap(num_leapt, engine.now_ns)
         engine.emit()
         return finished
 
@@ -149,7 +149,7 @@ class Replica:
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the last step would end if many alike could start now: no request ends before. Else None."""
-        num_steps = self.scheduler.horizon(now_ns) if self._leaps else 0
+        num_steps = min(self.scheduler.horizon(now_ns) if self._leaps else 0, self.scheduler.cache.most_certain_steps)
         next_ns = self._next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
@@ -185,20 +185,28 @@ class Replica:
         while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()
             num_steps -= 1
-        self._last_decode_ns = durations_ns[-1] or 1
         return self.leap(now_ns, durations_ns, end_ns)
 
     def leap(self, now_ns: int, durations_ns: list[int], end_ns: int) -> int:
-        """Start steps that are alike, as many as `durations_ns` has, that end at `end_ns`; return that."""
-        if end_ns > LATEST_NS:
-            raise TooLateError
-        scheduler, num_steps = self.scheduler, len(durations_ns)
+        """Start steps that are alike, of these durations, the last of which ends at `end_ns`; return when they end.
+
+        That is earlier, and the last durations are dropped, where the cache ends the leap.
+        """
+        scheduler = self.scheduler
         wheel = scheduler.wheel
         cache, log = scheduler.cache, self.engine.log
-        num_used, num_cached = cache.num_used, cache.num_cached
+        num_used, num_cached, num_released = cache.num_used, cache.num_cached, cache.num_released
+        side_counts = scheduler.side_counts() if scheduler.has_sides else ()
         num_empty = cache.pool.num_empty
         mark = 0 if log.tell_details is None else log.mark
-        pages_taken = scheduler.advance(num_steps)
+        done = scheduler.advance(len(durations_ns))
+        pages_taken = done.taken
+        num_steps = len(pages_taken)
+        while len(durations_ns) > num_steps:
+            end_ns -= durations_ns.pop()
+        if end_ns > LATEST_NS:
+            raise TooLateError
+        self._last_decode_ns = durations_ns[-1] or 1
         if log.tell_details is not None:
             for event in tell_by_step(log.take_from(mark), wheel.step, now_ns, durations_ns, pages_taken, num_empty):
                 log.tell_details(event)
@@ -211,13 +219,14 @@ class Replica:
                     pages_taken,
                     num_used,
                     num_cached,
-                    cache.num_released,
+                    num_released,
                     scheduler.running.num_running,
                     scheduler.num_waiting,
                     scheduler.blocked,
-                    () if self._tiers is None else self._tiers.num_pages(),
+                    side_counts,
                     num_reserved=cache.num_reserved,
                     num_loading=0 if scheduler.loads is None else scheduler.loads.num_waiting,
+                    parts=done.parts,
                 )
             )
         self._num_leapt = num_steps

@@ -144,7 +144,7 @@ def test_ports_that_two_models_would_have_are_refused(run_command: Run, capsys: 
     ],
 )
 def test_endpoints_of_models(endpoint: str, told: str) -> None:
-    config = KvEventsConfig(endpoint=endpoint, replay_endpoint=endpoint)
+    config = KvEventsConfig(endpoint=endpoint, replay_endpoint=endpoint, insecure=2)
     assert config.for_model("chat", 0) == config
     of_second = config.for_model("code", 1)
     assert (of_second.endpoint, of_second.replay_endpoint) == (told, told)

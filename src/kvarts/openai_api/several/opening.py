@@ -7,14 +7,13 @@ from functools import partial
 
 import msgspec
 
-from kvarts.build import build_engine, build_sharing_engine
+from kvarts.build import build_engine, open_group_cache
 from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.waiting import WaitingExecutor
-from kvarts.kv.block_pages import BlockPages
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
@@ -177,21 +176,21 @@ def _engine(
             watcher=None if below is None else below.watcher,
             tell=log.tell_details,
         )
-        engine = build_engine(
-            of_model,
-            waiting,
-            log=log,
-            cache=part.cache,
-            pages=part,
-            policy=of_model.admission(),
-            below=below,
-            prefill=prefill_cost(of_model),
-            moves_pages=False,
-        )
     else:
-        blocks = BlockPages(groups, num_blocks=num_counted, page_size=of_model.page_size, tell=log.tell_details)
-        part = register(parts=blocks)
-        engine = build_sharing_engine(of_model, blocks, waiting, log=log, pages=part, policy=of_model.admission())
+        part = register(
+            parts=open_group_cache(of_model, groups, num_blocks=num_counted, tell=log.tell_details, with_ids=True)
+        )
+    engine = build_engine(
+        of_model,
+        waiting,
+        log=log,
+        cache=part.cache,
+        pages=part,
+        policy=of_model.admission(),
+        below=below,
+        prefill=prefill_cost(of_model),
+        moves_pages=False,
+    )
     device.attach(name, engine.scheduler, engine.cancel)
     tenant = Tenant(name, engine, SimExecutor(cost), device, part, weight=share.weight)
     return _Engine(tenant, executor, detokenizing, meter)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.part_pages import Held
+from typing import Protocol
 
-__all__ = ["GroupNeeds"]
+from kvarts.kv.group_memory import GroupMemory
+
+__all__ = ["GroupNeeds", "Held"]
+
+
+class Held(Protocol):
+    """What others hold of the parts that a request was found to begin with, by the number of a group."""
+
+    def num_shared(self, group: int, first_page: int) -> int:
+        """Return how many parts others hold, of pages from `first_page` on and of the sink."""
+
+    def num_idle(self, group: int) -> int:
+        """Return how many snapshots of a group of states nothing holds."""
 
 
 class GroupNeeds:
@@ -13,7 +24,7 @@ class GroupNeeds:
 
     def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int) -> None:
         self._page_size = page_size
-        self._most_new = most_new
+        self.most_new = most_new
         self._groups = [(group, group.part_bytes // memory.block_bytes) for group in memory.groups]
         self._spans = sorted({group.layer.span or 1 for group in memory.groups if group.layer.kind == "chunk"})
         self._begins_in_pages = len(self._spans) > 1 or any(span % page_size for span in self._spans)
@@ -96,7 +107,7 @@ class GroupNeeds:
         into a page is the largest, or the last one before tokens that begin anew, or the first. Where tokens begin anew
         inside a page, all are looked at.
         """
-        most_new, page_size = self._most_new, self._page_size
+        most_new, page_size = self.most_new, self._page_size
         if end - start <= most_new:
             return [(start, end)]
         # The last first token of a chunk of `most_new` tokens that ends with the first token of a page.

@@ -1,0 +1,416 @@
+"""The cache of a model of which every layer keeps every token: one KV group, a block of which is a whole page.
+
+It is the shortcut for that one group behind the seam in `kv/cache.py`: a pool and a prefix tree, kept in step, and no
+parts of pages to account for.
+
+A page is *used* while a request references it or a transfer holds it, *cached* while it holds a prefix and is not in
+use, *empty* otherwise. `free` is cached plus empty, and empty pages are always used before a cached one is evicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvarts.content import Content
+from kvarts.kv.cache import Cache, Holding, Mark
+from kvarts.kv.match import Match
+from kvarts.kv.node import NOTHING, HeldPages, walk
+from kvarts.kv.pool import PageError, PageId, Pool
+from kvarts.kv.tree import Node, Path, PrefixTree
+
+__all__ = ["PageCache"]
+
+
+class PageCache(Cache):
+    """Owner of the pages that it took from `pool`: which request has them, and what they hold.
+
+    Pages that are evicted from `tree` are taken again or given back.
+    """
+
+    __slots__ = ("on_evicted", "tree")
+
+    def __init__(self, pool: Pool, tree: PrefixTree) -> None:
+        super().__init__(pool, page_blocks=1)
+        self.tree = tree
+        self.match = tree.match
+        self.take_pages = self.take
+        self.on_evicted: Callable[[], object] | None = None
+        """Is called when pages were evicted, before anything else is done."""
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that hold a prefix and are not in use."""
+        return self.tree.num_cached
+
+    @property
+    def num_used(self) -> int:
+        """Pages that a request references or a transfer holds."""
+        return self.pool.num_taken - self.tree.num_cached
+
+    def look(self, mark: Mark) -> None:
+        """Set `mark` here if more pages are in use than at the mark so far."""
+        num_cached = self.tree.num_cached
+        num_used = self.pool.num_taken - num_cached  # `num_used`, spelled out: this runs in every step
+        if num_used > mark.used:
+            mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
+
+    # What requests need ---------------------------------------------------------------------------------------
+
+    def num_to_admit(self, match: Match, num_known: int) -> int:
+        """Return the pages of `num_known` tokens, without those of `match` that are in use."""
+        return -(-num_known // match.content.page_size) - match.num_shared
+
+    def num_to_run(self, holding: Holding, start: int, end: int) -> int:
+        """Return the pages that the first `end` tokens of `holding` lack."""
+        return -(-end // holding.content.page_size) - holding.num_pages
+
+    def num_to_finish(self, holding: Holding, start: int, end: int) -> int:
+        """Return the same: pages are not released while their request runs."""
+        return -(-end // holding.content.page_size) - holding.num_pages
+
+    def num_to_compute(self, num_known: int, page_size: int) -> int:
+        """Return the pages of `num_known` tokens."""
+        return -(-num_known // page_size)
+
+    def num_at_most(self, num_tokens: int, page_size: int) -> int:
+        """Return the pages of `num_tokens` tokens."""
+        return -(-num_tokens // page_size)
+
+    def num_beyond(self, num_tokens: int, page_size: int, num_most: int) -> int:
+        """Return the pages of `num_tokens` tokens if they are more than `num_most`, else 0."""
+        num_pages = -(-num_tokens // page_size)
+        return num_pages if num_pages > num_most else 0
+
+    def most_tokens(self, limit: int, page_size: int) -> int:
+        """Return the tokens of all pages, at most `limit`."""
+        return min(limit, self.pool.total * page_size)
+
+    def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
+        """Return the sentence that a request with the tokens `asked` needs `num_blocks` pages."""
+        return f"needs {num_blocks} pages of {page_size} tokens for {asked}"
+
+    @property
+    def room_words(self) -> str:
+        """The pool, as the subject of a sentence on how many pages it has."""
+        return "the pool has"
+
+    # Memory ---------------------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> list[PageId] | None:
+        """Take `count` pages, at most `num_free`: empty ones, then the cached ones that are evicted first.
+
+        Return their ids, or None where pages are only counted. Raise PageError for more than are free.
+        """
+        num_free = self.num_free - count
+        if count < 0 or num_free < 0:
+            raise PageError(f"{count} pages asked for, {self.num_free} free")
+        self.num_free = num_free
+        pool = self.pool
+        make_room = pool.make_room
+        if make_room is not None:
+            make_room(count)
+            return pool.take(count)
+        num_empty = pool.num_empty
+        if count <= num_empty:
+            return pool.take(count)
+        taken_ids = None
+        if num_empty:
+            taken_ids = pool.take(num_empty)
+            count -= num_empty
+        evicted_ids = self.tree.evict(count)
+        self.num_evicted += count
+        if self.on_evicted is not None:
+            self.on_evicted()
+        if not self.has_page_ids:
+            return None
+        return taken_ids + evicted_ids if taken_ids else evicted_ids
+
+    def shed(self, count: int) -> None:
+        """Evict `count` cached pages, which are empty then."""
+        page_ids = self.tree.evict(count)
+        self.num_evicted += count
+        self.pool.give(count, page_ids if self.has_page_ids else None)
+        if self.on_evicted is not None:
+            self.on_evicted()
+
+    def give(self, count: int, page_ids: list[PageId] | None) -> None:
+        """Give back `count` pages that were taken and hold nothing to be found."""
+        self.pool.give(count, page_ids)
+        self.num_free += count
+        self.num_released += count
+
+    def open(self, match: Match) -> Holding:
+        """Pin what was found; the tree must not have changed since."""
+        tree = self.tree
+        num_cached = tree.num_cached
+        path = tree.pin(match)
+        self.num_free -= num_cached - tree.num_cached
+        page_ids: list[PageId] | None = None
+        if self.has_page_ids:
+            page_ids = []
+            for node in path:
+                assert node.page_ids is not None
+                page_ids += node.page_ids
+        return Holding(match.content, path, match.num_pages, page_ids)
+
+    def num_pages_of(self, match: Match) -> int:
+        """Return how many pages a request holds that begins with what was found."""
+        return match.num_pages
+
+    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> Holding:
+        """Return pages that `take` took as something that holds them."""
+        return Holding(NOTHING, [], num_pages, page_ids)
+
+    def keep(self, holding: Holding) -> int:
+        """Note that `holding` stays when no request runs; return how many of its pages nothing else keeps."""
+        return self.tree.keep(holding.path)
+
+    def unkeep(self, holding: Holding) -> int:
+        """Undo a `keep`; return how many pages nothing keeps any more."""
+        return self.tree.unkeep(holding.path)
+
+    def hold(self, path: Path, start: int, end: int) -> HeldPages:
+        """Keep pages [start, end) of `path` in use for a transfer, each in its place of the eviction order.
+
+        `unhold` must follow.
+        """
+        tree = self.tree
+        runs = tree.isolate(path, start, end)
+        runs.reverse()
+        pages = HeldPages(runs, start)
+        num_cached = tree.num_cached
+        tree.hold_pages(pages)
+        self.num_free -= num_cached - tree.num_cached
+        return pages
+
+    def page_ids(self, pages: HeldPages) -> list[PageId]:
+        """Return the ids of what is held, in order of position."""
+        page_ids: list[PageId] = []
+        for node in reversed(list(walk(pages.runs, pages.start))):
+            assert node.page_ids is not None
+            page_ids += node.page_ids
+        return page_ids
+
+    def unhold(self, pages: HeldPages) -> None:
+        """End what `hold` began."""
+        tree = self.tree
+        num_cached = tree.num_cached
+        orphans = tree.unhold(pages)
+        num_released = tree.num_cached - num_cached
+        for node in orphans:
+            num_pages = node.end - node.start
+            self.pool.give(num_pages, node.page_ids)
+            num_released += num_pages
+        self.num_free += num_released
+        self.num_released += num_released
+
+    def grow(self, holding: Holding, num_pages: int) -> None:
+        """Take pages until `holding` has `num_pages`, if it has fewer. Raise PageError, see the class."""
+        num_missing = num_pages - holding.num_pages
+        if num_missing > 0:
+            if not holding.is_open:
+                raise PageError("the holding is closed")
+            taken_ids = self.take(num_missing)
+            if taken_ids is not None:
+                assert holding.page_ids is not None
+                holding.page_ids += taken_ids
+            holding.num_pages = num_pages
+
+    def shrink(self, holding: Holding, num_pages: int) -> None:
+        """Give back the last pages until `holding` has `num_pages`, if it has more.
+
+        Raise PageError, see the class, and for a page that can be found.
+        """
+        count = holding.num_pages - num_pages
+        if count <= 0:
+            return
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+        if holding.path and holding.path[-1].end > num_pages:
+            raise PageError(f"{num_pages} pages to be left, and {holding.path[-1].end} can be found")
+        page_ids = holding.page_ids
+        given_ids = None
+        if page_ids is not None:
+            given_ids = page_ids[num_pages:]
+            del page_ids[num_pages:]
+        holding.num_pages = num_pages
+        self.give(count, given_ids)
+
+    def take_page(self, holding: Holding, page: int) -> None:
+        """Take the next page of `holding`; where pages are only counted, it knows of it when it is closed."""
+        taken_ids = self.take(1)
+        if taken_ids is not None:
+            assert holding.page_ids is not None
+            holding.page_ids.append(taken_ids[0])
+            holding.num_pages += 1
+
+    def take_due(self, holdings: Sequence[Holding], page_of: Sequence[int]) -> None:
+        """Take the next pages of decodes at once."""
+        taken_ids = self.take(len(holdings))
+        assert taken_ids is not None
+        for holding, page_id in zip(holdings, taken_ids, strict=True):
+            assert holding.page_ids is not None
+            holding.page_ids.append(page_id)
+            holding.num_pages += 1
+
+    def publish_pages(self, holding: Holding, num_full_pages: int) -> None:
+        """Make the first `num_full_pages` pages findable. Pages already findable stay as they are.
+
+        Raise PageError for a holding that is closed.
+        """
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+        self.num_published += 1
+        self.tree.extend(holding.path, holding.content, num_full_pages, holding.page_ids)
+
+    def open_to_load(self, match: Match, num_known: int) -> Holding:
+        """Hold what was found and take the rest of the pages of `num_known` tokens."""
+        holding = self.open(match)
+        self.grow(holding, -(-num_known // match.content.page_size))
+        return holding
+
+    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
+        """Make the first `num_pages` pages findable."""
+        self.publish_pages(holding, num_pages)
+
+    def publish(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of known tokens findable, of the first `num_tokens` tokens.
+
+        No other request can find a page of unknown tokens; its own can, once it has released the page.
+        """
+        content = holding.content
+        num_full = num_tokens // content.page_size
+        if num_full > content.num_known_pages:
+            num_full = content.num_known_pages
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+        self.num_published += 1
+        self.tree.extend(holding.path, content, num_full, holding.page_ids)
+
+    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
+        """Take pages for the first `num_tokens` tokens and publish the full ones of known tokens."""
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+        content = holding.content
+        page_size = content.page_size
+        num_pages = -(-num_tokens // page_size)
+        if num_pages > holding.num_pages:
+            taken_ids = self.take(num_pages - holding.num_pages)
+            if taken_ids is not None:
+                assert holding.page_ids is not None
+                holding.page_ids += taken_ids
+            holding.num_pages = num_pages
+        num_full = num_tokens // page_size
+        if num_full > content.num_known_pages:
+            num_full = content.num_known_pages
+        self.num_published += 1
+        self.tree.extend(holding.path, content, num_full, holding.page_ids)
+
+    def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
+        """Release everything: full pages become cached, deepest first, the rest empty.
+
+        `num_pages` is what the request holds. A pool that only counts lets a decoding request take its pages in bulk
+        with others', so the holding itself may know of fewer. Raise PageError, see the class.
+        """
+        path = holding.path
+        page_ids = holding.page_ids
+        num_known = holding.num_pages if page_ids is None else len(page_ids)
+        # With ids, the ids are the pages; without, others may have taken more for it, and never fewer.
+        if num_full_pages > num_pages or num_pages < num_known or (page_ids is not None and num_pages != num_known):
+            raise PageError(f"{num_pages} pages, {num_full_pages} of them full, and the holding has {num_known}")
+        tree = self.tree
+        num_cached = tree.num_cached
+        if num_pages - num_known > self.pool.num_taken - num_cached:
+            raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
+        if not holding.is_open:
+            raise PageError("the holding is closed")
+        self.num_published += 1
+        tree.extend(path, holding.content, num_full_pages, page_ids)
+        num_findable = path[-1].end if path else 0
+        tree.release(path)
+        num_private = num_pages - num_findable
+        if num_private:
+            self.pool.give(num_private, None if page_ids is None else page_ids[num_findable:])
+        num_released = tree.num_cached - num_cached + num_private
+        self.num_free += num_released
+        self.num_released += num_released
+        holding.path = []
+        holding.is_open = False
+
+    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
+        """Return how many pages go out of use as each of `holdings` is closed, with its number of pages, one by one.
+
+        Pages that transfers hold do not.
+        """
+        held: Counter[int] = Counter()
+        for holding, num_pages in holdings:
+            assert holding is not None
+            num_freed = num_pages - (holding.path[-1].end if holding.path else 0)
+            for node in walk(holding.path):
+                held[id(node)] += 1
+                if held[id(node)] == node.refs and not node.holds:
+                    num_freed += node.end - node.start
+            yield num_freed
+
+    def runs(self) -> Iterator[tuple[Content, int, int, int]]:
+        """Return findable pages and their copies: content, first page, page after the last, how often referenced."""
+        return ((node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
+
+    # Laws -------------------------------------------------------------------------------------------------
+
+    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
+        """Assert laws L1, L2 and L3, given all holdings with the number of pages of each, and what transfers hold."""
+        held: Counter[int] = Counter()
+        transferred: Counter[int] = Counter()
+        orphans: dict[int, Node] = {}
+        for pages in holds:
+            for node in walk(pages.runs, pages.start):
+                for copy in node.twins or (node,):
+                    transferred[id(copy)] += 1
+                    if copy.is_orphan:
+                        orphans[id(copy)] = copy
+        num_private = 0
+        for holding, num_pages in holdings:
+            position = None
+            for node in walk(holding.path):
+                held[id(node)] += 1
+                assert position is None or node.end == position, f"L2: the path has a gap before page {position}"
+                position = node.start
+            assert position in (None, 0), f"L2: the path begins at page {position}"
+            num_private += num_pages - (holding.path[-1].end if holding.path else 0)
+        num_referenced = num_cached = 0
+        resident_ids: list[PageId] = []
+        for node in orphans.values():
+            assert node.holds == transferred[id(node)], f"L2: {node} is held by {transferred[id(node)]} transfers"
+            num_referenced += node.end - node.start
+            resident_ids += node.page_ids or ()
+        listed = Counter(id(node) for node in self.tree.order)
+        for node in self.tree.nodes():
+            size = node.end - node.start
+            assert size > 0, f"L1: {node} has no pages"
+            assert node.refs == held[id(node)], f"L2: {node} is held by {held[id(node)]}"
+            assert node.holds == transferred[id(node)], f"L2: {node} is held by {transferred[id(node)]} transfers"
+            assert listed[id(node)] == (node.refs == 0), f"L2: {node} is listed for eviction {listed[id(node)]} times"
+            if node.refs or node.holds:
+                num_referenced += size
+            else:
+                num_cached += size
+            if node.page_ids is not None:
+                assert len(node.page_ids) == size, f"L1: {node} has {len(node.page_ids)} page ids"
+                resident_ids += node.page_ids
+            for child in (node.children or {}).values():
+                parent = child.parent
+                assert parent is not None and parent.children is node.children, f"L3: {child} has another parent"
+                assert child.start == node.end, f"L3: {child} does not follow {node}"
+        assert num_cached == self.num_cached, f"L1: {num_cached} pages cached, counted as {self.num_cached}"
+        self.pool.check(self.num_free, self.num_cached)
+        assert self.num_used == num_referenced + num_private, (
+            f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"
+        )
+        if self.has_page_ids:
+            for holding, num_pages in holdings:
+                assert holding.page_ids is not None and len(holding.page_ids) == num_pages
+                resident_ids += holding.page_ids[holding.path[-1].end if holding.path else 0 :]
+            resident_ids += self.pool.empty_ids
+            assert sorted(resident_ids) == list(range(self.pool.total)), "L1: a page is lost or has two owners"
