@@ -126,7 +126,7 @@ class GgufFile:
 
     def _num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
         if kind in PLAIN:
-            return prod(shape) * np.dtype(PLAIN[kind]).itemsize
+            return prod(shape) * int(np.dtype(PLAIN[kind]).itemsize)
         if kind == BFLOAT16:
             return prod(shape) * 2
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
