@@ -15,6 +15,7 @@ from kvarts.executor.base import Executor
 from kvarts.executor.copier import PageStore
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.fingerprint import fingerprint
+from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
 from kvarts.executor.torch.sampling import BatchSampler
 from kvarts.kv.transfer import TransferTotals
@@ -156,7 +157,8 @@ class LLM:
         if disk_path is not None and self.offload is not None:
             files = self.offload.open_files(disk_path, config.page_size)
         clock = WallClock() if clock is None else clock
-        sampler = BatchSampler(model.device)
+        self._grammars = Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, _eos_ids(model))
+        sampler = BatchSampler(model.device, self._grammars)
         self._executor = TorchExecutor(
             model,
             config,
@@ -237,6 +239,7 @@ class LLM:
             eos_ids=_eos_ids(self._model),
             kv_groups=self.kv_groups,
             memory=self._memory,
+            check_params=self.check_params,
         )
 
     # Requests ---------------------------------------------------------------------------------------------
@@ -255,6 +258,7 @@ class LLM:
 
     def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt. Raise ConfigError for one that the model cannot run."""
+        self.check_params(params)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError(
@@ -276,6 +280,11 @@ class LLM:
                 hint="Shorten the prompt, or lower max_tokens.",
             )
         return tokens
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ConfigError for parameters that the model cannot keep to. May take as long as compiling a grammar."""
+        if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> list[int]:
         """Return the token ids of a conversation, by the chat template of the tokenizer, up to where an answer begins.

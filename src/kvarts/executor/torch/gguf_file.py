@@ -135,7 +135,7 @@ class GgufFile:
             block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         except (ValueError, KeyError) as error:
             raise InputError(f"tensor {name!r} has the unknown type {kind}", path=self.path) from error
-        return prod(shape) // block * num_bytes
+        return int(prod(shape) // block * num_bytes)
 
     def _read(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
         if bytes(self._bytes[:4]) != MAGIC:
