@@ -34,8 +34,8 @@ def _options() -> list[click.Parameter]:
 @lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
 @lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
 @click.option("--tool-call-parser", metavar="NAME", default="auto", cls=GroupedOption, group="Model",
-              help="How the model writes calls of tools: hermes (Qwen, too), llama3_json, mistral, gemma; or auto, by the "
-                   "chat template. [auto]")  # fmt: skip
+              help="How the model writes calls of tools: hermes (Qwen, too), llama3_json, mistral, gemma, or auto, by "
+                   "its chat template. [auto]")  # fmt: skip
 def model_command(**params: Any) -> None:
     """Serve OpenAI's API from a model that runs here."""
     need_http()
