@@ -25,5 +25,14 @@ class Renamed:
     side: Literal["before", "after"] = "before"
 
 
-RENAMED: list[Renamed] = []
+RENAMED: list[Renamed] = [
+    *(
+        Renamed(artefact, re.compile(pattern, re.MULTILINE), b"", "reports say how a trace was read", side="after")
+        for artefact, pattern in (
+            ("*stdout", rb"^warning  +\S.*\n(?: {14}\S.*\n)*"),
+            ("*", rb'^ +"warnings": \[\n(?: +".*\n)+ +\],\n'),
+            ("*", rb'^ +"left_out": \{\n(?: +".*\n)+ +\},\n'),
+        )
+    ),
+]
 """Intended differences since the version that a rebuild is compared with; emptied when that version changes."""

@@ -30,3 +30,31 @@ def inks(driver: Any, selector: str) -> int:
         selector,
     )
     return count
+
+
+def commands(driver: Any) -> list[str]:
+    """The commands that clicks on a page have brought up."""
+    boxes = driver.find_elements("css selector", ".chosen pre")
+    return [box.text for box in boxes if box.is_displayed()]
+
+
+def click_at(driver: Any, chart: int, x: float, y: float) -> None:
+    """Clicks on the plot of one chart, `x` and `y` as shares of its width and height from its upper left corner."""
+    from selenium.webdriver import ActionChains
+
+    over = driver.find_elements("css selector", ".u-over")[chart]
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+    across, down = (x - 0.5) * over.size["width"], (y - 0.5) * over.size["height"]
+    ActionChains(driver).move_to_element_with_offset(over, int(across), int(down)).click().perform()
+
+
+def as_phone(driver: Any) -> None:
+    """Makes the page 420 pixels wide."""
+    size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def scrolls_sideways(driver: Any) -> bool:
+    """Whether the page is wider than its window."""
+    wide: bool = driver.execute_script("return document.documentElement.scrollWidth > innerWidth")
+    return wide

@@ -68,6 +68,7 @@ CALLS: dict[str, Call] = {
     "sweep": Call(("sweep.toml", "-o", "swept", "--workers", "1")),
     "trace anonymize": Call(("trace.jsonl",)),
     "trace convert": Call(("trace.jsonl",)),
+    "trace forms": Call(()),
     "trace info": Call(("trace.jsonl",)),
     "trace merge": Call(("trace.jsonl",)),
     "trace scale": Call(("trace.jsonl",)),

@@ -323,7 +323,7 @@ def test_results_of_load_generators_are_read(tmp_path: Path) -> None:
     [
         ('{"input_lens": [1], "output_lens": [1]}', "ttfts"),
         (
-            '{"input_lens": [1], "output_lens": [1], "ttfts": [], "itls": [], "start_times": []}',
+            '{"input_lens": [1], "output_lens": [1], "ttfts": [], "itls": [], "start_times": [0]}',
             "ttfts: has 0 values, and input_lens 1",
         ),
         (

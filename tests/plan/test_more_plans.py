@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from importlib.resources import files
@@ -17,11 +18,13 @@ from hypothesis import strategies as st
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.knees import concave_hull
 from kvarts.plan.page import render_page
+from kvarts.plan.series import charts_of
 from kvarts.plan.shares import ModelMemory, divide
 from kvarts.plan.tiers import Tier, TiersPlan, best_buy
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 
+from builders.browser import as_phone, click_at, commands, scrolls_sideways
 from builders.plan_traces import small_traces
 
 DATA = Path(str(files("kvarts") / "data"))
@@ -171,34 +174,68 @@ def test_the_page_has_everything_and_needs_nothing(planned: Callable[[], tuple[A
 def test_the_page_in_a_browser(
     planned: Callable[[], tuple[Any, Path]], browser: Callable[[bool], Any], dark: bool
 ) -> None:
-    _, page = planned()
+    values, page = planned()
     driver = browser(dark)
     driver.set_window_size(1280, 800)
     driver.get(page.as_uri())
     assert driver.get_log("browser") == []
     ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+    assert driver.title == "Plan for <script>alert(1).jsonl · kvarts"
     text = driver.find_element("tag name", "body").text
-    for said in ("Hits by memory", "Policies, ", "The next GiB", "Latency by memory", "cheapest"):
+    for said in (
+        "Hits by memory",
+        "Policies, ",
+        "The next GiB",
+        "Latency by memory",
+        "cheapest",
+        "SLO kept, by memory",
+    ):
         assert said in text
     assert not scrolls_sideways(driver)
-    # A point and a name each show their command.
+    # The recommendations are a table with a row each, and what a legend says is there before the mouse is.
+    heads = [cell.text for cell in driver.find_elements("css selector", "#options thead th")]
+    assert {"replicas", "pages of each", "TTFT p99", "keep the SLO"} <= set(heads)
+    assert len(driver.find_elements("css selector", "#options tbody tr")) == len(values["latency"]["options"])
+    legends = [cell.text for cell in driver.find_elements("css selector", ".u-value")]
+    assert legends and all(legends) and "-" not in legends and "--" not in legends, legends
+    # A point and a name each show their command: the point that is nearest to the click.
     driver.find_element("css selector", ".bars button").click()
-    shown = [element.text for element in driver.find_elements("css selector", ".chosen pre") if element.is_displayed()]
-    assert shown and shown[0].startswith("kvarts plan")
-    driver.find_element("css selector", ".u-over").click()
-    shown = [element.text for element in driver.find_elements("css selector", ".chosen pre") if element.is_displayed()]
-    assert len(shown) == 2
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    assert [command.split(" ")[:2] for command in commands(driver)] == [["kvarts", "plan"]]
+    click_at(driver, 0, 0.99, 0.05)
+    right = re.search(r"--at (\d+)", commands(driver)[0])
+    click_at(driver, 0, 0.01, 0.99)
+    left = re.search(r"--at (\d+)", commands(driver)[0])
+    assert left and right and int(left[1]) < values["curve"]["pages"][-1] // 2 < int(right[1])
+    as_phone(driver)
     assert not scrolls_sideways(driver)
 
 
-PHONE = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+def test_hits_are_on_a_linear_axis_and_the_slo_is_drawn(planned: Callable[[], tuple[Any, Path]]) -> None:
+    values, _ = planned()
+    charts = {chart["name"]: chart for chart in charts_of(values)}
+    shares = [chart for chart in charts.values() if chart.get("y_unit") == "%" and chart["kind"] == "lines"]
+    assert shares and not any(chart["log_y"] for chart in shares)
+    limits = {
+        name: series["y"]
+        for name, chart in charts.items()
+        for series in chart.get("series", ())
+        if series["style"] == "limit"
+    }
+    assert limits["Latency by memory"] == [5000.0, 5000.0]
+    assert limits["SLO kept, by memory"] == [90.0, 90.0]
+    # Every point that can be clicked has a command.
+    points = [point for chart in charts.values() for series in chart.get("series", ()) for point in series["points"]]
+    assert points and all(point["command"].startswith("kvarts ") for point in points)
 
 
-def scrolls_sideways(driver: Any) -> bool:
-    wide: bool = driver.execute_script("return document.documentElement.scrollWidth > innerWidth")
-    return wide
+def test_tiers_that_save_nothing_have_a_sentence_and_no_chart(asked: Callable[..., Any], tmp_path: Path) -> None:
+    trace = tmp_path / "few.jsonl"
+    trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:8]))
+    values = asked("plan", trace, "--page-size", 512, "--pages", 2000, "--cost", COST, "--json")
+    charts = {chart["name"]: chart for chart in charts_of(values)}
+    for name in ("Host memory", "The next GiB"):
+        assert charts[name]["kind"] == "note" and "fits" in charts[name]["note"]
 
 
 @pytest.mark.parametrize(

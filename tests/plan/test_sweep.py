@@ -15,6 +15,9 @@ import pytest
 from kvarts.directories import own_directory
 from kvarts.errors import InputError
 from kvarts.plan.sweep import pareto, points_of, run_sweep
+from kvarts.plan.sweep_page import distinct_points
+
+from builders.browser import as_phone, commands, scrolls_sideways
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 CONFIG = """
@@ -154,17 +157,59 @@ def test_the_page_in_a_browser(
 ) -> None:
     assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
     driver = browser(True)
-    driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
-    )
+    as_phone(driver)
     driver.get((tmp_path / "out" / "points.html").as_uri())
     assert driver.get_log("browser") == []
-    assert not driver.execute_script("return document.documentElement.scrollWidth > innerWidth")
+    assert driver.title == "Sweep of sweep.toml · kvarts"
+    assert not scrolls_sideways(driver)
+    rows = json.loads((tmp_path / "out" / "points.json").read_text())
+    places = [
+        len({(row[x], row[y]) for row in rows})
+        for x, y in (
+            ("kv_tokens", "ttft_ms_p99"),
+            ("ttft_ms_p99", "request_throughput_per_s"),
+            ("kv_tokens", "hit_ratio"),
+        )
+    ]
     dots = driver.find_elements("css selector", "circle")
-    assert len(dots) == 3 * 7
-    driver.execute_script("arguments[0].dispatchEvent(new Event('click'))", dots[0])
-    shown = [element.text for element in driver.find_elements("css selector", ".chosen pre") if element.is_displayed()]
-    assert len(shown) == 1 and shown[0].startswith("kvarts replay")
+    assert len(dots) == sum(places) < 3 * len(rows)
+    # A click brings up the command of every point at its place; a row of the table that of its own.
+    for dot in dots:
+        driver.execute_script("arguments[0].dispatchEvent(new Event('click'))", dot)
+    shown = commands(driver)
+    assert all(command.startswith("kvarts replay") for command in shown)
+    assert len(shown) >= 3
+    table = driver.find_elements("css selector", "#points tbody tr")
+    assert len(table) == len(rows)
+    driver.execute_script("arguments[0].click()", table[-1])
+    assert table[-1].get_attribute("class") == "picks picked"
+    assert len(commands(driver)) == len(shown) + 1
+    # Colours are those of the setting that is chosen.
+    fills = {dot.get_attribute("stroke") for dot in driver.find_elements("css selector", "circle")}
+    assert len(fills) > 1
+    driver.execute_script(
+        "const s = document.querySelector('select'); s.value = 'pages'; s.dispatchEvent(new Event('change'))"
+    )
+    assert {dot.get_attribute("stroke") for dot in driver.find_elements("css selector", "circle")} != fills
+
+
+def test_points_that_differ_in_no_outcome_are_one() -> None:
+    rows = [
+        {"eviction": eviction, "pages": pages, "kv_tokens": pages, "ttft": 7.0 if pages == 1 else 5.0, "command": "c"}
+        for eviction in ("lru", "lfu")
+        for pages in (1, 2)
+    ]
+    points = distinct_points(rows, ["eviction", "pages"])
+    assert [point["settings"] for point in points] == [
+        {"eviction": ["lru", "lfu"], "pages": ["1"]},
+        {"eviction": ["lru", "lfu"], "pages": ["2"]},
+    ]
+    # Of two settings that both differ, no combination is named that was not replayed.
+    apart = [{**rows[0], "pages": 8}, {**rows[2], "pages": 9}]
+    assert [point["settings"] for point in distinct_points(apart, ["eviction", "pages"])] == [
+        {"eviction": ["lru"], "pages": ["8"]},
+        {"eviction": ["lfu"], "pages": ["9"]},
+    ]
 
 
 def test_a_front_has_what_no_other_row_beats() -> None:

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import time
+import zlib
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvarts import ReplayConfig, Report, Slo, load_mooncake, replay
+from kvarts import ReplayConfig, Report, Slo, Trace, load_mooncake, replay
+from kvarts.report.page_data import page_data
 from kvarts.report.render import SPARKS, render_html, sparkline
 from kvarts.report.run_directory import RunDirectory
 
-from builders.browser import inks, ready
+from builders.browser import as_phone, inks, ready, scrolls_sideways
 from builders.run_directory import timeline_rows, write_run_directory, write_timeline
 
 Kvarts = Callable[..., tuple[int, str, str]]
@@ -152,23 +155,23 @@ def test_the_page_in_a_browser(run_dir: Path, tmp_path: Path, browser: Callable[
     driver = browser(dark)
     ready(driver, page)
     assert driver.get_log("browser") == []
-    assert "mooncake-conversation-1000.jsonl" in driver.title
+    assert driver.title == "Replay of mooncake-conversation-1000.jsonl · kvarts"
     ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
     text = driver.find_element("tag name", "body").text
     for said in (
-        "KV blocks in use",
+        "KV pages in use",
         "Running and waiting",
         *("TTFT: share", "ITL: share", "TPOT: share", "E2E: share", "queue time: share"),
         *(
             "Prefix hits of requests admitted",
-            "KV blocks evicted",
+            "KV pages evicted",
             "throughput",
             "goodput",
             "limited by",
             "Configuration",
         ),
-        *("never seen before", "steps that preempted", "Note: the journal breaks off."),
+        *("within the SLO of 500 ms", "never seen before", "steps that preempted", "Note: the journal breaks off."),
         "request 7: waited 4 min 43 s for too few free KV pages; 12 more waited with it for the same",
         "command kvarts replay 'a trace' --pages 700",
     ):
@@ -183,12 +186,84 @@ def test_the_page_in_a_browser(run_dir: Path, tmp_path: Path, browser: Callable[
     assert inks(driver, ".uplot canvas") >= 3
     for chart in driver.find_elements("css selector", ".chart"):
         assert chart.size["width"] <= 1180
-    assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    assert "KV blocks" not in text  # one word for them on one page
+    assert not scrolls_sideways(driver)
     # A story opens with a click.
     wait = driver.find_element("css selector", ".waits details")
     assert not wait.find_element("tag name", "pre").is_displayed()
     wait.find_element("tag name", "summary").click()
     assert "admitted after" in wait.find_element("tag name", "pre").text
+    as_phone(driver)
+    assert not scrolls_sideways(driver)
+
+
+def test_a_page_of_a_run_in_which_everything_fits_has_no_empty_charts(
+    tmp_path: Path, browser: Callable[[bool], Any]
+) -> None:
+    trace = load_mooncake(Path(TRACE))
+    assert trace.requests is not None
+    few = Trace(trace.requests[:5], unit_tokens=trace.unit_tokens, name="few")
+    run_dir = write_run_directory(tmp_path / "run", replay(few, ReplayConfig(num_pages=20_000)))
+    told = Told(
+        100, [Kind("never_seen", 100), Kind("evicted", 0)], [Waited("0", 0.0, "nothing", 0, [])], [(9.0, 0)], []
+    )
+    page = tmp_path / "report.html"
+    page.write_bytes(render_html(RunDirectory(run_dir), {run_dir: told}))
+    driver = browser(False)
+    ready(driver, page)
+    text = driver.find_element("tag name", "body").text
+    for said in (
+        "Nothing was evicted: everything fits.",
+        "Everything fits: all that is ever used",
+        "No request waited",
+    ):
+        assert said in text
+    assert "seen, but evicted" not in text
+
+
+def decoded(column: str) -> list[float]:
+    """A column, as the page reads it."""
+    values: list[float] = np.cumsum(np.frombuffer(zlib.decompress(b64decode(column)), "<f8")).tolist()
+    return values
+
+
+def test_a_page_has_every_change_of_a_run_and_no_other_row(report: Report, run_dir: Path) -> None:
+    (part,) = page_data(RunDirectory(run_dir), {})["parts"]
+    (replica,) = part["replicas"]
+    rows = timeline_rows(report)
+    names = {"used": "used_blocks", "cached": "cached_blocks", "running": "active_seqs", "waiting": "waiting"}
+    shown = {name: decoded(replica[name]) for name in names}
+    times_us = decoded(replica["t_us"])
+    at = -1
+    for row in rows:  # the value of the last row that is shown holds until the next one
+        if at + 1 < len(times_us) and round(row["t_ms"] * 1e3) >= times_us[at + 1]:
+            at += 1
+        assert {name: shown[name][at] for name in names} == {name: row[field] for name, field in names.items()}
+    assert at == len(times_us) - 1 < len(rows) - 1
+    assert [times_us[int(index)] for index in decoded(replica["preempting"])] == [
+        round(row["t_ms"] * 1e3) for row in rows if row["preempted_seqs"]
+    ]
+    assert replica["left_out"] == 0
+
+
+def test_a_run_with_millions_of_changes_keeps_its_highs(report: Report, run_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    rng = np.random.default_rng(0)
+    used, waiting = rng.integers(0, 700, 300_000), rng.integers(0, 90, 300_000)
+    row = timeline_rows(report)[0]
+    rows = [
+        {**row, "step": step, "t_ms": step * 25.0 + 1e6, "used_blocks": a, "free_blocks": 700 - a, "waiting": b}
+        for step, (a, b) in enumerate(zip(used.tolist(), waiting.tolist(), strict=True))
+    ]
+    write_timeline(copy / "timeline.jsonl", report, rows)
+    (part,) = page_data(RunDirectory(copy), {})["parts"]
+    (replica,) = part["replicas"]
+    shown = decoded(replica["used"])
+    assert len(shown) <= 200_000 and len(shown) + replica["left_out"] <= 300_000
+    assert max(shown) == used.max() and max(decoded(replica["waiting"])) == waiting.max()
+    assert decoded(replica["t_us"])[-1] == rows[-1]["t_ms"] * 1e3
+    assert len(render_html(RunDirectory(copy))) < 2_000_000
 
 
 @pytest.mark.long

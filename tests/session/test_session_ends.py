@@ -15,7 +15,7 @@ from kvarts.llm.listener import EngineDeadError, RequestFailedError
 from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.session.config import SessionsConfig
-from kvarts.session.errors import SessionGoneError, SessionsExhaustedError
+from kvarts.session.errors import SessionBusyError, SessionGoneError, SessionsExhaustedError
 from kvarts.session.opening import open_sessions
 from kvarts.session.session import Session
 from kvarts.session.sessions import Sessions
@@ -393,7 +393,7 @@ def test_an_error_at_an_end_is_told_to_whoever_waits_for_it() -> None:
 
         sessions._turns.end = fail  # type: ignore[method-assign]
         for call in (sessions.append(OWNER, session, [1]), say(sessions, session, [], 1)):
-            with pytest.raises((AssertionError, EngineDeadError, RequestFailedError)):
+            with pytest.raises((AssertionError, EngineDeadError, RequestFailedError, SessionBusyError)):
                 await asyncio.wait_for(call, 10)
         await asyncio.wait_for(sessions.shut_down(), 10)
 

@@ -398,8 +398,17 @@ def test_the_page_in_a_browser(tmp_path: Path, browser: Callable[[bool], Any]) -
     ready(driver, page)
     assert driver.get_log("browser") == []
     text = driver.find_element("tag name", "body").text
-    for said in ("fake: bounded", "2 sessions of 4 + 64 tokens, 100 turns", "both counters are zero", "KV bytes"):
+    for said in (
+        "fake: bounded",
+        "2 sessions of 4 + 64 tokens, 100 turns",
+        "both counters are zero",
+        "KV memory",
+        "MiB",
+    ):
         assert said in text
+    assert driver.title == "Soak of fake: bounded · kvarts"
+    values = [cell.text for cell in driver.find_elements("css selector", ".u-value")]
+    assert values and all(values) and "--" not in values, values
     assert len(driver.find_elements("css selector", ".uplot canvas")) == 3
     assert inks(driver, ".uplot canvas") >= 3
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")

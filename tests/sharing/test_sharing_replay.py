@@ -12,8 +12,8 @@ from kvarts.cli.sharing import parse_share
 from kvarts.errors import ConfigError, InputError
 from kvarts.sharing.health import parse_health
 from kvarts.sharing.report import jain_index
-from kvarts.traffic.azure import load_azure
 from kvarts.traffic.formats import load_trace
+from kvarts.traffic.tables import load_azure
 
 DATA = Path(__file__).parents[2] / "src" / "kvarts" / "data"
 CHAT, CODE = DATA / "azure-conv-1000.csv", DATA / "azure-code-1000.csv"
@@ -230,11 +230,11 @@ def test_an_azure_trace_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "begins with ''"),
-        ("time,in,out\n", "begins with 'time,in,out'"),
+        ("", "TIMESTAMP: is missing"),
+        ("time,in,out\n", ":1: TIMESTAMP: is missing"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,1\n", ":2: has 2 columns instead of 3"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n", ":2: TIMESTAMP: 'noon' is no time"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n", ":2: TIMESTAMP: 'noon' is not a time"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.x,1,1\n", ":2: TIMESTAMP: "),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1,1\n2023-11-16 18:17:03,0,1\n",
@@ -242,7 +242,7 @@ def test_an_azure_trace_is_read() -> None:
         ),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1,x\n",
-            ":2: GeneratedTokens: must be a whole number from 1 to 2,147,483,647, got 'x'",
+            ":2: GeneratedTokens: must be a whole number from 0 to 2,147,483,647, got 'x'",
         ),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_bad_value_is_named_by_file_and_field(tmp_path: Path, where: str, valu
 def test_what_is_no_json_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text('{"id": "one",\n"block_size": 64,\n"requests": [}\n')
-    with pytest.raises(InputError, match="malformed") as caught:
+    with pytest.raises(InputError, match="is not JSON") as caught:
         load_trace(path)
     assert caught.value.line == 3
 
@@ -245,7 +245,7 @@ def test_two_files_with_one_id_and_with_two_block_sizes_are_refused(tmp_path: Pa
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         load_trace(tmp_path / "nowhere.json")
-    with pytest.raises(InputError, match=r"no \.json file"):
+    with pytest.raises(InputError, match=r"no file that ends in \.json"):
         load_trace(tmp_path)
     for data in (b"no gzip", gzip.compress(b"{}")[:-9], gzip.compress(b"[" * 100_000)):
         (tmp_path / "t.json.gz").write_bytes(data)

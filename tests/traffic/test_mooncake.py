@@ -27,7 +27,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_rows_become_requests_and_the_first_arrival_is_zero(tmp_path: Path) -> None:
-    late, early = row(timestamp=12.5, input_length=512), row(request_id="x", priority=3)
+    late, early = row(timestamp=12.5, input_length=512, hash_ids=[7]), row(request_id="x", priority=3)
     trace = load_mooncake(write(tmp_path / "t.jsonl", late, early))
     first, second = trace
     assert (first.row, first.arrival_ns, first.request_id, first.priority) == (1, 0, "x", 3)

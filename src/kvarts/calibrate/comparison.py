@@ -23,6 +23,8 @@ __all__ = ["METRICS", "STATISTICS", "Comparison", "compare", "latencies_ms", "st
 METRICS = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
 NS_PER_MS = 1e6
+AS_MEASURED = 0.01
+"""A replay is too slow or too fast if its errors all have one sign and each is larger than this."""
 
 Values = npt.NDArray[np.float64]
 
@@ -51,6 +53,26 @@ class Comparison(msgspec.Struct, frozen=True):
         """The mean of the absolute relative errors of all statistics."""
         errors = [abs(_relative(*pair)) for row in self.metrics.values() for pair in row.values()]
         return sum(errors) / len(errors)
+
+    @property
+    def verdict(self) -> str:
+        """The largest error in a sentence, and whether the replay is too slow or too fast as a whole."""
+        errors = {
+            f"{metric.upper()} {name}": _relative(*pair)
+            for metric, row in self.metrics.items()
+            for name, pair in row.items()
+            if np.isfinite(pair).all()
+        }
+        if not errors:
+            return "No request has a latency to compare."
+        least, most = min(errors.values()), max(errors.values())
+        worst = max(errors, key=lambda name: abs(errors[name]))
+        if min(abs(least), abs(most)) < AS_MEASURED or least < 0 < most:
+            most = 100 * abs(errors[worst])
+            return f"Latencies of the replay are within {most:.2f} % of those measured; worst: {worst}."
+        way = "long" if least > 0 else "short"
+        near, far = sorted((abs(least), abs(most)))
+        return f"Latencies of the replay are {100 * near:.1f} to {100 * far:.1f} % too {way}; worst: {worst}."
 
     def to_text(self) -> str:
         """Return a table, with a line end."""

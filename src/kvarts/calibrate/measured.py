@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.results import result_rows
 from kvarts.errors import ConfigError, InputError
 from kvarts.files import read_text
 from kvarts.limits import LATEST_NS, MOST_COUNT, brief
+from kvarts.traffic.results import RESULT_FIELDS, read_results
 from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.traffic.trace_file import TraceFile
 
 __all__ = ["FIELDS", "Measured", "load_measured"]
 
@@ -104,9 +105,10 @@ class Measured(msgspec.Struct, frozen=True):
 def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None, time_unit: str = "s") -> Measured:
     """Read a measured run. `columns`: the file's names for those of FIELDS that it calls otherwise.
 
-    A file of JSON lines with `queued_ts` is read in vLLM's format, and result files of load generators in theirs, with
-    times in seconds. Raise MissingFileError; ConfigError for a column
-    that does not exist; InputError, with line and field, for a value that is missing, no number, or inconsistent.
+    A file of JSON lines with `queued_ts` is read in vLLM's format, and result files of load generators in theirs. These
+    have a client's times: the way there and back counts as time of the engine. Raise MissingFileError; ConfigError for
+    a column that does not exist; InputError, with line and field, for a value that is missing, no number, or
+    inconsistent.
     """
     path = Path(path)
     if time_unit not in UNITS_NS:
@@ -117,11 +119,10 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
             raise ConfigError(f"{field!r} is not a field", field="columns", hint=f"There are {', '.join(FIELDS)}.")
         names[field] = name
     text = read_text(path, hint="Check the path of the measured run.")
-    results = result_rows(path, text) if text.lstrip().startswith("{") and columns is None else None
-    if results is not None:
-        if not results:
-            raise InputError("has no request that succeeded", path=path)
-        return _measured(path, results, names, UNITS_NS["s"])
+    if columns is None and text.lstrip().startswith("{"):
+        file = TraceFile(path)
+        if any(fields <= first for fields in RESULT_FIELDS for first in file.first_fields[:1]):
+            return _measured(path, _result_rows(file), names, UNITS_NS["ns"])
     rows = list(_json_rows(path, text) if text.lstrip().startswith("{") else _csv_rows(path, text))
     if not rows:
         raise InputError("holds no request", path=path)
@@ -137,6 +138,23 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
                 hint=f"Say what the column of {field} is called; there are {_names(rows[0][1])}.",
             )
     return _measured(path, rows, names, UNITS_NS[time_unit])
+
+
+def _result_rows(file: TraceFile) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of a result file, by the names of FIELDS; times are in nanoseconds since the first."""
+    results = read_results(file).rows
+    if not results:
+        raise InputError("has no request that succeeded", path=file.path)
+    first_ns = min(row.start_ns or 0 for row in results)
+    rows = []
+    for row in results:
+        if row.start_ns is None or row.first_token_ns is None or row.last_token_ns is None:
+            raise InputError("is missing", path=file.path, line=row.line, field=row.token_field)
+        times = (row.start_ns, row.first_token_ns, row.last_token_ns)
+        named = dict(zip(("arrival", "first_token", "last_token"), (ns - first_ns for ns in times), strict=True))
+        lengths = {"prompt_tokens": row.num_prompt_tokens, "output_tokens": row.num_output_tokens}
+        rows.append((row.line, {**named, **lengths}))
+    return rows
 
 
 def _names(row: Mapping[str, Any]) -> str:

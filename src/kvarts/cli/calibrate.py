@@ -372,5 +372,5 @@ def compare_command(
     else:
         click.echo(comparison.to_text(), nl=False)
     if html_file is not None:
-        write_whole(html_file, render_page(theirs, ours, curve, comparison))
+        write_whole(html_file, render_page(theirs, ours, curve, comparison, name=replayed.name))
         click.echo(f"kvarts: wrote {html_file}", err=True)

@@ -292,20 +292,22 @@ def _own_options(context: click.Context) -> list[str]:
 def _sampled(
     given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
 ) -> dict[str, Any]:
-    """Return an estimate. Mooncake's form is read as a stream; other forms as a whole."""
+    """Return an estimate. Mooncake's form without sessions is read as a stream; other forms as a whole."""
     from kvarts.cli.sample import reading_of
     from kvarts.plan.sampled import SampledCurve
+    from kvarts.traffic.forms import is_stream
     from kvarts.traffic.mooncake import MooncakeReader
     from kvarts.traffic.trace import Trace
+    from kvarts.traffic.trace_file import TraceFile
 
     if count_outputs:
         raise ConfigError("cannot be counted in a sample", field="--outputs", hint="Leave out --outputs or --sample.")
     page_size = _page_size(given)
     reading = reading_of(given)
-    if trace is not None and trace.suffix == ".jsonl" and "workload" not in given:
-        unit_tokens = reading.pop("trace_block_size", None) or 512
-        reader = MooncakeReader(trace, trace_block_size=unit_tokens, **reading)
-        return SampledCurve(Trace(reader, unit_tokens=unit_tokens, name=trace.name), page_size, rate).to_builtins(sizes)
+    if trace is not None and "workload" not in given and "session_turns" not in reading and is_stream(TraceFile(trace)):
+        reader = MooncakeReader(trace, **reading)
+        stream = Trace(reader, unit_tokens=reader.trace_block_size, name=trace.name)
+        return SampledCurve(stream, page_size, rate).to_builtins(sizes)
     return SampledCurve(load_traffic(given, trace), page_size, rate).to_builtins(sizes)
 
 

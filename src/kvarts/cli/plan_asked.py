@@ -167,7 +167,11 @@ class Asked:
             all_sections(),
             Path("users.jsonl"),
             self._config_file,
-            {"concurrency": users, "trace_block_size": self._traffic.unit_tokens},
+            {
+                "concurrency": users,
+                "trace_block_size": self._traffic.unit_tokens,
+                **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # as the copies are written
+            },
         )
         scale = ["kvarts", "trace", "scale", str(self._trace), "--copies", str(copies), "-o", "users.jsonl"]
         return f"{shlex.join(scale)} && {again}"

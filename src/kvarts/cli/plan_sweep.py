@@ -95,7 +95,8 @@ def sweep_command(
             for point, row, on_front in zip(points, rows, pareto(rows, SMALLER, LARGER), strict=True)
         ]
         keys = sorted({key for changed in changes for key in changed})
-        drawn = sweep_values(config_file.name, rows, keys, sweep)
+        slo = values.get("slo") if not any(key.startswith("slo.") for key in keys) else None
+        drawn = sweep_values(config_file.name, rows, keys, sweep, slo)
         write_whole(directory / TABLE, msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
         _write_parquet(rows, directory / PARQUET)
         write_whole(directory / PAGE, render_page(drawn))
@@ -196,7 +197,7 @@ def _frozen(values: dict[str, Any]) -> str:
     """Return what of a point says how its traffic is read, as a text."""
     import msgspec
 
-    keys = ("trace", "trace_block_size", "skip_bad_lines", "workload")
+    keys = ("trace", "trace_block_size", "skip_bad_lines", "session_turns", "workload")
     return msgspec.json.encode({key: values[key] for key in keys if key in values}).decode()
 
 

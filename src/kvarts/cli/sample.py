@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 import msgspec
@@ -32,6 +32,14 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
         setting("Tokens that a hash id of the trace stands for.", metavar="TOKENS", default="512"),
     ] = None
     skip_bad_lines: Annotated[bool, setting("Leave out lines that cannot be read; the report says how many.")] = False
+    session_turns: Annotated[
+        Literal["whole", "deltas"] | None,
+        setting(
+            "Whether later turns of sessions in Mooncake's form have whole prompts, or only what is new.",
+            metavar="KIND",
+            default="whole, refused if they look like deltas",
+        ),
+    ] = None
     workload: Annotated[Any, setting("Table of a Workload: traffic made from a seed.", flag=None)] = None
 
 
@@ -40,7 +48,7 @@ SECTION = Section(struct=TrafficSettings, title="Traffic")
 
 def reading_of(given: Given) -> dict[str, Any]:
     """Return how traces are read, see load_trace."""
-    return {key: given[key] for key in ("trace_block_size", "skip_bad_lines") if key in given}
+    return {key: given[key] for key in ("trace_block_size", "skip_bad_lines", "session_turns") if key in given}
 
 
 def load_traffic(given: Given, trace: Path | None) -> Trace:

@@ -77,6 +77,7 @@ def render_table(summary: dict[str, Any]) -> str:
             f"{summary['num_preemptions']:,} times, {summary['num_recomputed_tokens']:,} tokens computed again",
         ),
         _row("limited by", _limit(summary["limited_by"])),
+        *_warnings(summary),
         *_advice(summary),
     ]
     return "\n".join(lines) + "\n"
@@ -154,6 +155,19 @@ def _counts(summary: dict[str, Any], completed: int, rejected: int) -> str:
     text = f"{completed:,} completed, {rejected:,} rejected"
     skipped = summary["num_skipped_lines"]
     return f"{text}, {skipped:,} bad lines skipped" if skipped else text
+
+
+def _warnings(summary: dict[str, Any]) -> list[str]:
+    """Return rows on how the trace was read; none where there is nothing to say."""
+    left_out = [f"{count:,} {reason}" for reason, count in summary.get("left_out", {}).items()]
+    said = [f"the trace has rows that are left out: {', '.join(left_out)}"] if left_out else []
+    return [
+        line
+        for warning in (*said, *summary.get("warnings", ()))
+        for line in wrap(
+            warning, width=80, initial_indent=f"{'warning':<14}", subsequent_indent=" " * 14, break_on_hyphens=False
+        )
+    ]
 
 
 def _working_set(summary: dict[str, Any], pool_pages: int) -> str:

@@ -39,6 +39,9 @@ class _Duration(click.ParamType[int]):
 def _reading(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of how traces are read."""
     command = click.option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read.")(command)
+    command = click.option("--session-turns", type=click.Choice(["whole", "deltas"]),
+                           help="Whether later turns of sessions in Mooncake's form have whole prompts, or only what "
+                           "is new.")(command)  # fmt: skip
     return click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
                         help="Tokens that a hash id stands for.")(command)  # fmt: skip
 
@@ -64,11 +67,29 @@ def trace_command() -> None:
 @_reading
 def info_command(trace: Path, as_json: bool, **reading: Any) -> None:
     """Say what is in a TRACE, and whether it tells what prompts have in common."""
-    values = _info(_load(trace, reading))
+    traffic = _load(trace, reading)
+    values = _info(traffic)
+    _say(traffic)
     if as_json:
         print_json(values)
         return
     print_bytes("".join(f"{name:<24}{_text(value)}\n" for name, value in values.items()).encode())
+
+
+@trace_command.command("forms", cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def forms_command(as_json: bool) -> None:
+    """List the forms of traces that are read, with an example of each."""
+    from kvarts.traffic.forms import FORMS
+
+    if as_json:
+        print_json([{"name": form.name, "title": form.title, "example": form.example,
+                     "tells_prefixes": form.tells_prefixes} for form in FORMS])  # fmt: skip
+        return
+    told = {True: "tells what prompts have in common", False: "lengths and times only"}
+    print_bytes("\n".join(
+        f"{form.name}: {form.title}; {told[form.tells_prefixes]}\n{form.example}\n" for form in FORMS
+    ).encode())  # fmt: skip
 
 
 @trace_command.command("convert", cls=Command)
@@ -155,11 +176,16 @@ def _write(trace: Trace, output: Path | None) -> None:
         check_writable(output)
         with whole_file(output) as file:
             file.writelines(mooncake_lines(trace))
-    if not trace.knows_prefixes:
-        click.echo("kvarts: the trace does not tell what prompts have in common: no two of them share a page", err=True)
+    _say(trace)
     if trace.unit_tokens != 512:
         click.echo(f"kvarts: a hash id stands for {trace.unit_tokens} tokens: read it with "
                    f"--trace-block-size {trace.unit_tokens}", err=True)  # fmt: skip
+
+
+def _say(trace: Trace) -> None:
+    """Write the warnings of a trace to standard error."""
+    for warning in trace.said():
+        click.echo(f"kvarts: {warning}", err=True)
 
 
 def _info(trace: Trace) -> dict[str, Any]:
@@ -189,6 +215,7 @@ def _info(trace: Trace) -> dict[str, Any]:
         "knows_outputs": trace.has_output_tokens,
         "working_set_tokens": (working_set_pages(trace, INFO_PAGE_SIZE) or 0) * INFO_PAGE_SIZE,
         "num_skipped_lines": trace.num_skipped_lines,
+        **{f"left_out_{reason.replace(' ', '_')}": count for reason, count in trace.left_out.items()},
     }
 
 

@@ -1,6 +1,6 @@
 """The charts of a plan as values: what a page draws, and what pictures are drawn from.
 
-A chart has axes, series, and points in series that have a text and a command.
+A chart has axes with units, series, and points in series that have a text and a command.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ from typing import Any
 
 from kvarts.plan.sweep import pareto
 from kvarts.plan.sweep_page import sweep_charts
+from kvarts.report.words import duration, percent
 
 __all__ = ["charts_of", "usual_points"]
 
 Chart = dict[str, Any]
 
 WIDE = 50.0
-"""Between the largest and the smallest value of a chart, from which on its y axis is logarithmic."""
+"""Between the largest and the smallest latency of a chart, from which on its y axis is logarithmic."""
+GIB = 1 << 30
+HITS = "hits, of prompt tokens"
+SAVED = "prefill saved per request"
 
 
 def charts_of(values: dict[str, Any]) -> list[Chart]:
-    """Return the charts that there are values for."""
+    """Return the charts that there are values for. A chart with nothing to show is a note that says why."""
     if "users" in values:
         return _users(values["users"])
     if "sweep" in values:
@@ -34,15 +38,56 @@ def charts_of(values: dict[str, Any]) -> list[Chart]:
     return charts
 
 
-def _chart(name: str, x: str, y: str, series: list[Chart], *, log: bool = False, note: str = "") -> Chart:
+def _chart(
+    name: str,
+    x: tuple[str, str],
+    y: tuple[str, str],
+    series: list[Chart],
+    *,
+    log: bool = False,
+    note: str = "",
+    marks: list[Chart] | None = None,
+) -> Chart:
+    """Return a chart of lines. `x`, `y`: a title, and the unit of values: ms, %, GiB or none.
+
+    Only latencies have a logarithmic y axis, if they are far apart. `marks`: values of x with a text.
+    """
     ys = [value for each in series for value in each["y"] if value is not None]
-    log_y = bool(ys) and min(ys) > 0 and max(ys) > WIDE * min(ys)
-    return {"name": name, "kind": "lines", "x": x, "y": y, "series": series, "log": log, "log_y": log_y, "note": note}
+    log_y = y[1] == "ms" and bool(ys) and min(ys) > 0 and max(ys) > WIDE * min(ys)
+    return {
+        "name": name,
+        "kind": "lines",
+        "x": x[0],
+        "x_unit": x[1],
+        "y": y[0],
+        "y_unit": y[1],
+        "series": series,
+        "log": log,
+        "log_y": log_y,
+        "note": note,
+        "marks": marks or [],
+    }
 
 
-def _series(label: str, xs: list[float], ys: list[float | None], points: list[Chart] | None = None) -> Chart:
-    """Return a line; with `points`, of the same number, each has a text and a command."""
-    return {"label": label, "x": xs, "y": ys, "points": points or []}
+def _series(
+    label: str, xs: list[float], ys: list[float | None], points: list[Chart] | None = None, style: str = ""
+) -> Chart:
+    """Return a line; with `points`, of the same number, each has a text and a command.
+
+    `style`: line, points (a line with a circle at each), dots (circles alone), or limit (dashed).
+    """
+    return {
+        "label": label,
+        "x": xs,
+        "y": ys,
+        "points": points or [],
+        "style": style or ("points" if points else "line"),
+    }
+
+
+def _limit(label: str, xs: list[float], at: float) -> Chart:
+    """Return a dashed line across all of `xs`, at the value that is not to be passed."""
+    return _series(label, [min(xs), max(xs)], [at, at], style="limit")
 
 
 def _point(text: str, command: str) -> Chart:
@@ -53,27 +98,44 @@ def _curve(values: dict[str, Any]) -> Chart:
     curve = values["curve"]
     knees = {point["pages"] for point in values["knees"]}
     at = sorted(values["at"], key=lambda point: int(point["pages"]))
+    token_bytes = (values.get("tiers") or {}).get("kv_bytes_per_token")
+
+    def memory(pages: int) -> str:
+        gib = f", {pages * values['page_size'] * token_bytes / GIB:,.1f} GiB" if token_bytes else ""
+        return f"{pages:,} pages{gib}"
+
     points = [
         _point(
-            f"{point['pages']:,} pages{', a knee' if point['pages'] in knees else ''}: LRU {point['hit_ratio']:.1%}, "
-            f"optimum {point['optimum_hit_ratio']:.1%}",
+            f"{memory(point['pages'])}{', a knee' if point['pages'] in knees else ''}: "
+            f"LRU {100 * point['hit_ratio']:.1f} %, optimum {100 * point['optimum_hit_ratio']:.1f} %",
             str(point.get("command", "")),
         )
         for point in at
     ]
     sizes = [point["pages"] for point in at]
     inside = [pair for pair in zip(curve["pages"], curve["hit_ratio"], strict=True) if pair[0] > 0]
+    line = _series("LRU", [pages for pages, _ in inside], [100 * ratio for _, ratio in inside])
+    if values.get("command"):
+        line["at"] = _point("{X} pages: LRU {Y}", f"{values['command']} --at {{x}}")
+    series = [
+        line,
+        _series("LRU, in the table", sizes, [100 * point["hit_ratio"] for point in at], points, "dots"),
+        _series("optimum", sizes, [100 * point["optimum_hit_ratio"] for point in at], points),
+    ]
+    if at and "group_hit_ratio" in at[0]:
+        groups = [100 * point["group_hit_ratio"] for point in at]
+        series.append(_series("LRU, KV groups counted", sizes, groups, points))
+    num_pages = max((point["pages"] for point in (values.get("latency") or {}).get("points", [])), default=None)
     return _chart(
         "Hits by memory",
-        "pages",
-        "% of prompt tokens",
-        [
-            _series("LRU", [pages for pages, _ in inside], [100 * ratio for _, ratio in inside]),
-            _series("LRU, looked at", sizes, [100 * point["hit_ratio"] for point in at], points),
-            _series("optimum", sizes, [100 * point["optimum_hit_ratio"] for point in at], points),
-        ],
+        ("pages", ""),
+        (HITS, "%"),
+        series,
         log=True,
-        note="Knees: " + (", ".join(f"{pages:,}" for pages in sorted(knees)) or "none") + " pages.",
+        note=f"Knees: {', '.join(f'{pages:,}' for pages in sorted(knees))} pages."
+        if knees
+        else "The curve has no knee.",
+        marks=[] if num_pages is None else [{"x": num_pages, "text": f"one replica: {memory(num_pages)}"}],
     )
 
 
@@ -85,29 +147,33 @@ def _league(rows: list[dict[str, Any]]) -> list[Chart]:
             {
                 "label": row["policy"],
                 "value": 100 * row["hit_ratio"],
-                **_point(f"{row['policy']}: {row['hit_ratio']:.1%} of prompt tokens", row["command"]),
+                **_point(f"{row['policy']}: {100 * row['hit_ratio']:.1f} % of prompt tokens", row["command"]),
             }
             for row in of_size
         ]
         best = 100 * of_size[0]["optimum_hit_ratio"]
-        charts.append(_bars(f"Policies, {size:,} pages", "% of prompt tokens", bars, most=best, limit="optimum"))
+        charts.append(_bars(f"Policies, {size:,} pages", (HITS, "%"), bars, most=best, limit="optimum"))
     replayed = [row for row in rows if "replayed" in row]
     if replayed:
         bars = [
             {
                 "label": row["policy"],
                 "value": row["ttft_ms"]["mean"] or 0.0,
-                **_point(f"{row['policy']}: TTFT mean {row['ttft_ms']['mean']} ms", row["command"]),
+                **_point(f"{row['policy']}: TTFT mean {_ms(row['ttft_ms']['mean'])}", row["command"]),
             }
             for row in replayed
         ]
-        charts.append(_bars(f"Policies replayed, {replayed[0]['pages']:,} pages", "TTFT mean, ms", bars))
+        charts.append(_bars(f"Policies replayed, {replayed[0]['pages']:,} pages", ("TTFT mean", "ms"), bars))
     return charts
 
 
-def _bars(name: str, y: str, bars: list[Chart], *, most: float = 0.0, limit: str = "") -> Chart:
+def _bars(name: str, y: tuple[str, str], bars: list[Chart], *, most: float = 0.0, limit: str = "") -> Chart:
     most = max([most, *(bar["value"] for bar in bars)])
-    return {"name": name, "kind": "bars", "y": y, "bars": bars, "most": most, "limit": limit, "note": ""}
+    return {"name": name, "kind": "bars", "y": y[0], "y_unit": y[1], "bars": bars, "most": most, "limit": limit}
+
+
+def _note(name: str, text: str) -> Chart:
+    return {"name": name, "kind": "note", "note": text}
 
 
 def _tiers(tiers: dict[str, Any], command: str) -> list[Chart]:
@@ -115,29 +181,39 @@ def _tiers(tiers: dict[str, Any], command: str) -> list[Chart]:
     for name, title, curve in (("host", "Host memory", tiers["curve"]), ("disk", "Disk", tiers["disk_curve"])):
         if not curve:
             continue
+        if len({point["saved_s"] for point in curve}) == 1:
+            charts.append(_note(title, "It would save nothing: everything that is found again fits above it."))
+            continue
+        saved = [point["saved_ms_per_request"] - curve[0]["saved_ms_per_request"] for point in curve]
         points = [
-            _point(f"{point['gib'][name]:,.1f} GiB of {title.lower()} save {point['saved_s']:,.1f} s", command)
-            for point in curve
+            _point(
+                f"{point['gib'][name]:,.1f} GiB of {title.lower()}: {_hits(point)} hits, "
+                f"{_ms(saved_ms)} of prefill saved per request",
+                str(point.get("command", command)),
+            )
+            for point, saved_ms in zip(curve, saved, strict=True)
         ]
-        line = _series(
-            "saved",
-            [point["gib"][name] for point in curve],
-            [point["saved_ms_per_request"] for point in curve],
-            points,
-        )
-        charts.append(_chart(title, f"GiB of {title.lower()}", "ms of prefill saved, a request", [line]))
+        sizes = [point["gib"][name] for point in curve]
+        line = _series("saved beyond what is above it", sizes, saved, points)
+        charts.append(_chart(title, (title.lower(), "GiB"), (SAVED, "ms"), [line]))
     bars = [
         {
             "label": each["tier"],
             "value": max(0.0, each["saved_ms_per_request"]),
             **_point(
-                f"a GiB more of {each['tier']} saves {each['saved_ms_per_request']:.3f} ms a request{_priced(each)}",
+                f"a GiB more of {each['tier']} saves {_ms(each['saved_ms_per_request'])} per request{_priced(each)}",
                 command,
             ),
         }
         for each in tiers["next_gib"]
     ]
-    return [*charts, _bars("The next GiB", "ms of prefill saved, a request", bars)]
+    if not any(bar["value"] for bar in bars):
+        return [*charts, _note("The next GiB", "It saves nothing in any tier: everything that is found again fits.")]
+    return [*charts, _bars("The next GiB", (SAVED, "ms"), bars)]
+
+
+def _hits(point: dict[str, Any]) -> str:
+    return percent(sum(point["hit_ratio"].values()))
 
 
 def _priced(each: dict[str, Any]) -> str:
@@ -150,6 +226,7 @@ def _latencies(latency: dict[str, Any], page_size: int) -> list[Chart]:
     usual = max(set(rates), key=rates.count) if rates else 1.0
     by_memory = [point for point in points if point["rate"] == usual]
     by_memory.sort(key=lambda point: int(point["pages"] * point["replicas"]))
+    slo_ms = latency["slo"]["ttft_ms"]
     charts = []
     if by_memory:
         tokens = [point["pages"] * point["replicas"] * page_size for point in by_memory]
@@ -161,38 +238,59 @@ def _latencies(latency: dict[str, Any], page_size: int) -> list[Chart]:
         charts.append(
             _chart(
                 "Latency by memory",
-                "tokens of KV memory, all replicas",
-                "TTFT, ms",
-                [
-                    _series("p50", tokens, [point["ttft_ms"]["p50"] for point in by_memory], texts),
-                    _series("p99", tokens, [point["ttft_ms"]["p99"] for point in by_memory], texts),
-                    _series(
-                        "Pareto front",
-                        [size for size, is_on in zip(tokens, front, strict=True) if is_on],
-                        [point["ttft_ms"]["p99"] for point, is_on in zip(by_memory, front, strict=True) if is_on],
-                        [text for text, is_on in zip(texts, front, strict=True) if is_on],
-                    ),
-                ],
+                ("tokens of KV memory, all replicas", ""),
+                ("TTFT", "ms"),
+                [*_ttft(tokens, by_memory, texts, slo_ms), _front(tokens, by_memory, texts, front)],
                 log=True,
             )
         )
+        charts += _kept(("tokens of KV memory, all replicas", ""), tokens, by_memory, texts, latency, log=True)
     by_rate = [point for point in points if _step(point) == _most_rates(points)]
     if len({point["rate"] for point in by_rate}) > 1:
         by_rate.sort(key=lambda point: float(point["rate"]))
         texts = [_latency_point(point, False) for point in by_rate]
         xs = [point["rate"] for point in by_rate]
-        charts.append(
-            _chart(
-                "Latency by rate",
-                "times the rate of the trace",
-                "TTFT, ms",
-                [
-                    _series("p50", xs, [point["ttft_ms"]["p50"] for point in by_rate], texts),
-                    _series("p99", xs, [point["ttft_ms"]["p99"] for point in by_rate], texts),
-                ],
-            )
-        )
+        x = ("times the rate of the trace", "")
+        charts.append(_chart("Latency by rate", x, ("TTFT", "ms"), _ttft(xs, by_rate, texts, slo_ms)))
+        charts += _kept(x, xs, by_rate, texts, latency)
     return charts
+
+
+def _ttft(xs: list[float], points: list[dict[str, Any]], texts: list[Chart], slo_ms: float | None) -> list[Chart]:
+    """Return the lines of TTFT, and the SLO where there is one."""
+    lines = [_series(column, xs, [point["ttft_ms"][column] for point in points], texts) for column in ("p50", "p99")]
+    return lines if slo_ms is None else [*lines, _limit("SLO", xs, slo_ms)]
+
+
+def _front(xs: list[float], points: list[dict[str, Any]], texts: list[Chart], is_on: list[bool]) -> Chart:
+    """Return the p99s that no less memory keeps, as dots over their line."""
+    on = [index for index, each in enumerate(is_on) if each]
+    return _series(
+        "p99 on the Pareto front",
+        [xs[index] for index in on],
+        [points[index]["ttft_ms"]["p99"] for index in on],
+        [texts[index] for index in on],
+        "dots",
+    )
+
+
+def _kept(
+    x: tuple[str, str],
+    xs: list[float],
+    points: list[dict[str, Any]],
+    texts: list[Chart],
+    latency: dict[str, Any],
+    *,
+    log: bool = False,
+) -> list[Chart]:
+    """Return the chart of the requests that keep the SLO; none without an SLO."""
+    share = latency["slo_share"]
+    if share is None:
+        return []
+    kept: list[float | None] = [100 * point["slo_ratio"] for point in points]
+    name = f"SLO kept, by {'memory' if log else 'rate'}"
+    lines = [_series("SLO kept", xs, kept, texts), _limit("asked for", xs, 100 * share)]
+    return [_chart(name, x, ("requests that keep the SLO", "%"), lines, log=log)]
 
 
 def usual_points(latency: dict[str, Any]) -> list[dict[str, Any]]:
@@ -218,35 +316,34 @@ def _most_rates(points: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _latency_point(point: dict[str, Any], is_on_front: bool) -> Chart:
-    kept = "" if point["slo_ratio"] is None else f", SLO kept by {point['slo_ratio']:.1%}"
-    p99 = point["ttft_ms"]["p99"]
+    kept = "" if point["slo_ratio"] is None else f", SLO kept by {100 * point['slo_ratio']:.1f} %"
     text = (
         f"{point['replicas']} x {point['pages']:,} pages at {point['rate']:.3g} times the rate: "
-        f"TTFT p99 {'-' if p99 is None else f'{p99:,.0f} ms'}{kept}{', on the Pareto front' if is_on_front else ''}"
+        f"TTFT p50 {_ms(point['ttft_ms']['p50'])}, p99 {_ms(point['ttft_ms']['p99'])}{kept}"
+        f"{', on the Pareto front' if is_on_front else ''}"
     )
     return _point(text, point["command"])
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else duration(value)
 
 
 def _users(users: dict[str, Any]) -> list[Chart]:
     points = users["points"]
     texts = [
         _point(
-            f"{point['users']} users: TTFT p99 {point['ttft_ms']['p99']} ms"
-            + ("" if point["slo_ratio"] is None else f", SLO kept by {point['slo_ratio']:.1%}"),
+            f"{point['users']} users: TTFT p50 {_ms(point['ttft_ms']['p50'])}, p99 {_ms(point['ttft_ms']['p99'])}"
+            + ("" if point["slo_ratio"] is None else f", SLO kept by {100 * point['slo_ratio']:.1f} %"),
             point["command"],
         )
         for point in points
     ]
     xs = [point["users"] for point in points]
-    charts = [
-        _chart(
-            "Latency by users",
-            "users",
-            "TTFT, ms",
-            [_series(column, xs, [point["ttft_ms"][column] for point in points], texts) for column in ("p50", "p99")],
-        )
-    ]
+    x = ("users", "")
+    charts = [_chart("Latency by users", x, ("TTFT", "ms"), _ttft(xs, points, texts, users["slo"]["ttft_ms"]))]
     if users["slo_share"] is not None:
-        kept = [100 * point["slo_ratio"] for point in points]
-        charts.append(_chart("SLO by users", "users", "% of requests", [_series("SLO kept", xs, kept, texts)]))
+        kept: list[float | None] = [100 * point["slo_ratio"] for point in points]
+        lines = [_series("SLO kept", xs, kept, texts), _limit("asked for", xs, 100 * users["slo_share"])]
+        charts.append(_chart("SLO kept, by users", x, ("requests that keep the SLO", "%"), lines))
     return charts

@@ -1,77 +1,169 @@
-"""The charts of a sweep: every point, and those that no other beats."""
+"""The charts and the table of a sweep: every point once, with what it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
-__all__ = ["sweep_charts", "sweep_values"]
+from kvarts.report.words import duration, percent
+
+__all__ = ["distinct_points", "sweep_charts", "sweep_table", "sweep_values"]
 
 Row = dict[str, Any]
+MOST_ROWS = 2000
+"""Of the table on a page; points.json has all."""
+LOAD_KEYS = ("speedup", "concurrency", "trace", "workload")
+MEMORY = ("tokens of KV memory, all replicas", "kv_tokens", "")
+TTFT = ("TTFT p99", "ttft_ms_p99", "ms")
+HITS = ("hits, of prompt tokens", "hit_ratio", "%")
+THROUGHPUT = ("requests/s", "request_throughput_per_s", "")
 
 
-def sweep_values(name: str, rows: Sequence[Row], keys: Sequence[str], command: str) -> dict[str, Any]:
-    """Return what a page is made from. `keys`: the settings that points change.
+def sweep_values(
+    name: str, rows: Sequence[Row], keys: Sequence[str], command: str, slo: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what a page is made from. `keys`: the settings that points change. `slo`: where all points have one.
 
     `command`: that of the sweep, which is also that of a point for which none is known.
     """
+    rows = [{**row, "command": row["command"] or command} for row in rows]
+    points = distinct_points(rows, keys)
+    on_front = sum(point["pareto"] for point in points)
+    same = "" if len(points) == len(rows) else f", {len(points):,} of them different"
     return {
         "trace": name,
-        "sweep": {"rows": [{**row, "command": row["command"] or command} for row in rows], "keys": list(keys)},
+        "sweep": {"points": points, "keys": list(keys), "slo": dict(slo or {})},
         "command": command,
-        "subtitle": f"{len(rows):,} points; {sum(row['pareto'] for row in rows):,} that no other beats in KV memory, "
+        "subtitle": f"{len(rows):,} points{same}; filled circles: the {on_front:,} on the Pareto front of KV memory, "
         "TTFT p99 and throughput",
     }
 
 
+def distinct_points(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """Return the rows, with those that differ in no outcome as one, which has under `settings` all values of each key.
+
+    Rows are one only if they are every combination of these values: a page names none that was not replayed.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        outcome = {name: value for name, value in row.items() if name not in (*keys, "command", "index")}
+        groups.setdefault(json.dumps(outcome, sort_keys=True, default=str), []).append(row)
+    points = []
+    for group in groups.values():
+        for among in [group] if _is_product(group, keys) else [[row] for row in group]:
+            settings = {key: list(dict.fromkeys(_text(row[key]) for row in among if key in row)) for key in keys}
+            points.append({**among[0], "settings": settings})
+    return points
+
+
+def _is_product(rows: Sequence[Row], keys: Sequence[str]) -> bool:
+    found = {tuple(_text(row.get(key)) for key in keys) for row in rows}
+    values = [dict.fromkeys(_text(row.get(key)) for row in rows) for key in keys]
+    return found == set(product(*values))
+
+
+def _text(value: Any) -> str:
+    return str(value)
+
+
 def sweep_charts(sweep: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the charts."""
-    rows, keys = sweep["rows"], sweep["keys"]
-    memory = "tokens of KV memory, all replicas"
+    points = sweep["points"]
     charts = [
-        _scatter("TTFT by memory", (memory, "kv_tokens"), ("TTFT p99, ms", "ttft_ms_p99"), rows, keys),
-        _scatter(
-            "Throughput by TTFT",
-            ("TTFT p99, ms", "ttft_ms_p99"),
-            ("requests/s", "request_throughput_per_s"),
-            rows,
-            keys,
-        ),
-        _scatter("Hits by memory", (memory, "kv_tokens"), ("hits, of prompt tokens", "hit_ratio"), rows, keys),
+        _scatter("TTFT by memory", MEMORY, TTFT, points, sweep["slo"].get("ttft_ms")),
+        _scatter("Throughput by TTFT", TTFT, THROUGHPUT, points),
+        _scatter("Hits by memory", MEMORY, HITS, points),
     ]
     return [chart for chart in charts if chart["points"]]
 
 
-def _scatter(
-    name: str, x: tuple[str, str], y: tuple[str, str], rows: Sequence[Row], keys: Sequence[str]
-) -> dict[str, Any]:
-    """Return every row that has both values as a point with a text and a command. `x`, `y`: a title, and a column."""
-    (x_title, x_key), (y_title, y_key) = x, y
-    points = [
-        {
-            "x": row[x_key],
-            "y": row[y_key],
-            "is_on_front": row["pareto"],
-            "text": _text(row, keys),
-            "command": row["command"],
-        }
-        for row in rows
-        if row[x_key] is not None and row[y_key] is not None
+def sweep_table(sweep: dict[str, Any]) -> dict[str, Any]:
+    """Return the table, and the setting that gives points their colours.
+
+    That is a setting of the load, or else the setting with most values; not one that makes no difference.
+    """
+    points, keys = sweep["points"], sweep["keys"]
+
+    def place(key: str) -> tuple[bool, bool, int]:
+        num_values = len({value for point in points for value in point["settings"][key]})
+        is_mixed = any(len(point["settings"][key]) > 1 for point in points)
+        return not is_mixed and num_values > 1, key in LOAD_KEYS, num_values
+
+    has_slo = any(point.get("slo_ratio") is not None for point in points)
+    heads = [
+        *keys,
+        ">KV tokens",
+        ">hits",
+        ">TTFT p99",
+        ">TPOT p99",
+        ">requests/s",
+        *([">keep the SLO"] if has_slo else []),
     ]
+    shown = points[:MOST_ROWS]
+    return {
+        "keys": keys,
+        "colour_by": max(keys, key=place) if keys else None,
+        "heads": [*heads, "Pareto front"],
+        "points": [
+            {
+                "text": _said(point),
+                "command": point["command"],
+                "settings": point["settings"],
+                "cells": [*(" or ".join(point["settings"][key]) or "-" for key in keys), *_cells(point, has_slo)],
+            }
+            for point in shown
+        ],
+        "left_out": len(points) - len(shown),
+    }
+
+
+def _cells(point: Row, has_slo: bool) -> list[str]:
+    rate = point["request_throughput_per_s"]
+    return [
+        f"{point['kv_tokens']:,}",
+        percent(point["hit_ratio"]),
+        *("-" if ms is None else duration(ms) for ms in (point["ttft_ms_p99"], point["tpot_ms_p99"])),
+        "-" if rate is None else f"{rate:,.2f}",
+        *([percent(point["slo_ratio"])] if has_slo else []),
+        "yes" if point["pareto"] else "",
+    ]
+
+
+def _scatter(
+    name: str, x: tuple[str, str, str], y: tuple[str, str, str], points: Sequence[Row], slo_ms: float | None = None
+) -> dict[str, Any]:
+    """Return every point that has both values, with a text and a command. `x`, `y`: a title, a column, and its unit."""
+    (x_title, x_key, x_unit), (y_title, y_key, y_unit) = x, y
     return {
         "name": name,
         "kind": "scatter",
         "x": x_title,
+        "x_unit": x_unit,
         "y": y_title,
-        "points": points,
-        "note": "Filled: the Pareto front.",
+        "y_unit": y_unit,
+        "points": [
+            {
+                "x": point[x_key],
+                "y": 100 * point[y_key] if y_unit == "%" else point[y_key],
+                "is_on_front": point["pareto"],
+                "text": _said(point),
+                "command": point["command"],
+                "settings": point["settings"],
+            }
+            for point in points
+            if point[x_key] is not None and point[y_key] is not None
+        ],
+        "limit": None if slo_ms is None else {"y": slo_ms, "text": f"SLO {duration(slo_ms)}"},
+        "note": "Filled: on the Pareto front. A number: points at one place.",
     }
 
 
-def _text(row: Row, keys: Sequence[str]) -> str:
-    changed = ", ".join(f"{key}={row[key]}" for key in keys if key in row)
-    hits, ttft, rate = row["hit_ratio"], row["ttft_ms_p99"], row["request_throughput_per_s"]
+def _said(point: Row) -> str:
+    changed = ", ".join(f"{key} {' or '.join(values)}" for key, values in point["settings"].items() if values)
+    ttft, rate = point["ttft_ms_p99"], point["request_throughput_per_s"]
     return (
-        f"{changed}: {row['kv_tokens']:,} KV tokens, {'-' if hits is None else f'{hits:.1%}'} hits, "
-        f"TTFT p99 {'-' if ttft is None else f'{ttft:,.0f} ms'}, {'-' if rate is None else f'{rate:,.2f}'} requests/s"
+        f"{changed}: {point['kv_tokens']:,} KV tokens, {percent(point['hit_ratio'])} hits, "
+        f"TTFT p99 {'-' if ttft is None else duration(ttft)}, {'-' if rate is None else f'{rate:,.2f}'} requests/s"
     )

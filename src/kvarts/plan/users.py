@@ -59,6 +59,7 @@ class UsersPlan:
             for users in sorted({self._low, (self._low + self._high) // 2, self._high}):
                 self._replayed(users)
         return {
+            "slo": {name: getattr(self._config.slo, name) for name in self._config.slo.__struct_fields__},
             "slo_share": self._slo_share if self._has_slo else None,
             "num_sessions": self._num_sessions,
             "fits": fits,

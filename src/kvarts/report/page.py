@@ -12,7 +12,7 @@ __all__ = ["fill_page"]
 
 
 def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
-    """Return `template` with `parts`, the chart library and `data`, as JSON, in place of their marks.
+    """Return `template` with `parts`, the charts and `data`, as JSON, in place of their marks.
 
     Everything that is not ours enters as data, never as markup.
     """
@@ -23,6 +23,7 @@ def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
         "uplot.css": (assets / "uPlot.min.css").read_text(encoding="utf-8"),
         "report.css": (assets / "report.css").read_text(encoding="utf-8"),
         "uplot.js": (assets / "uPlot.iife.min.js").read_text(encoding="utf-8"),
+        "charts.js": (assets / "charts.js").read_text(encoding="utf-8"),
     }
     page = template
     for name, part in {**shared, **parts, "data": text}.items():

@@ -1,8 +1,13 @@
-"""What the page of a run is drawn from: one value, JSON-able, with columns packed in base64."""
+"""What the page of a run is drawn from: one value, JSON-able, with columns packed in base64.
+
+Of the steps, those are kept in which a count changes or a request is preempted: a row holds until the next one, so the
+page draws the same. A run of millions of such steps is thinned to MOST_ROWS, and the page says so.
+"""
 
 from __future__ import annotations
 
 import shlex
+import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,13 +19,15 @@ from kvarts.columns import Column
 from kvarts.errors import InputError
 from kvarts.report.run_directory import RunDirectory
 from kvarts.report.run_values import About, RequestRow
-from kvarts.report.words import LATENCIES, count, duration, facts
+from kvarts.report.words import LATENCIES, count, duration, facts, memory_unit
 from kvarts.verify.chunk import is_count
 from kvarts.verify.reader import open_recording
 
 __all__ = ["Overview", "TokenKind", "Wait", "columns_of", "page_data"]
 
 MAX_POINTS = 1000
+MOST_ROWS = 200_000
+"""Of all timelines of a page together; a row takes three or four bytes in it."""
 NUM_STRETCHES = 200
 """Of the time of a run, for what is shown over time and is not known of each step."""
 MARKS = ("p50", "p90", "p99")
@@ -49,6 +56,8 @@ LABELS = {
     "not_computed": "never computed: the request ended before",
 }
 TIERS = {"host": "host memory", "disk": "files"}
+COUNTS = {"used": "used_blocks", "cached": "cached_blocks", "running": "active_seqs", "waiting": "waiting"}
+"""Columns of a timeline, by their names on the page."""
 
 
 class TokenKind(Protocol):
@@ -126,8 +135,10 @@ def page_data(run: RunDirectory, overviews: Mapping[Path, Overview | None]) -> d
     num_requests = sum(each.summary.num_requests or 0 for each in runs)
     num_steps = sum(each.summary.num_steps or 0 for each in runs)
     models = f"{len(runs)} models, " if has_models else ""
+    num_timelines = sum(len(each.timelines()) for each in runs)
+    most_rows = MOST_ROWS // max(1, num_timelines)
     return {
-        "title": title,
+        "title": f"Replay of {title}",
         "subtitle": f"{models}{count(num_requests)} requests in {count(num_steps)} steps",
         "source": "Made by kvarts; charts by uPlot (MIT licence).",
         "about": _about(runs[0].about()),
@@ -138,7 +149,7 @@ def page_data(run: RunDirectory, overviews: Mapping[Path, Overview | None]) -> d
                 if has_models
                 else facts(each.summary),
                 "config": _flat(each.summary.config),
-                **_part(each, overviews.get(each.path)),
+                **_part(each, overviews.get(each.path), most_rows),
             }
             for each in runs
         ],
@@ -165,19 +176,22 @@ def _flat(config: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
     return out
 
 
-def _part(run: RunDirectory, overview: Overview | None) -> dict[str, Any]:
-    pages, replicas = run.summary.config.get("pages"), run.summary.config.get("replicas", 1)
+def _part(run: RunDirectory, overview: Overview | None, most_rows: int) -> dict[str, Any]:
+    config = run.summary.config
+    pages, replicas = config.get("pages"), config.get("replicas", 1)
     pool = pages * replicas if is_count(pages) and is_count(replicas) else 0
     working_set = run.summary.working_set_pages
     requests = run.requests()
     return {
-        "replicas": [_replica(number, columns_of(path)) for number, path in run.timelines()],
+        "unit": memory_unit(run.summary),
+        "replicas": [_replica(number, columns_of(path), most_rows) for number, path in run.timelines()],
         "curves": _curves(run, requests),
         "hit_rates": _hit_rates(requests),
         "evictions": None if overview is None else list(overview.evictions),
         "hits": None if overview is None else _hits(overview),
         "working_set": {"pages": working_set, "pool": pool} if working_set and pool else None,
         "waits": None if overview is None else _waits(overview),
+        "has_admitted": any(row.first_admitted_ms is not None for row in requests),
         "notes": [] if overview is None else list(overview.notes),
         "no_journal": NOT_READ if overview is None and run.journals() else NO_JOURNAL,
     }
@@ -201,36 +215,64 @@ def columns_of(path: Path) -> dict[str, Any]:
     return columns
 
 
-def _replica(number: int, columns: dict[str, Any]) -> dict[str, Any]:
-    names = {"used": "used_blocks", "cached": "cached_blocks", "running": "active_seqs", "waiting": "waiting"}
-    nothing = np.zeros(0, np.int64)
-    out: dict[str, Any] = {
+def _replica(number: int, columns: dict[str, Any], most_rows: int) -> dict[str, Any]:
+    nothing = np.zeros(len(columns["t_ms"]), np.int64)
+    # What a timeline does not state is -1 there, and 0 here.
+    shown = {name: np.maximum(columns.get(field, nothing), 0) for name, field in COUNTS.items()}
+    tiers = []
+    for tier, label in TIERS.items():
+        used = columns.get(f"{tier}_used_blocks", nothing)
+        if (used > 0).any() or (columns.get(f"{tier}_cached_blocks", nothing) > 0).any():
+            shown[f"{tier}_used"] = np.maximum(used, 0)
+            shown[f"{tier}_cached"] = np.maximum(columns[f"{tier}_cached_blocks"], 0)
+            tiers.append({"name": label, "used": f"{tier}_used", "cached": f"{tier}_cached"})
+    preempting = columns.get("preempted_seqs", nothing) > 0
+    changes = _changes(list(shown.values()), preempting)
+    rows = _thinned(changes, [shown["used"], shown["waiting"]], most_rows)
+    packed = {name: _packed(values[rows]) for name, values in shown.items()}
+    return {
         "number": number,
         "total_blocks": columns["total_blocks"],
         "block_size_tokens": columns["block_size_tokens"],
-        "t_s": _packed(columns["t_ms"] / 1e3),
-        "preempting": _packed(np.flatnonzero(columns.get("preempted_seqs", nothing))),
-        "tiers": [],
+        "t_us": _packed(np.rint(columns["t_ms"][rows] * 1e3)),
+        **{name: packed[name] for name in COUNTS},
+        "preempting": _packed(np.flatnonzero(preempting[rows])),
+        "num_preempting": int(preempting.sum()),
+        "tiers": [{**tier, "used": packed[tier["used"]], "cached": packed[tier["cached"]]} for tier in tiers],
+        "left_out": len(changes) - len(rows),
     }
-    for name, field in names.items():
-        # What a timeline does not say is -1 there, and nothing here.
-        out[name] = _packed(np.maximum(columns.get(field, nothing), 0))
-    for tier, label in TIERS.items():
-        used = columns.get(f"{tier}_used_blocks", nothing)
-        if (used >= 0).any():
-            cached = columns[f"{tier}_cached_blocks"]
-            of_tier = {"used": _packed(np.maximum(used, 0)), "cached": _packed(np.maximum(cached, 0))}
-            out["tiers"].append({"name": label, **of_tier})
-    return out
+
+
+def _changes(columns: Sequence[Column], preempting: Column) -> Column:
+    """Return the rows in which any of `columns` changes or a request is preempted, with the first and the last."""
+    changes = preempting.copy()
+    changes[:1] = changes[-1:] = True
+    for values in columns:
+        changes[1:] |= values[1:] != values[:-1]
+    return np.flatnonzero(changes)
+
+
+def _thinned(rows: Column, columns: Sequence[Column], most: int) -> Column:
+    """Return at most `most` of `rows`: of each of many stretches its first, and where each of `columns` is largest."""
+    if len(rows) <= most:
+        return rows
+    stretches = np.array_split(rows, most // (1 + len(columns)))
+    kept = [rows[-1:], np.array([stretch[0] for stretch in stretches])]
+    kept += [np.array([stretch[values[stretch].argmax()] for stretch in stretches]) for values in columns]
+    return np.unique(np.concatenate(kept))[-most:]
 
 
 def _packed(values: Column) -> str:
-    return b64encode(np.ascontiguousarray(values, "<f8").tobytes()).decode()
+    """Return whole numbers as differences of 64-bit floats, deflated, in base64."""
+    steps = np.diff(np.asarray(values, "<f8"), prepend=0.0)
+    return b64encode(zlib.compress(steps.tobytes(), 9)).decode()
 
 
 def _curves(run: RunDirectory, requests: list[RequestRow]) -> list[dict[str, Any]]:
     """Return the share of values up to each, of each latency, and its percentiles as the report gives them."""
     histogram = run.distributions().itl_ms
+    slo = run.summary.config.get("slo")
+    slo = slo if isinstance(slo, dict) else {}
     out = []
     for name, field in LATENCIES.items():
         if field == "itl_ms":
@@ -246,7 +288,7 @@ def _curves(run: RunDirectory, requests: list[RequestRow]) -> list[dict[str, Any
         spread = getattr(run.summary, field)
         values = [] if spread is None else [(p, getattr(spread, p), float(p[1:]) / 100) for p in MARKS]
         marks = [(f"{p} {duration(ms)}", max(ms, 1e-3), share) for p, ms, share in values if ms is not None]
-        out.append({"name": name, **points, "marks": marks})
+        out.append({"name": name, **points, "marks": marks, "slo_ms": slo.get(field)})
     return out
 
 
@@ -292,6 +334,8 @@ def _hits(overview: Overview) -> dict[str, Any]:
 def _waits(overview: Overview) -> list[dict[str, Any]]:
     out = []
     for wait in overview.waits:
+        if not wait.waited_ms:
+            continue
         others = f"; {wait.num_others:,} more waited with it for the same" if wait.num_others else ""
         what = f"waited {duration(wait.waited_ms)} for {wait.cause}{others}"
         out.append({"name": f"request {wait.request}", "waited": what, "lines": wait.lines})

@@ -176,6 +176,8 @@ class Report:
             "num_rejected": int((raw["status"] == REJECTED).sum()),
             "num_failed": int((raw["status"] == FAILED).sum()),
             "num_skipped_lines": self._trace.num_skipped_lines,
+            **({"left_out": dict(self._trace.left_out)} if self._trace.left_out else {}),
+            **({"warnings": list(warnings)} if (warnings := self._trace.said()) else {}),
             "num_input_tokens": input_tokens,
             "num_output_tokens": output_tokens,
             "ttft_ms": distribution_ms(ttft_ns),

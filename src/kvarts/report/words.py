@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvarts.report.run_values import RunReport, Spread
 
-__all__ = ["LATENCIES", "LIMITS", "count", "duration", "facts", "percent"]
+__all__ = ["LATENCIES", "LIMITS", "count", "duration", "facts", "memory_unit", "percent"]
 
 LATENCIES = {"TTFT": "ttft_ms", "ITL": "itl_ms", "TPOT": "tpot_ms", "E2E": "e2e_ms", "queue time": "queue_ms"}
 LIMITS = {
@@ -39,7 +39,10 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
             out.append((name, ", ".join(f"{p} {duration(ms)}" for p, ms in values.items() if ms is not None)))
     evicted = "" if report.num_evicted_pages is None else f", {count(report.num_evicted_pages)} evicted"
     out += [
-        ("KV blocks", f"peak {percent(report.peak_used_pct)} used, mean {percent(report.mean_used_pct)}{evicted}"),
+        (
+            f"KV {memory_unit(report)}",
+            f"peak {percent(report.peak_used_pct)} used, mean {percent(report.mean_used_pct)}{evicted}",
+        ),
         ("prefix hits", f"{percent(report.prefix_hit_ratio)} of prompt tokens"),
     ]
     tiers = report.prefix_hit_ratio_by_tier
@@ -59,6 +62,11 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         lane = f" {limited.lane}" if limited.cause == "transfers" else ""
         out.append(("limited by", LIMITS.get(limited.cause, limited.cause.replace("_", " ")) + lane + of_waiting))
     return out
+
+
+def memory_unit(report: RunReport) -> str:
+    """Return what a run counts its KV memory in: pages, or blocks where KV groups are counted."""
+    return "blocks" if report.config.get("kv_groups", "off") != "off" else "pages"
 
 
 def duration(ms: float) -> str:

@@ -62,6 +62,7 @@ def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
         requests,
         has_output_tokens=any(trace.has_output_tokens for trace in traces),
         knows_prefixes=all(trace.knows_prefixes for trace in traces),
+        warnings=[f"{trace.name}: {warning}" for trace in traces for warning in trace.warnings],
     )
 
 
@@ -181,6 +182,7 @@ def _like(
     has_output_tokens: bool | None = None,
     knows_prefixes: bool | None = None,
     name: str | None = None,
+    warnings: Sequence[str] | None = None,
 ) -> Trace:
     """Return `requests` as a trace like `trace`: in arrival order, the first at 0, and first turns without a delay."""
     first_ns = min(request.arrival_ns for request in requests)
@@ -201,4 +203,6 @@ def _like(
         has_output_tokens=trace.has_output_tokens if has_output_tokens is None else has_output_tokens,
         knows_prefixes=trace.knows_prefixes if knows_prefixes is None else knows_prefixes,
         name=trace.name if name is None else name,
+        left_out=trace.left_out,
+        warnings=trace.warnings if warnings is None else warnings,
     )

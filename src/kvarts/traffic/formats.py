@@ -1,129 +1,112 @@
-"""Which reader a trace is for."""
+"""Reading a trace of any form that is known."""
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any
 
-import msgspec
-
-from kvarts.errors import ConfigError
+from kvarts.errors import ConfigError, InputError
 from kvarts.files import reading
-from kvarts.traffic.mooncake import load_mooncake
+from kvarts.traffic.deltas import broken_sessions
+from kvarts.traffic.forms import FORMS, Form, form_of, nearest
+from kvarts.traffic.mooncake import Turns
 from kvarts.traffic.trace import Trace
+from kvarts.traffic.trace_file import TraceFile
 
 __all__ = ["load_trace"]
 
-HEAD_BYTES = 1 << 16
-MOST_LINE_BYTES = 1 << 24
+SUFFIXES = (".json", ".jsonl", ".csv", ".gz")
+"""Of the files that are looked at in a directory."""
+MOST_NAMES, MOST_SHOWN = 12, 40
+"""Of the fields of an unknown form, how many are shown, and how much of each."""
 
 
-def load_trace(path: Path | str, *, trace_block_size: int | None = None, skip_bad_lines: bool = False) -> Trace:
-    """Read a trace of any form that is known, by its name.
+def load_trace(
+    path: Path | str,
+    *,
+    trace_block_size: int | None = None,
+    skip_bad_lines: bool = False,
+    session_turns: Turns | None = None,
+) -> Trace:
+    """Read a trace of any form in `kvarts.traffic.forms`, which its content tells. Files may be packed with gzip.
 
-    .csv: Azure's traces of 2023, or BurstGPT. .json, .json.gz, or a directory of these: sessions of kv-cache-tester.
-    A .json may be a result of `vllm bench` or GuideLLM as well. All else: JSON lines of Mooncake, also in a .json that
-    has them, or, by the fields of the first line, what a live engine recorded, Dynamo's request traces (also
-    .jsonl.gz), AIPerf's exports, Qwen-Bailian's, or a log of OpenAI-style responses. Raise MissingFileError, or
-    InputError with file and place.
-
-    `trace_block_size`: tokens a hash id stands for: 512 in Mooncake's form unless given, 16 in Qwen-Bailian's.
-    `skip_bad_lines`: leave out and count lines that cannot be read; not for kv-cache-tester's form, which has none.
+    `trace_block_size`: tokens that a hash id stands for: 512 in Mooncake's form unless given, 16 in Qwen-Bailian's.
+    `skip_bad_lines`: leave out and count lines that cannot be read. `session_turns`: of Mooncake's sessions, whether
+    later turns have whole prompts or only `deltas`. Raise MissingFileError, InputError with file and place, also for a
+    file of no known form, or ConfigError for an option that its form does not take.
     """
-    path = Path(path)
-    if path.suffix == ".csv":
-        from kvarts.traffic.azure import load_azure
+    file = TraceFile(path)
+    form = _form(file)
+    options: dict[str, Any] = {}
+    for name, value in (
+        ("trace_block_size", trace_block_size),
+        ("skip_bad_lines", skip_bad_lines or None),
+        ("session_turns", session_turns),
+    ):
+        if value is None:
+            continue
+        if name not in form.takes:
+            why = form.refuses.get(name, f"this is {form.title}")
+            raise ConfigError(f"is given, and {why}", path=file.path, field=name, hint="Leave it out.")
+        options[name] = value
+    trace = form.load(file, options)
+    _warn_of_broken_sessions(trace, session_turns)
+    return trace
 
-        _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
-        return load_azure(path, skip_bad_lines=skip_bad_lines)
-    if not _is_kv_cache_tester(path):
-        fields = _first_fields(path)
-        if "arrival_ns" in fields:
-            from kvarts.traffic.recorded import load_recorded
 
-            _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
-            return load_recorded(path, skip_bad_lines=skip_bad_lines)
-        if "event_type" in fields:
-            from kvarts.traffic.records import load_dynamo
+def _form(file: TraceFile) -> Form:
+    """Return the form of a file. Raise InputError with the forms that are known and what came nearest."""
+    if file.is_directory:
+        return _form_of_directory(file)
+    form = form_of(file)
+    if form is not None:
+        return form
+    if file.is_json and not file.first_fields:
+        raise file.malformed()
+    if not file.is_json and not any(file.header):
+        raise InputError("has no requests", path=file.path, hint="`kvarts trace forms` lists what can be read.")
+    names = list(file.header or sorted(file.first_fields[0]))
+    shown = ", ".join(name[:MOST_SHOWN] for name in names[:MOST_NAMES])
+    more = ", ..." if len(names) > MOST_NAMES else ""
+    found = nearest(file)
+    near = ""
+    if found is not None:
+        near = f"Nearest is {found[0].name}, which has {', '.join(sorted(found[1]))} as well. "
+    raise InputError(
+        f"is not of a known form: its first {'line' if file.header else 'record'} has {shown}{more}",
+        path=file.path,
+        hint=f"{near}Known are {', '.join(form.name for form in FORMS)}; `kvarts trace forms` has an example of each.",
+    )
 
-            _refuse_block_size(path, trace_block_size, "the trace says it itself")
-            return load_dynamo(path, skip_bad_lines=skip_bad_lines)
-        if {"metadata", "metrics"} <= fields:
-            from kvarts.traffic.records import load_aiperf
 
-            _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
-            return load_aiperf(path, skip_bad_lines=skip_bad_lines)
-        if {"chat_id", "hash_ids"} <= fields:
-            from kvarts.traffic.logs import load_bailian
-
-            return load_bailian(path, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
-        if {"created", "usage"} <= fields:
-            from kvarts.traffic.logs import load_usage_log
-
-            _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
-            return load_usage_log(path, skip_bad_lines=skip_bad_lines)
-        return load_mooncake(path, trace_block_size=trace_block_size or 512, skip_bad_lines=skip_bad_lines)
-    from kvarts.traffic.kv_cache_tester import load_kv_cache_tester
-    from kvarts.traffic.results import load_results, top_fields
-
-    if path.suffix == ".json" and {"input_lens", "benchmarks"} & top_fields(path):
-        _refuse_block_size(path, trace_block_size, "the trace has no hash ids")
-        if skip_bad_lines:
-            raise ConfigError(
-                "a file of results is one object", path=path, field="skip_bad_lines", hint="Leave it out."
-            )
-        return load_results(path)
-    if trace_block_size is not None:
-        raise ConfigError(
-            "is given, and the trace says it itself", path=path, field="trace_block_size", hint="Leave it out."
+def _form_of_directory(directory: TraceFile) -> Form:
+    """Return the form of the first file that could be a trace. Raise InputError if it has none, or is not read so."""
+    with reading(directory.path):
+        files = sorted(path for path in directory.path.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
+    if not files:
+        raise InputError(
+            f"has no file that ends in {', '.join(SUFFIXES)}",
+            path=directory.path,
+            hint="Give the directory that holds the traces.",
         )
-    if skip_bad_lines:
-        raise ConfigError(
-            "a session without one of its turns is another session",
-            path=path,
-            field="skip_bad_lines",
-            hint="Leave it out, and mend or remove the file.",
+    form = _form(TraceFile(files[0]))
+    if not form.reads_directories:
+        raise InputError(
+            f"is a directory, and a trace of this form ({form.name}) is a file",
+            path=directory.path,
+            hint=f"Give the file, such as {files[0]}.",
         )
-    return load_kv_cache_tester(path)
+    return form
 
 
-def _refuse_block_size(path: Path, trace_block_size: int | None, why: str) -> None:
-    if trace_block_size is not None:
-        raise ConfigError(f"is given, and {why}", path=path, field="trace_block_size", hint="Leave it out.")
-
-
-def _first_fields(path: Path) -> set[str]:
-    """Return the names of the first line's fields; none where it is no JSON object, or no file. Raise InputError."""
-    if not path.is_file():
-        return set()  # what is a pipe can be read once only
-    try:
-        with reading(path), _opened(path) as file:
-            line = file.readline(MOST_LINE_BYTES)
-        return set(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
-    except (EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return set()  # and the reader says what is wrong
-
-
-def _opened(path: Path) -> BinaryIO:
-    if path.suffix != ".gz":
-        return path.open("rb")
-    import gzip
-
-    return cast(BinaryIO, gzip.open(path))
-
-
-def _is_kv_cache_tester(path: Path) -> bool:
-    """Return whether this is a directory, or a JSON file that does not begin with a row of Mooncake's."""
-    with reading(path):
-        if path.name.endswith(".json.gz") or path.is_dir():
-            return True
-    if path.suffix != ".json":
-        return False
-    if path.is_fifo():
-        return False  # what is read here would be lost
-    try:
-        with path.open("rb") as file:
-            return b'"input_length"' not in file.read(HEAD_BYTES)
-    except OSError:
-        return True  # and the reader says what is wrong
+def _warn_of_broken_sessions(trace: Trace, turns: Turns | None) -> None:
+    """Warn if later turns share no first id with those before: they may be read as what they are not."""
+    if not trace.knows_prefixes or not trace.has_sessions:
+        return
+    broken, num_sessions = broken_sessions(trace)
+    if broken:
+        read_as = " as --session-turns says" if turns == "whole" else ""
+        trace.warnings.append(
+            f"in {len(broken):,} of {num_sessions:,} sessions no turn shares its first id with the turn before: they "
+            f"are read as whole prompts{read_as}, and hit nothing of each other"
+        )

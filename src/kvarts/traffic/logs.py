@@ -1,36 +1,37 @@
-"""Readers for JSON lines that are not Mooncake's: Qwen-Bailian's traces, and logs of OpenAI-style responses.
+"""Readers for logs of what was served: Qwen-Bailian's traces, OpenAI-style responses, and LiteLLM's spend logs.
 
 Qwen-Bailian (usage traces of Alibaba): `chat_id`, `parent_chat_id` (-1 for a first turn), `timestamp` in seconds,
 `input_length`, `output_length`, `hash_ids` of 16 tokens each. A chat that has a parent is a later turn of its session.
 
-A log: `created` (seconds) and `usage` with `prompt_tokens` and `completion_tokens`, as responses of the OpenAI API have
-them. It does not say what was in a prompt: every prompt is unlike any other, but for `prompt_tokens_details`, which is
-left alone.
+A log of responses: `created` (seconds) and `usage` with `prompt_tokens` and `completion_tokens`, as responses of the
+OpenAI API have them. A spend log: `startTime`, `prompt_tokens`, `completion_tokens`, `status`, `session_id`. Neither
+says what was in a prompt: every prompt is unlike any other, but for `prompt_tokens_details`, which is left alone.
 
 Other fields are left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from kvarts.content import pack_units
-from kvarts.errors import ConfigError, InputError, parts_of
-from kvarts.files import read_text
-from kvarts.traffic.azure import UNIT_TOKENS, unlike_any_other
+from kvarts.errors import ConfigError, InputError
+from kvarts.traffic.rows import load_rows, unlike_any_other
 from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.traffic.trace_file import TraceFile
 
-__all__ = ["load_bailian", "load_rows", "load_usage_log"]
+__all__ = ["load_bailian", "load_spend_log", "load_usage_log"]
 
 BAILIAN_TOKENS = 16
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
-RowT = TypeVar("RowT")
 
 
 class _Chat(msgspec.Struct, gc=False):
@@ -44,7 +45,7 @@ class _Chat(msgspec.Struct, gc=False):
 
 class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: Tokens
-    completion_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    completion_tokens: Count
 
 
 class _Response(msgspec.Struct, gc=False):
@@ -52,7 +53,17 @@ class _Response(msgspec.Struct, gc=False):
     usage: _Usage
 
 
-def load_bailian(path: Path | str, *, trace_block_size: int | None = None, skip_bad_lines: bool = False) -> Trace:
+class _Spend(msgspec.Struct, gc=False):
+    start: str = msgspec.field(name="startTime")
+    prompt_tokens: Count
+    completion_tokens: Count
+    request_id: str | None = None
+    status: str | None = None
+
+
+def load_bailian(
+    path: Path | str | TraceFile, *, trace_block_size: int | None = None, skip_bad_lines: bool = False
+) -> Trace:
     """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read."""
     unit_tokens = trace_block_size or BAILIAN_TOKENS
     first_turns: dict[int, int] = {}
@@ -78,11 +89,10 @@ def load_bailian(path: Path | str, *, trace_block_size: int | None = None, skip_
             session_id=str(first),
         )
 
-    path = Path(path)
-    return load_rows(path, _text(path), _Chat, request, unit_tokens=unit_tokens, skip_bad_lines=skip_bad_lines)
+    return load_rows(TraceFile.of(path), _Chat, request, unit_tokens=unit_tokens, skip_bad_lines=skip_bad_lines)
 
 
-def load_usage_log(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
+def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
     """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read."""
 
     def request(row: int, response: _Response) -> TraceRequest:
@@ -92,70 +102,32 @@ def load_usage_log(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
         num_output = max(1, usage.completion_tokens)
         return TraceRequest(row, round(response.created * 1e9), units, usage.prompt_tokens, num_output)
 
-    path = Path(path)
-    return load_rows(
-        path,
-        _text(path),
-        _Response,
-        request,
-        unit_tokens=UNIT_TOKENS,
-        skip_bad_lines=skip_bad_lines,
-        knows_prefixes=False,
-    )
+    return load_rows(TraceFile.of(path), _Response, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
 
 
-def load_rows(
-    path: Path,
-    text: str,
-    kind: type[RowT],
-    request_of: Callable[[int, RowT], TraceRequest | None],
-    *,
-    unit_tokens: int = 1,
-    skip_bad_lines: bool,
-    knows_prefixes: bool = True,
-) -> Trace:
-    """Read the lines of `text` as rows of a `kind`; the first arrival becomes 0. None for a row is no request.
+def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
+    """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read.
 
-    Raise InputError with line and field for what cannot be read, unless such lines are skipped and counted.
+    Rows with the `status` `failure`, and those without prompt tokens (images, audio), are left out and counted.
     """
-    requests: list[TraceRequest] = []
-    num_skipped = 0
-    decoder = msgspec.json.Decoder(kind)
-    for line, row in _lines(text):
-        try:
-            try:
-                request = request_of(len(requests), decoder.decode(row))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                what, field = parts_of(error)
-                raise InputError(what, field=field) from error
-            except RecursionError:
-                raise InputError("is nested too deeply") from None
-            if request is not None:
-                requests.append(request)
-        except InputError as error:
-            if not skip_bad_lines:
-                hint = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
-                raise InputError(error.what, path=path, line=line, field=error.field, hint=hint) from error
-            num_skipped += 1
-    if not requests:
-        raise InputError("has no requests", path=path, hint="A trace has one JSON object a line.")
-    first_ns = min(request.arrival_ns for request in requests)
-    requests = [msgspec.structs.replace(request, arrival_ns=request.arrival_ns - first_ns) for request in requests]
-    requests.sort(key=lambda request: request.arrival_ns)
-    return Trace(
-        requests,
-        unit_tokens=unit_tokens,
-        knows_prefixes=knows_prefixes,
-        name=path.name,
-        num_skipped_lines=num_skipped,
-    )
+
+    def request(row: int, spend: _Spend) -> TraceRequest | str:
+        start_ns = _date_ns(spend.start)
+        if spend.status == "failure":
+            return "failed"
+        if not spend.prompt_tokens:
+            return "without prompt tokens"
+        units = unlike_any_other(row, spend.prompt_tokens)
+        num_output = max(1, spend.completion_tokens)
+        return TraceRequest(row, start_ns, units, spend.prompt_tokens, num_output, request_id=spend.request_id)
+
+    return load_rows(TraceFile.of(path), _Spend, request, skip_bad_lines=skip_bad_lines, knows_prefixes=False)
 
 
-def _text(path: Path) -> str:
-    return read_text(path, hint="Check the path of the trace.")
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    for line, row in enumerate(text.split("\n"), 1):
-        if row.strip():
-            yield line, row
+def _date_ns(text: str) -> int:
+    try:
+        time = datetime.fromisoformat(text)
+        since = time.replace(tzinfo=time.tzinfo or UTC) - EPOCH
+    except (ValueError, OverflowError):
+        raise InputError(f"{text[:40]!r} is not a time such as 2025-01-01T10:00:00.000Z", field="startTime") from None
+    return since // timedelta(microseconds=1) * 1_000

@@ -1,8 +1,9 @@
 """Reader for Mooncake traces: JSON lines with `timestamp`, `input_length`, `output_length`, `hash_ids`.
 
 Read as well, where a row has them: `session_id` and `delay` (ms after the session's turn before), `priority`,
-`output_token_ids`, `request_id`, `tenant` (tenants share no page). Other fields are left alone. A hash id stands for
-`trace_block_size` equal tokens.
+`output_token_ids`, `request_id`, `tenant` (tenants share no page), and `wait_for` with `tool_wait_ms`, as the first
+version of Dynamo's agentic traces has them. Other fields are left alone. A hash id stands for `trace_block_size` equal
+tokens. A row without `hash_ids` shares nothing with any other.
 """
 
 from __future__ import annotations
@@ -11,36 +12,56 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from kvarts.errors import InputError, parts_of
-from kvarts.files import reading
 from kvarts.limits import check_whole
-from kvarts.traffic.mooncake_request import request_of
+from kvarts.traffic.deltas import accumulated, broken_sessions
+from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
 from kvarts.traffic.mooncake_row import MooncakeRow
+from kvarts.traffic.rows import SKIP_HINT
 from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_request import After
 
-__all__ = ["MooncakeReader", "load_mooncake"]
+__all__ = ["BLOCK_TOKENS", "MooncakeReader", "Turns", "load_mooncake"]
 
 BLOCK_BYTES = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BLOCK_TOKENS = 512
+"""Tokens that an id of Mooncake's own traces stands for."""
+
+Turns = Literal["whole", "deltas"]
+"""Whether a later turn of a session has its whole prompt, or only what is new in it."""
 
 
 class MooncakeReader:
     """Iterates over the rows of one file as TraceRequests, a block of lines at a time, in the order of the file.
 
     Times are as in the file, in nanoseconds; a row with a `delay` and no `timestamp` has -1. Raises InputError with
-    file, line and field for a row that cannot be read, or counts it in `num_skipped` with `skip_bad_lines`.
+    file, line and field for a row that cannot be read, or counts it in `num_skipped` with `skip_bad_lines`. More ids
+    than the prompt has room for are an error, unless `trace_block_size` is given: then they are counted and left out.
     """
 
-    def __init__(self, path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> None:
-        check_whole(trace_block_size, "trace_block_size")
-        self.path = Path(path)
-        self.trace_block_size = trace_block_size
+    def __init__(
+        self, path: Path | str | TraceFile, *, trace_block_size: int | None = None, skip_bad_lines: bool = False
+    ) -> None:
+        self.trace_block_size = BLOCK_TOKENS if trace_block_size is None else trace_block_size
+        check_whole(self.trace_block_size, "trace_block_size")
+        self._file = TraceFile.of(path)
+        self.path = self._file.path
         self.skip_bad_lines = skip_bad_lines
         self.num_skipped = 0
+        self.num_rows = 0
+        self.num_without_ids = 0
+        self.num_too_many_ids = 0
         self.has_output_tokens = False
         self.has_sessions = False
+        self.waits: dict[int, MooncakeRow] = {}
+        """Rows that wait for requests by their names, by row number; `load_mooncake` finds these."""
+        self._refuse_too_many = trace_block_size is None
         self._decoder = msgspec.json.Decoder(MooncakeRow)
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -48,37 +69,40 @@ class MooncakeReader:
         for first_line, block in self._blocks():
             for line, row in self._decode(first_line, block):
                 try:
-                    request = request_of(row, row_number, self.trace_block_size)
+                    request = request_of(row, row_number, self.trace_block_size, refuse_too_many=self._refuse_too_many)
                 except InputError as error:
                     self._skip_or_raise(error, line)
                 else:
-                    self.has_output_tokens |= row.output_token_ids is not None
-                    self.has_sessions |= row.session_id is not None
+                    self._count(row, row_number)
                     yield request
                 row_number += 1
 
+    def _count(self, row: MooncakeRow, row_number: int) -> None:
+        self.num_rows += 1
+        self.num_without_ids += row.hash_ids is None
+        self.num_too_many_ids += not self._refuse_too_many and has_too_many_ids(row, self.trace_block_size)
+        self.has_output_tokens |= row.output_token_ids is not None
+        self.has_sessions |= row.session_id is not None
+        if row.wait_for is not None:
+            self.waits[row_number] = row
+
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         """Iterate over blocks of whole lines, each with the number of its first line."""
-        with reading(self.path, hint="Check the path of the trace."):
-            file = self.path.open("rb")
-        with file:
-            line = 1
-            rest = b""
-            while True:
-                with reading(self.path):
-                    data = file.read(BLOCK_BYTES)
-                if not data:
-                    break
-                cut = data.rfind(b"\n") + 1
-                if cut:
-                    block = rest + data[:cut]
-                    yield line, block
-                    line += block.count(b"\n")
-                    rest = data[cut:]
-                else:
-                    rest += data
-            if rest.strip():
-                yield line, rest
+        line = 1
+        rest = b""
+        for place, data in enumerate(self._file.blocks(BLOCK_BYTES)):
+            if not place:
+                data = data.removeprefix(BYTE_ORDER_MARK)  # noqa: PLW2901
+            cut = data.rfind(b"\n") + 1
+            if cut:
+                block = rest + data[:cut]
+                yield line, block
+                line += block.count(b"\n")
+                rest = data[cut:]
+            else:
+                rest += data
+        if rest.strip():
+            yield line, rest
 
     def _decode(self, first_line: int, block: bytes) -> Iterable[tuple[int, MooncakeRow]]:
         try:
@@ -115,44 +139,127 @@ class MooncakeReader:
         if self.skip_bad_lines:
             self.num_skipped += 1
             return
-        hint = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
-        raise InputError(error.what, path=self.path, line=line, field=error.field, hint=hint) from error
+        raise InputError(
+            error.what, path=self.path, line=line, field=error.field, hint=error.hint or SKIP_HINT
+        ) from error
 
 
-def load_mooncake(path: Path | str, *, trace_block_size: int = 512, skip_bad_lines: bool = False) -> Trace:
+def load_mooncake(
+    path: Path | str | TraceFile,
+    *,
+    trace_block_size: int | None = None,
+    skip_bad_lines: bool = False,
+    session_turns: Turns | None = None,
+) -> Trace:
     """Read a whole file: every line is checked before anything is replayed.
 
-    Rows are sorted by time, equals in the order of the file, and the first arrival becomes 0. Raise InputError, also
-    for a file without rows.
+    `session_turns`: `whole` if a session's later turns have their whole prompts, `deltas` if they have only what is new
+    since the turn before and its answer. Left out, a file is refused if later turns are shorter than those before and
+    share no first id with them. Rows are sorted by time, equals in the order of the file, and the first arrival becomes
+    0. Raise InputError, also for a file without rows.
     """
-    reader = MooncakeReader(path, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
+    file = TraceFile.of(path)
+    reader = MooncakeReader(file, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
     requests = list(reader)
     if not requests:
         what = "has no requests" if not reader.num_skipped else f"has no readable line in {reader.num_skipped}"
-        raise InputError(what, path=path, hint="A trace has one JSON object a line.")
-    requests = _in_arrival_order(requests, Path(path))
+        raise InputError(what, path=file.path, hint="A trace has one JSON object per line.")
+    if reader.waits:
+        requests = _with_waits(requests, reader.waits, file.path)
+    knows_prefixes = reader.num_without_ids < reader.num_rows
+    warnings = []
+    if knows_prefixes and reader.num_without_ids:
+        warnings.append(
+            f"{reader.num_without_ids:,} of {reader.num_rows:,} rows have no hash_ids: their prompts share nothing"
+        )
+    if reader.num_too_many_ids:
+        warnings.append(
+            f"{reader.num_too_many_ids:,} of {reader.num_rows:,} rows have more hash_ids than their prompts have room "
+            f"for, in ids of {reader.trace_block_size} tokens: those that are too many are left out"
+        )
+    unit_tokens, has_output_tokens = reader.trace_block_size, reader.has_output_tokens
+    if session_turns == "deltas":
+        requests = accumulated(requests, unit_tokens, file.path)
+        unit_tokens, has_output_tokens = 1, True
+    elif session_turns is None and knows_prefixes:
+        _refuse_deltas(requests, file.path)
+    requests = _in_arrival_order(requests, file.path)
     return Trace(
         requests,
-        unit_tokens=trace_block_size,
-        has_output_tokens=reader.has_output_tokens,
-        name=Path(path).name,
+        unit_tokens=unit_tokens,
+        has_output_tokens=has_output_tokens,
+        knows_prefixes=knows_prefixes,
+        name=file.name,
         num_skipped_lines=reader.num_skipped,
+        warnings=warnings,
     )
 
 
+def _refuse_deltas(requests: list[TraceRequest], path: Path) -> None:
+    """Raise InputError if sessions look as if their later turns had only what is new."""
+    broken, num_sessions = broken_sessions(requests)
+    if len(broken) < num_sessions or not any(session.shrinks for session in broken):
+        return
+    raise InputError(
+        f"the turns of session {broken[0].session_id!r} share no first id with the turn before them, and later ones "
+        f"are shorter; so it is in {'all of ' if num_sessions > 1 else ''}{num_sessions:,} session"
+        f"{'s' if num_sessions > 1 else ''} with several turns",
+        path=path,
+        field="hash_ids",
+        hint="Pass --session-turns deltas if a later turn has only what is new since the turn before it, or "
+        "--session-turns whole if it has its whole prompt.",
+    )
+
+
+def _with_waits(requests: list[TraceRequest], waits: dict[int, MooncakeRow], path: Path) -> list[TraceRequest]:
+    """Return `requests` with what rows with a `wait_for` wait for. Raise InputError for a name that no row has."""
+    row_of = {request.request_id: request.row for request in requests if request.request_id is not None}
+    waiting = []
+    for request in requests:
+        row = waits.get(request.row)
+        if row is None or row.wait_for is None:
+            waiting.append(request)
+            continue
+        delay_ns = round(((row.delay or 0) + (row.tool_wait_ms or 0)) * NS_PER_MS)
+        after = []
+        for name in row.wait_for:
+            if str(name) not in row_of:
+                raise InputError(
+                    f"row {request.row + 1} waits for {str(name)[:40]!r}, and no row has this request_id",
+                    path=path,
+                    field="wait_for",
+                )
+            after.append(After(row_of[str(name)], delay_ns))
+        waiting.append(
+            msgspec.structs.replace(
+                request,
+                after=tuple(after),
+                delay_ns=None if request.arrival_ns >= 0 else 0,
+            )
+        )
+    return waiting
+
+
 def _in_arrival_order(requests: list[TraceRequest], path: Path) -> list[TraceRequest]:
-    """Return requests sorted by time; a turn without a time stands right behind the turn before it."""
+    """Return requests sorted by time; a request without a time stands right behind what it waits for."""
     last_of_session: dict[str, int] = {}
+    time_of_row: dict[int, int] = {}
     times = []
     has_delays = False
     for request in requests:
         time_ns = request.arrival_ns
         if time_ns < 0:
-            assert request.session_id is not None
-            before = last_of_session.get(request.session_id)
+            known = [time_of_row[after.row] for after in request.after if after.row in time_of_row]
+            before = max(known) if known else None
+            if not request.after:
+                assert request.session_id is not None
+                before = last_of_session.get(request.session_id)
             if before is None:
+                what = f"the first turn of session {request.session_id!r}, has no time"
+                if request.after:
+                    what = "waits for rows that come later, and has no time"
                 raise InputError(
-                    f"row {request.row + 1}, the first turn of session {request.session_id!r}, has no time",
+                    f"row {request.row + 1}, {what}",
                     path=path,
                     field="timestamp",
                     hint="Give the first turn of each session a timestamp.",
@@ -161,6 +268,7 @@ def _in_arrival_order(requests: list[TraceRequest], path: Path) -> list[TraceReq
             has_delays = True
         if request.session_id is not None:
             last_of_session[request.session_id] = time_ns
+        time_of_row[request.row] = time_ns
         times.append(time_ns)
     first_ns = min(times)
     if not has_delays and first_ns == 0 and all(a <= b for a, b in pairwise(times)):

@@ -6,17 +6,28 @@ from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
 from kvarts.limits import LATEST_NS, brief
 from kvarts.traffic.mooncake_row import MooncakeRow
+from kvarts.traffic.rows import unlike_any_other
 from kvarts.traffic.trace_request import TraceRequest
 
-__all__ = ["request_of"]
+__all__ = ["has_too_many_ids", "request_of"]
 
 NS_PER_MS = 1_000_000
+SIZES = tuple(1 << power for power in range(13))
+"""Tokens that ids of published traces stand for are among these."""
 
 
-def request_of(row: MooncakeRow, row_number: int, trace_block_size: int) -> TraceRequest:
+def has_too_many_ids(row: MooncakeRow, trace_block_size: int) -> bool:
+    """Return whether `row` has more hash ids than its prompt has room for."""
+    return row.hash_ids is not None and (len(row.hash_ids) - 1) * trace_block_size >= row.input_length
+
+
+def request_of(
+    row: MooncakeRow, row_number: int, trace_block_size: int, *, refuse_too_many: bool = False
+) -> TraceRequest:
     """Return the request that `row` says, with its time as in the file; -1 where it only has a delay.
 
-    Raise InputError, with the field, for one that cannot be.
+    Raise InputError, with the field, for one that cannot be. `refuse_too_many`: ids that the prompt has no room for
+    are an error as well; else they are left alone.
     """
     input_length = row.input_length
     output_length = row.output_length
@@ -35,20 +46,24 @@ def request_of(row: MooncakeRow, row_number: int, trace_block_size: int) -> Trac
         raise InputError(f"must be at least 1, got {input_length}", field="input_length")
     if output_length < 1:
         raise InputError(f"must be at least 1, got {output_length}", field="output_length")
-    covered = len(row.hash_ids) * trace_block_size
-    if covered < input_length:
-        raise InputError(
-            f"{len(row.hash_ids)} ids of {trace_block_size} tokens cover {covered} of the "
-            f"{input_length} tokens of input_length",
-            field="hash_ids",
-        )
+    hash_ids = row.hash_ids
+    if hash_ids is not None:
+        covered = len(hash_ids) * trace_block_size
+        if covered < input_length:
+            raise InputError(
+                f"{len(hash_ids)} ids of {trace_block_size} tokens cover {covered} of the "
+                f"{input_length} tokens of input_length",
+                field="hash_ids",
+            )
+        if refuse_too_many and covered - input_length >= trace_block_size:
+            raise _too_many(len(hash_ids), input_length, trace_block_size)
     timestamp, delay = row.timestamp, row.delay
     if type(timestamp) is int and timestamp >= 0:
         if timestamp > LATEST_NS // NS_PER_MS:
             raise InputError(f"must be at most {LATEST_NS // NS_PER_MS}, got {brief(timestamp)}", field="timestamp")
         arrival_ns = timestamp * NS_PER_MS
     elif timestamp is None:
-        if delay is None or row.session_id is None:
+        if row.wait_for is None and (delay is None or row.session_id is None):
             raise InputError("is missing; only a session's later turn may have a delay instead", field="timestamp")
         arrival_ns = -1
     else:
@@ -60,7 +75,10 @@ def request_of(row: MooncakeRow, row_number: int, trace_block_size: int) -> Trac
         raise InputError(f"must be at least 0, got {delay}", field="delay")
     if delay is not None and delay > LATEST_NS // NS_PER_MS:
         raise InputError(f"must be at most {LATEST_NS // NS_PER_MS}, got {brief(delay)}", field="delay")
-    units = _packed(row.hash_ids, "hash_ids")
+    if hash_ids is None:
+        units = unlike_any_other(row_number, input_length, trace_block_size, beside_ids=True)
+    else:
+        units = _packed(hash_ids, "hash_ids")
     if (
         delay is None
         and row.session_id is None
@@ -83,6 +101,19 @@ def request_of(row: MooncakeRow, row_number: int, trace_block_size: int) -> Trac
         delay_ns=None if delay is None else round(delay * NS_PER_MS),
         request_id=None if row.request_id is None else str(row.request_id),
         tenant=None if row.tenant is None else str(row.tenant),
+    )
+
+
+def _too_many(num_ids: int, input_length: int, trace_block_size: int) -> InputError:
+    """Return the error for ids that a prompt has no room for, with the sizes that would fit."""
+    fits = [size for size in SIZES if num_ids == -(-input_length // size)]
+    sizes = " or ".join(map(str, fits))
+    hint = f"Ids of {sizes} tokens would fit: pass --trace-block-size {fits[0]}" if fits else "Pass --trace-block-size"
+    return InputError(
+        f"{num_ids} ids of {trace_block_size} tokens stand for {num_ids * trace_block_size} tokens, and input_length "
+        f"is {input_length}",
+        field="hash_ids",
+        hint=f"{hint}, or --trace-block-size {trace_block_size} to leave out those that are too many.",
     )
 
 

@@ -18,7 +18,7 @@ class MooncakeRow(msgspec.Struct, gc=False):
     """One request; traffic/mooncake.py says what its fields mean and checks them."""
 
     input_length: Count
-    hash_ids: list[int]
+    hash_ids: list[int] | None = None
     output_length: Count | None = None
     timestamp: int | float | None = None
     delay: int | float | None = None
@@ -27,3 +27,5 @@ class MooncakeRow(msgspec.Struct, gc=False):
     output_token_ids: list[int] | None = None
     request_id: str | int | None = None
     tenant: str | int | None = None
+    wait_for: list[str | int] | None = None
+    tool_wait_ms: int | float | None = None

@@ -8,8 +8,8 @@ import msgspec
 
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError, parts_of
-from kvarts.files import read_text
 from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.traffic.trace_file import TraceFile
 
 __all__ = ["RecordedRow", "load_recorded", "recorded_trace"]
 
@@ -33,28 +33,26 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     began_ns: int | msgspec.UnsetType = msgspec.UNSET
 
 
-def load_recorded(path: Path | str, *, skip_bad_lines: bool = False) -> Trace:
+def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
     """Read a recorded run. Raise MissingFileError, or InputError with file and line."""
-    path = Path(path)
+    file = TraceFile.of(path)
     rows: list[RecordedRow] = []
     num_skipped = 0
     decoder = msgspec.json.Decoder(RecordedRow)
-    for number, line in enumerate(read_text(path, hint="Check the path of the trace.").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in file.records():
         try:
             row = decoder.decode(line)
             _request(0, row, 0)
         except (msgspec.DecodeError, ConfigError) as error:
             if not skip_bad_lines:
                 what, field = parts_of(error)
-                raise InputError(what, path=path, line=number, field=field) from error
+                raise InputError(what, path=file.path, line=number, field=field) from error
             num_skipped += 1
         else:
             rows.append(row)
     if not rows:
-        raise InputError("has no requests", path=path, hint="A line is a request of a recorded run.")
-    return recorded_trace(rows, name=path.name, num_skipped_lines=num_skipped)
+        raise InputError("has no requests", path=file.path, hint="A line is a request of a recorded run.")
+    return recorded_trace(rows, name=file.name, num_skipped_lines=num_skipped)
 
 
 def recorded_trace(
@@ -70,7 +68,13 @@ def recorded_trace(
     kept = [row for row in rows if row.num_output_tokens]
     requests = [_request(index, row, first_ns) for index, row in enumerate(kept)]
     requests.sort(key=lambda request: request.arrival_ns)
-    return Trace(requests, has_output_tokens=True, name=name, num_skipped_lines=num_skipped_lines)
+    return Trace(
+        requests,
+        has_output_tokens=True,
+        name=name,
+        num_skipped_lines=num_skipped_lines,
+        left_out={"cancelled before a token": len(rows) - len(kept)} if len(kept) < len(rows) else None,
+    )
 
 
 def _request(index: int, row: RecordedRow, first_ns: int) -> TraceRequest:

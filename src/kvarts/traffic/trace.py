@@ -6,7 +6,7 @@ A trace is a sequence of requests in arrival order. Prompts are strings of units
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,10 @@ from kvarts.content import Content
 from kvarts.traffic.trace_request import TraceRequest, Units
 
 __all__ = ["Trace", "TraceRequest"]
+
+NO_PREFIXES = (
+    "the trace does not tell what prompts have in common: no two of them share a page, and hit ratios are lower bounds"
+)
 
 
 class Trace:
@@ -23,6 +27,8 @@ class Trace:
     `has_output_tokens`: some request has `output_units`, so prompts have to be compared token by token.
     `has_sessions`: some request has a `session_id`; found out by itself for a list.
     `knows_prefixes`: the recording says what prompts have in common; if not, every prompt is unlike any other.
+    `left_out`: how many rows of the file are not requests here, by reason. `warnings`: what a report has to say of how
+    it was read.
     """
 
     def __init__(
@@ -35,6 +41,8 @@ class Trace:
         knows_prefixes: bool = True,
         name: str = "trace",
         num_skipped_lines: int = 0,
+        left_out: Mapping[str, int] | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         self._requests = requests
         self.unit_tokens = unit_tokens
@@ -45,6 +53,8 @@ class Trace:
         self.knows_prefixes = knows_prefixes
         self.name = name
         self.num_skipped_lines = num_skipped_lines
+        self.left_out = dict(left_out or {})
+        self.warnings = list(warnings)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self._requests)
@@ -53,6 +63,12 @@ class Trace:
     def requests(self) -> list[TraceRequest] | None:
         """All requests, if they are known beforehand."""
         return self._requests if isinstance(self._requests, list) else None
+
+    def said(self) -> list[str]:
+        """Return the warnings that a report repeats, with what hit ratios are worth."""
+        if self.knows_prefixes:
+            return self.warnings
+        return [*self.warnings, NO_PREFIXES]
 
     def content(self, request: TraceRequest, *, page_size: int, owner: int, know_output: bool = True) -> Content:
         """Return what the pages of `request` will hold.

@@ -1,65 +1,40 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  const make = (tag, parent, text) => {
-    const element = document.createElement(tag);
-    if (text !== undefined) element.textContent = text;
-    parent.append(element);
-    return element;
-  };
-  const brief = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 1 });
-  document.getElementById("title").textContent = data.title;
-  document.title = data.title + " · kvarts compare";
-  const { comparison } = data;
-  document.getElementById("subtitle").textContent =
-    comparison.num_requests + " requests, replayed beside measured" +
-    (comparison.kv_error_points === null ? "" : "; KV use off by " + comparison.kv_error_points.toFixed(2) + " points") +
-    (comparison.peak_waiting === null ? "" : "; peak waiting " + comparison.peak_waiting.map(brief).join(" measured, ") + " replayed");
-
-  const table = make("table", document.getElementById("errors"));
-  for (const metric of ["ttft", "tpot", "e2e"]) {
-    for (const [name, row] of Object.entries(comparison[metric])) {
-      const line = make("tr", table);
-      make("th", line, metric.toUpperCase() + " " + name);
-      make("td", line, brief(row.measured_ms) + " ms");
-      make("td", line, brief(row.replayed_ms) + " ms");
-      make("td", line, (row.error >= 0 ? "+" : "") + (100 * row.error).toFixed(2) + " %");
-    }
-  }
+  const { data, make, head, say, axis, left, linear, fromZero, ends, draw, line, along, table, pairs, finish } = kvarts;
+  head(data);
+  const errors = document.getElementById("errors");
+  make("p", { parent: errors, text: data.verdict, className: "verdict" });
+  table(errors, ["", ">measured", ">replayed", ">error"], data.rows);
+  pairs(errors, data.more);
 
   // Two series on their own x values become one chart: every x of either, and nothing where a series has none.
-  const merged = (a, b) => uPlot.join([[a.x, a.y], [b.x, b.y]]);
-  const draw = (parent, title, values, x, y) => {
-    make("h2", parent, title);
-    const holder = make("div", parent);
-    holder.className = "chart";
-    const width = () => Math.max(280, holder.clientWidth);
-    const axis = (label) => ({
-      label, stroke: () => colour("ink"), grid: { stroke: () => colour("line"), width: 1 },
-      ticks: { stroke: () => colour("line"), width: 1 }, font: "12px system-ui, sans-serif", size: 64,
-      labelFont: "12px system-ui, sans-serif",
+  const both = (parent, title, theirs, ours, [x, xUnit], [y, yUnit], idle = () => undefined) => {
+    const [xForm, yForm] = [say(xUnit), say(yUnit)];
+    const values = uPlot.join([theirs, ours]);
+    const span = ends(values[0]) || [0, 0];
+    draw(parent, title, 260, [along(x, xForm, span.map(xForm).join(" to ")),
+      line("measured", "green", theirs[1], { form: yForm, idle: idle(theirs), spanGaps: true }),
+      line("replayed", "orange", ours[1], { form: yForm, idle: idle(ours), spanGaps: true, dash: [7, 3] })], values, {
+      axes: [axis(x, linear(xUnit)), left(y, linear(yUnit))],
+      scales: { x: { time: false }, y: { range: yUnit === "%" ? [0, 103] : fromZero } },
     });
-    const series = (label, name) => ({
-      label, stroke: () => colour(name), width: 1.4, points: { show: false }, spanGaps: true,
-    });
-    const chart = new uPlot({
-      width: width(), height: 280, scales: { x: { time: false } }, axes: [axis(x), axis(y)],
-      series: [{ label: x }, series("measured", "green"), series("replayed", "orange")],
-    }, values, holder);
-    addEventListener("resize", () => chart.setSize({ width: width(), height: 280 }));
   };
-  const shares = (values) => ({ x: values, y: values.map((_, index) => 100 * (index + 1) / values.length) });
+  const median = ([ms, shares]) => "p50 " + say("ms")(ms[shares.findIndex((share) => share >= 50)]);
+  const columns = (pairs) => [pairs.map(([ms]) => ms), pairs.map(([, share]) => share)];
+  const charts = document.getElementById("charts");
   for (const [metric, [theirs, ours]] of Object.entries(data.distributions)) {
-    const box = make("div", document.getElementById("charts"));
-    draw(box, metric.toUpperCase(), merged(shares(theirs), shares(ours)), "ms", "% of requests");
+    if (!theirs.length || !ours.length) continue;
+    both(make("div", { parent: charts }), metric.toUpperCase(), columns(theirs), columns(ours),
+      ["time", "ms"], ["of requests", "%"], median);
   }
   if (data.curves) {
     const parent = document.getElementById("curves");
     const [theirs, ours] = data.curves;
-    const both = (name) => merged({ x: theirs.t, y: theirs[name] }, { x: ours.t, y: ours[name] });
-    if (theirs.kv && ours.kv) draw(parent, "KV use", both("kv"), "s", "% of the pool");
-    draw(parent, "Waiting requests", both("waiting"), "s", "requests");
+    const ms = (side) => side.t.map((seconds) => seconds * 1e3);
+    const drawBoth = (title, name, y) => both(parent, title, [ms(theirs), theirs[name]], [ms(ours), ours[name]], ["time", "ms"], y);
+    make("h2", { parent, text: "Over time" });
+    if (theirs.kv && ours.kv) drawBoth("KV use", "kv", ["of the pool", "%"]);
+    drawBoth("Waiting requests", "waiting", ["requests", ""]);
   }
-  document.documentElement.dataset.ready = "yes";
+  finish();
 })();

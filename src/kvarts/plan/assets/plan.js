@@ -1,108 +1,85 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const colours = ["blue", "orange", "green", "violet"];
-  const charts = [];
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  const make = (tag, parent, text, className) => {
-    const element = document.createElement(tag);
-    if (text !== undefined) element.textContent = text;
-    if (className) element.className = className;
-    parent.append(element);
-    return element;
-  };
-  const brief = (value) =>
-    value === null || value === undefined ? "-" : value.toLocaleString("en-US", { maximumFractionDigits: value < 10 ? 3 : 1 });
-  const short = (value) => new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
-  document.getElementById("title").textContent = data.title;
-  document.getElementById("subtitle").textContent = data.subtitle;
-  document.getElementById("command").textContent = data.command;
-  document.title = data.title + " · kvarts plan";
+  const { data, drawn, colour, COLOURS, make, note, head, isNone, say, tickText, ends, axis, left, logTicks, TIME_STEPS, timeText, linear, logarithmic,
+    widened, fromZero, draw, line, along, label, upright, table, choice, pick, finish } = kvarts;
+  head(data);
 
+  // What is recommended: a table, and for each row its reasons and its command.
   const options = document.getElementById("options");
-  for (const option of data.options) {
-    make("h2", options, option.name + ": " + option.what);
-    for (const note of [...option.notes, ...option.would_change]) make("p", options, note);
-    make("pre", options, option.command);
+  if (data.verdict) make("p", { parent: options, text: data.verdict, className: "verdict" });
+  if (data.options.length) {
+    table(options, data.option_heads, data.options.map(({ cells }) => cells));
+    data.options.forEach(({ name, what, reasons, command }, index) => {
+      const entry = make("details", { parent: options, open: index === 0 });
+      make("summary", { parent: entry, text: `${name}: ${what}` });
+      const list = make("ul", { parent: entry });
+      for (const reason of reasons) make("li", { parent: list, text: reason });
+      make("pre", { parent: entry, text: command, className: "command" });
+    });
   }
 
-  // What was chosen in a chart is shown below it.
-  const place = (parent) => {
-    const box = make("div", parent, undefined, "chosen");
-    const text = make("p", box, "Nothing chosen.", "note");
-    const command = make("pre", box, "");
-    command.hidden = true;
-    return (point) => {
-      text.textContent = point.text;
-      command.textContent = point.command;
-      command.hidden = !point.command;
-    };
-  };
-
   const bars = (parent, chart) => {
-    const grid = make("div", parent, undefined, "bars");
-    const rows = chart.bars.map((bar) => [make("button", grid, bar.label), make("div", grid, undefined, "track"), bar]);
-    for (const [button, track, bar] of rows) {
-      const filled = make("div", track);
+    const grid = make("div", { parent, className: "bars" });
+    const form = say(chart.y_unit);
+    const show = [];
+    for (const bar of chart.bars) {
+      const button = make("button", { parent: grid, text: bar.label, type: "button" });
+      button.addEventListener("click", () => show[0]([bar]));
+      const filled = make("div", { parent: make("div", { parent: grid, className: "track" }) });
       filled.style.width = (chart.most ? Math.max(0, 100 * bar.value / chart.most) : 0) + "%";
-      track.after(make("span", grid, brief(bar.value)));
-      button.type = "button";
+      make("span", { parent: grid, text: form(bar.value) });
     }
-    make("p", parent, chart.y + (chart.limit ? "; the whole width is the " + chart.limit + ", " + brief(chart.most) : ""), "note");
-    const show = place(parent);
-    for (const [button, , bar] of rows) button.addEventListener("click", () => show(bar));
+    note(parent, chart.y + (chart.limit ? `; the whole width is the ${chart.limit}, ${form(chart.most)}` : ""));
+    show.push(choice(parent));
   };
 
   const lines = (parent, chart) => {
-    const holder = make("div", parent, undefined, "chart");
-    const width = () => Math.max(280, holder.clientWidth);
+    const xForm = say(chart.x_unit), yForm = say(chart.y_unit);
     const values = uPlot.join(chart.series.map(({ x, y }) => [x, y]));
-    const byX = chart.series.map(({ x, points }) => new Map(points.map((point, index) => [x[index], point])));
-    const axis = (label, size) => ({
-      label, stroke: () => colour("ink"), grid: { stroke: () => colour("line"), width: 1 }, size,
-      ticks: { stroke: () => colour("line"), width: 1 }, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
-      values: (_, at) => at.map((value) => (value === null ? "" : short(value))),
+    const series = chart.series.map(({ label: text, y, style }, index) => {
+      const name = style === "limit" ? "violet" : COLOURS[index % COLOURS.length];
+      const styles = {
+        line: {},
+        points: { points: { show: true, size: 7 } },
+        dots: { paths: () => null, points: { show: true, size: 9, fill: () => colour(name) } },
+        limit: { dash: [5, 4], spanGaps: true },
+      };
+      return line(text, name, y, { form: yForm, spanGaps: true, ...styles[style] });
     });
-    const plot = new uPlot({
-      width: width(), height: 280, axes: [axis(chart.x, 48), axis(chart.y, 74)],
-      padding: [null, 20, null, null],
-      scales: { x: { time: false, distr: chart.log ? 3 : 1 }, y: { distr: chart.log_y ? 3 : 1 } },
+    const span = ends(values[0]) || [0, 0];
+    const marks = chart.marks || [];
+    const plot = draw(parent, "", 280, [along(chart.x, xForm, span.map(xForm).join(" to ")), ...series], values, {
+      axes: [axis(chart.x, chart.log ? logarithmic("x", chart.x_unit) : linear(chart.x_unit)),
+        left(chart.y, chart.log_y ? logarithmic("y", chart.y_unit) : linear(chart.y_unit))],
+      padding: [12, 20, null, null],
+      scales: {
+        x: { time: false, distr: chart.log ? 3 : 1, range: widened(chart.log) },
+        y: { distr: chart.log_y ? 3 : 1, range: chart.log_y ? widened(true) : chart.y_unit === "%" ? (_, low, high) =>
+          [0, isNone(high) ? 100 : Math.min(103, Math.max(high * 1.08, 1))] : fromZero },
+      },
       cursor: { drag: { x: true, y: false }, focus: { prox: 30 } },
-      series: [{ label: chart.x, value: (_, v) => brief(v) }, ...chart.series.map(({ label, points }, index) => ({
-        label, stroke: () => colour(colours[index % colours.length]), width: 1.4, spanGaps: true,
-        points: { show: points.length > 0, size: 7 }, value: (_, v) => brief(v),
-      }))],
-    }, values, holder);
-    charts.push({ plot, resize: () => plot.setSize({ width: width(), height: 280 }) });
-    if (chart.note) make("p", parent, chart.note, "note");
-    const show = place(parent);
-    const all = [...new Set(byX.flatMap((points) => [...points.keys()]))];
-    if (!all.length) return;
-    plot.over.addEventListener("click", () => {
-      const left = plot.cursor.left;
-      const nearest = all.reduce((best, x) =>
-        Math.abs(plot.valToPos(x, "x") - left) < Math.abs(plot.valToPos(best, "x") - left) ? x : best);
-      show(byX.find((points) => points.has(nearest)).get(nearest));
+      hooks: { draw: [(chart) => {
+        const texts = marks.map(({ x, text }) => ({ text, x: chart.valToPos(x, "x", true), y: chart.bbox.top + chart.bbox.height * 0.9 }))
+          .filter(({ x }) => upright(chart, x, "violet"));
+        label(chart, texts);
+      }] },
     });
-  };
-
-  // Round values between two others: 1, 2 and 5 times powers of ten where there is a factor of 8 between them.
-  const ticksOf = (low, high, isLog) => {
-    const ticks = [];
-    if (isLog) {
-      for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
-        for (const digit of high / low > 200 ? [1] : [1, 2, 5]) ticks.push(digit * 10 ** power);
-    } else {
-      const rough = (high - low) / 5 || 1, unit = 10 ** Math.floor(Math.log10(rough));
-      const step = [1, 2, 2.5, 5, 10].map((digit) => digit * unit).find((size) => size >= rough);
-      for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) ticks.push(tick);
+    if (chart.note) note(parent, chart.note);
+    // A line that has a command for each of its values has `at`, with places for both.
+    const filled = (text, x, y) => text.replaceAll("{x}", String(x)).replaceAll("{X}", xForm(x)).replaceAll("{Y}", yForm(y));
+    const points = chart.series.flatMap(({ x, y, points: of, at }) => x.map((value, index) => ({ x: value, y: y[index],
+      ...(at ? { between: true, text: filled(at.text, value, y[index]), command: filled(at.command, value, y[index]) } : of[index]) })))
+      .filter(({ text, y }) => text && !isNone(y));
+    if (points.length) {
+      const show = choice(parent);
+      pick(plot, points, (near) => show([...new Map(near.map((point) => [point.text, point])).values()]));
     }
-    return ticks.filter((tick) => tick >= low && tick <= high);
   };
 
   const scatter = (parent, chart) => {
-    const holder = make("div", parent, undefined, "scatter");
-    const show = (chart.note && make("p", parent, chart.note, "note"), place(parent));
+    const holder = make("div", { parent, className: "scatter" });
+    if (chart.note) note(parent, chart.note);
+    const show = choice(parent);
     const svgOf = (tag, group, attributes, text) => {
       const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
       for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -110,52 +87,123 @@
       group.append(element);
       return element;
     };
-    const scaleOf = (values, from, to) => {
-      let low = Math.min(...values), high = Math.max(...values);
-      const isLog = low > 0 && high / low > 8;
-      const [a, b] = isLog ? [Math.log10(low), Math.log10(high)] : [low, high];
+    const scaleOf = (values, unit, isLog, zero, from, to, room) => {
+      const [low, high] = ends(values);
+      const log = isLog && low > 0 && high / low > 8;
+      const [a, b] = log ? [Math.log10(low), Math.log10(high)] : [zero ? 0 : low, high];
       const pad = (b - a || Math.abs(a) || 1) * 0.05;
-      const at = (value) => from + (((isLog ? Math.log10(value) : value) - a + pad) / (b - a + 2 * pad)) * (to - from);
-      [low, high] = isLog ? [10 ** (a - pad), 10 ** (b + pad)] : [a - pad, b + pad];
-      return { at, ticks: ticksOf(low, high, isLog) };
+      const [start, end] = [zero ? 0 : a - pad, b + pad];
+      const at = (value) => from + (((log ? Math.log10(value) : value) - start) / (end - start)) * (to - from);
+      if (log) return { at, isLog: true, ticks: logTicks(unit, 10 ** start, 10 ** end, at, room) };
+      const rough = (end - start) / 5, size = 10 ** Math.floor(Math.log10(rough));
+      const steps = unit === "ms" ? TIME_STEPS : [1, 2, 2.5, 5, 10].map((digit) => digit * size);
+      const step = steps.find((each) => each >= rough * 0.999) || rough;
+      return { at, isLog: false, ticks: Array.from({ length: 12 }, (_, i) => (Math.ceil(start / step) + i) * step).filter((tick) => tick <= end) };
     };
-    const draw = () => {
+    // Points at one place are one circle.
+    const places = new Map();
+    for (const point of chart.points) {
+      const key = point.x + " " + point.y;
+      if (!places.has(key)) places.set(key, []);
+      places.get(key).push(point);
+    }
+    const isOnFront = (points) => points.some((point) => point.is_on_front);
+    const paint = () => {
       holder.replaceChildren();
-      const width = Math.max(280, holder.clientWidth), height = 280;
+      const width = Math.max(280, holder.clientWidth), height = 300, bottom = height - 44, start = 72;
       const svg = svgOf("svg", holder, { width, height, role: "group", "aria-label": chart.name });
-      const x = scaleOf(chart.points.map((point) => point.x), 58, width - 10);
-      const y = scaleOf(chart.points.map((point) => point.y), height - 44, 10);
-      for (const tick of x.ticks) {
-        svgOf("line", svg, { x1: x.at(tick), x2: x.at(tick), y1: 10, y2: height - 44, class: "grid" });
-        svgOf("text", svg, { x: x.at(tick), y: height - 28, "text-anchor": "middle" }, short(tick));
-      }
-      for (const tick of y.ticks) {
-        svgOf("line", svg, { x1: 58, x2: width - 10, y1: y.at(tick), y2: y.at(tick), class: "grid" });
-        svgOf("text", svg, { x: 52, y: y.at(tick) + 4, "text-anchor": "end" }, short(tick));
-      }
-      svgOf("text", svg, { x: (58 + width) / 2, y: height - 8, "text-anchor": "middle" }, chart.x);
+      const x = scaleOf(chart.points.map((point) => point.x), chart.x_unit, true, false, start, width - 14, 58);
+      const ys = [...chart.points.map((point) => point.y), ...(isNone(chart.limit) ? [] : [chart.limit.y])];
+      const y = scaleOf(ys, chart.y_unit, chart.y_unit !== "%", chart.y_unit !== "ms", bottom, 10, 24);
+      const texts = ({ isLog, ticks }, unit) => (unit === "ms" && !isLog ? timeText : tickText(unit))(null, ticks);
+      const xTexts = texts(x, chart.x_unit), yTexts = texts(y, chart.y_unit);
+      x.ticks.forEach((tick, index) => {
+        svgOf("line", svg, { x1: x.at(tick), x2: x.at(tick), y1: 10, y2: bottom, class: "grid" });
+        svgOf("text", svg, { x: x.at(tick), y: height - 28, "text-anchor": "middle" }, xTexts[index]);
+      });
+      y.ticks.forEach((tick, index) => {
+        svgOf("line", svg, { x1: start, x2: width - 14, y1: y.at(tick), y2: y.at(tick), class: "grid" });
+        svgOf("text", svg, { x: start - 6, y: y.at(tick) + 4, "text-anchor": "end" }, yTexts[index]);
+      });
+      svgOf("text", svg, { x: (start + width) / 2, y: height - 8, "text-anchor": "middle" }, chart.x);
       svgOf("text", svg, { x: 14, y: height / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${height / 2})` }, chart.y);
+      if (!isNone(chart.limit)) {
+        svgOf("line", svg, { x1: start, x2: width - 14, y1: y.at(chart.limit.y), y2: y.at(chart.limit.y), class: "limit" });
+        svgOf("text", svg, { x: width - 16, y: y.at(chart.limit.y) - 5, "text-anchor": "end" }, chart.limit.text);
+      }
       // The front is drawn last, over all else.
-      for (const point of [...chart.points].sort((a, b) => a.is_on_front - b.is_on_front)) {
-        const dot = svgOf("circle", svg, { cx: x.at(point.x), cy: y.at(point.y), r: 5, tabindex: 0, role: "button",
-          class: point.is_on_front ? "front" : "" });
-        svgOf("title", dot, {}, point.text);
-        dot.addEventListener("click", () => show(point));
-        dot.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && show(point));
+      for (const points of [...places.values()].sort((a, b) => isOnFront(a) - isOnFront(b))) {
+        const [{ x: atX, y: atY }] = points, shade = `var(--${shadeOf(points)})`;
+        const circle = svgOf("circle", svg, { cx: x.at(atX), cy: y.at(atY), r: 6, tabindex: 0, role: "button",
+          fill: isOnFront(points) ? shade : "transparent", stroke: shade, class: isOnFront(points) ? "front" : "" });
+        svgOf("title", circle, {}, points.map(({ text }) => text).join("\n"));
+        if (points.length > 1) svgOf("text", svg, { x: x.at(atX) + 8, y: y.at(atY) - 6, class: "many" }, "× " + points.length);
+        circle.addEventListener("click", () => show(points));
+        circle.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && show(points));
       }
     };
-    draw();
-    charts.push({ plot: { redraw: draw }, resize: draw });
+    paint();
+    scatters.push(paint);
+    drawn.push({ redraw: paint, resize: paint });
   };
+
+  // Points of a sweep have the colour of one of their settings, which the reader chooses.
+  const scatters = [], sweep = data.sweep;
+  const valuesOf = new Map((sweep ? sweep.keys : []).map((key) =>
+    [key, [...new Set(sweep.points.flatMap((point) => point.settings[key] || []))]]));
+  let chosen = sweep ? sweep.colour_by : null;
+  const shadeOf = (points) => {
+    const found = [...new Set(points.flatMap(({ settings }) => (settings && settings[chosen]) || []))];
+    return found.length === 1 ? COLOURS[valuesOf.get(chosen).indexOf(found[0]) % COLOURS.length] : "grey";
+  };
+  const paintKeys = (holder) => {
+    while (holder.children.length > 1) holder.lastChild.remove();
+    const values = chosen === null ? [] : valuesOf.get(chosen);
+    const mixed = sweep.points.some((point) => (point.settings[chosen] || []).length > 1);
+    for (const [index, value] of [...values, ...(mixed ? ["several of these"] : [])].entries()) {
+      const each = make("span", { parent: holder });
+      make("span", { parent: each, className: "key" }).style.background =
+        `var(--${index < values.length ? COLOURS[index % COLOURS.length] : "grey"})`;
+      each.append(value);
+    }
+  };
+  if (sweep && sweep.keys.length) {
+    const holder = make("div", { parent: options, className: "keys" });
+    const asked = make("label", { parent: holder, text: "Colour by " });
+    const select = make("select", { parent: asked });
+    for (const key of sweep.keys) make("option", { parent: select, text: key, value: key, selected: key === chosen });
+    select.addEventListener("change", () => {
+      chosen = select.value;
+      paintKeys(holder);
+      scatters.forEach((paint) => paint());
+    });
+    paintKeys(holder);
+  }
 
   const parent = document.getElementById("charts");
   for (const chart of data.charts) {
-    const box = make("div", parent);
-    make("h2", box, chart.name);
-    ({ bars, scatter, lines })[chart.kind](box, chart);
+    const box = make("div", { parent });
+    make("h2", { parent: box, text: chart.name });
+    if (chart.kind === "note") note(box, chart.note);
+    else ({ bars, scatter, lines })[chart.kind](box, chart);
   }
-  charts.forEach(({ resize }) => resize());
-  addEventListener("resize", () => charts.forEach(({ resize }) => resize()));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(({ plot }) => plot.redraw(false, true)));
-  document.documentElement.dataset.ready = data.charts.length;
+
+  if (sweep) {
+    const section = document.getElementById("points");
+    make("h2", { parent: section, text: "Points" });
+    const show = choice(section);
+    const rows = table(section, sweep.heads, sweep.points.map(({ cells }) => cells)).tBodies[0].rows;
+    [...rows].forEach((row, index) => {
+      row.className = "picks";
+      row.tabIndex = 0;
+      const pickRow = () => {
+        for (const other of rows) other.classList.toggle("picked", other === row);
+        show([sweep.points[index]]);
+      };
+      row.addEventListener("click", pickRow);
+      row.addEventListener("keydown", (event) => event.key === "Enter" && pickRow());
+    });
+    if (sweep.left_out) note(section, `${sweep.left_out.toLocaleString("en-US")} more points are in points.json.`);
+  }
+  finish();
 })();

@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 
 from kvarts.report.page import fill_page
+from kvarts.report.words import duration
 from kvarts.session.soak.record import Sample, SoakRecord
 from kvarts.session.soak.rules import expected_bytes
 from kvarts.session.soak.verdict import SoakVerdict
 
 __all__ = ["render_soak_page"]
 
+MIB = 1 << 20
 MAX_POINTS = 4000
 """Of samples on the page; bytes of a longer run are thinned evenly. The verdict is that on all of them."""
 
@@ -25,21 +27,21 @@ def render_soak_page(record: SoakRecord, verdict: SoakVerdict) -> bytes:
     slope = next((result.slope for result in verdict.rules if result.rule == "latency"), None)
     plan = record.plan
     data: dict[str, Any] = {
-        "title": f"{plan.target}: {verdict.verdict}",
+        "title": f"Soak of {plan.target}: {verdict.verdict}",
         "subtitle": f"{plan.num_sessions} sessions of {plan.sink} + {plan.window} tokens, {verdict.num_turns:,} turns, "
-        f"{record.duration_s:,.0f} s",
+        f"{duration(1e3 * record.duration_s)}",
         "rules": msgspec.to_builtins(verdict.rules),
         "bytes": {
             "t": [sample.at_s for sample in shown],
-            "live": [sample.kv_live_bytes for sample in shown],
-            "expected": [_expected(verdict, sample) for sample in shown],
-            "bound": expected_bytes(verdict.layers, plan.bound_tokens) if verdict.layers else None,
+            "live_mib": [_mib(sample.kv_live_bytes) for sample in shown],
+            "expected_mib": [_mib(_expected(verdict, sample)) for sample in shown],
+            "bound_mib": _mib(expected_bytes(verdict.layers, plan.bound_tokens) if verdict.layers else None),
         },
         "turns": {
             "turn": [sample.turn for sample in turns],
             "itl_ms": [_ms(sample.itl_s) for sample in turns],
             "ttft_ms": [_ms(sample.ttft_s) for sample in turns],
-            "rss_mb": [None if sample.rss_bytes is None else sample.rss_bytes / 1e6 for sample in turns],
+            "rss_mib": [_mib(sample.rss_bytes) for sample in turns],
         },
         "slope": None if slope is None else msgspec.to_builtins(slope),
     }
@@ -50,6 +52,10 @@ def render_soak_page(record: SoakRecord, verdict: SoakVerdict) -> bytes:
 
 def _expected(verdict: SoakVerdict, sample: Sample) -> int | None:
     return expected_bytes(verdict.layers, sample.num_sent_tokens) if verdict.layers else None
+
+
+def _mib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / MIB
 
 
 def _ms(seconds: float | None) -> float | None:
