@@ -36,7 +36,7 @@ class Reply:
 
 def call(url: str, path: str, body: Any = None, *, method: str | None = None, headers: Any = None) -> Reply:
     """Ask once."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     payload = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         connection.request(method or ("GET" if body is None else "POST"), path, payload, headers or {})
@@ -59,7 +59,7 @@ class OpenStream:
 
     def __init__(self, url: str, path: str, body: Any) -> None:
         host, _, port = urlsplit(url).netloc.partition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=20)
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
         payload = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
         self._socket.sendall(head.encode() + payload)

@@ -382,6 +382,7 @@ def test_json_of_a_schema_is_enforced(url: str, path: str, more: dict[str, Any])
 
 def test_other_grammars_and_what_is_none(url: str) -> None:
     pytest.importorskip("llguidance")
+    wanted: dict[str, Any]
     for wanted, expected in (
         ({"guided_choice": ["red", "blue"]}, "(red|blue)"),
         ({"guided_regex": "[ab]{4}"}, "[ab]{4}"),

@@ -174,10 +174,10 @@ def _with_arguments(message: Message) -> Message:
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
-        if isinstance(arguments, str):
+        if isinstance(function, dict) and isinstance(arguments, str):
             try:
                 read = msgspec.json.decode(arguments or "{}")
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
                 raise ApiError(400, f"arguments of a call are JSON: {error}", param="messages") from error
             made.append({**call, "function": {**function, "arguments": read}})
         else:
@@ -186,8 +186,6 @@ def _with_arguments(message: Message) -> Message:
 
 
 def _json(value: Any) -> str:
-    import msgspec
-
     return msgspec.json.encode(value).decode()
 
 

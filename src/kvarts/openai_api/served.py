@@ -169,7 +169,7 @@ class Served:
 
     @property
     def keeps_to_grammars(self) -> bool:
-        """Whether it is a model whose text can be made to keep to a grammar."""
+        """Whether the text of the model can be made to keep to a grammar."""
         return self.host.check_params is not None
 
     def open(self) -> None:

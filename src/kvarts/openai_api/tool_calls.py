@@ -149,7 +149,7 @@ def _python(text: str) -> list[Call]:
         calls = []
         for part in parts:
             if isinstance(part, ast.Call) and ast.unparse(part.func) == "print" and len(part.args) == 1:
-                part = part.args[0]  # noqa: PLW2901  # a call whose result is printed
+                part = part.args[0]  # noqa: PLW2901  # the result of a call is printed
             if not isinstance(part, ast.Call) or part.args:
                 raise ValueError("is no call with named arguments")
             calls.append((ast.unparse(part.func), {str(one.arg): ast.literal_eval(one.value) for one in part.keywords}))
