@@ -34,7 +34,10 @@ NAMES = {
     "offload": ("OffloadConfig",),
     "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
     "report": ("Report",),
-    "sampling": ("SamplingParams",),
+    "sampling": (
+        "SamplingParams",
+        "StructuredOutputs",
+    ),
     "sharing": ("ModelShare", "SharedReport", "SharingConfig"),
     "sim": ("ReplayConfig", "Slo", "replay"),
     "traffic": ("Trace", "TraceRequest", "Workload", "load_mooncake", "load_trace"),

@@ -123,9 +123,10 @@ def test_it_makes_sense(loaded: LLM) -> None:
         [[{"role": "user", "content": question}] for question in QUESTIONS], SamplingParams(max_tokens=60)
     )
     said = " ".join(one.text for one in told)
-    assert "Paris" in told[0].text and "honey" in told[2].text.lower()
-    assert said.isprintable() or "\n" in said
-    assert sum(one.finish_reason == "stop" for one in told) >= 5
+    for number, word in ((0, "Paris"), (3, "5"), (4, "cold"), (5, "7 days"), (9, "cat")):
+        assert word in told[number].text
+    assert "\ufffd" not in said and "<|" not in said
+    assert sum(one.finish_reason == "stop" for one in told) >= 4
 
 
 def test_multiple_choice_as_transformers_answers(loaded: LLM, reference: Any) -> None:
@@ -144,12 +145,17 @@ def test_multiple_choice_as_transformers_answers(loaded: LLM, reference: Any) ->
             starts.append(start)
     told = loaded.generate(asked, SamplingParams(max_tokens=0, prompt_logprobs=0))
     mine, theirs = [], []
-    for tokens, start, one in zip(asked, starts, told, strict=True):
-        assert one.prompt_logprobs is not None
+    for start, tokens, one in zip(starts, asked, told, strict=True):
+        assert one.prompt_logprobs is not None and len(one.prompt_logprobs.values) == len(tokens)
         mine.append(sum(value or 0.0 for value in one.prompt_logprobs.values[start:]))
+    for first in range(0, len(asked), 4):
+        options = asked[first : first + 4]
+        most = max(map(len, options))
+        padded = torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens in options])  # seen by no token before
         with torch.inference_mode():
-            rows = torch.log_softmax(reference(torch.tensor([tokens])).logits[0], -1)
-        theirs.append(sum(float(rows[place - 1, tokens[place]]) for place in range(start, len(tokens))))
+            rows = torch.log_softmax(reference(padded).logits, -1)
+        for row, tokens, start in zip(rows, options, starts[first : first + 4], strict=True):
+            theirs.append(sum(float(row[place - 1, tokens[place]]) for place in range(start, len(tokens))))
     assert mine == pytest.approx(theirs, abs=1e-3)
     answers = [max(range(4), key=mine[first : first + 4].__getitem__) for first in range(0, 400, 4)]
     expected = [max(range(4), key=theirs[first : first + 4].__getitem__) for first in range(0, 400, 4)]
