@@ -149,13 +149,13 @@ def test_multiple_choice_as_transformers_answers(loaded: LLM, reference: Any) ->
         assert one.prompt_logprobs is not None and len(one.prompt_logprobs.values) == len(tokens)
         mine.append(sum(value or 0.0 for value in one.prompt_logprobs.values[start:]))
     for first in range(0, len(asked), 4):
-        options = asked[first : first + 4]
-        most = max(map(len, options))
-        padded = torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens in options])  # seen by no token before
+        four = asked[first : first + 4]
+        most = max(map(len, four))
+        padded = torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens in four])  # seen by no token before
         with torch.inference_mode():
             rows = torch.log_softmax(reference(padded).logits, -1)
-        for row, tokens, start in zip(rows, options, starts[first : first + 4], strict=True):
-            theirs.append(sum(float(row[place - 1, tokens[place]]) for place in range(start, len(tokens))))
+        for row, ids, start in zip(rows, four, starts[first : first + 4], strict=True):
+            theirs.append(sum(float(row[place - 1, ids[place]]) for place in range(start, len(ids))))
     assert mine == pytest.approx(theirs, abs=1e-3)
     answers = [max(range(4), key=mine[first : first + 4].__getitem__) for first in range(0, 400, 4)]
     expected = [max(range(4), key=theirs[first : first + 4].__getitem__) for first in range(0, 400, 4)]

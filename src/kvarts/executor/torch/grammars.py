@@ -17,6 +17,8 @@ __all__ = ["Grammars", "Matcher"]
 
 MAX_KEPT = 64
 """Compiled grammars that are kept."""
+SPACES = r"[ \t\n\r]{0,16}"
+"""Between the parts of JSON: a model that is at a loss may write spaces for ever."""
 FIELD = "sampling.structured_outputs"
 
 
@@ -97,7 +99,10 @@ class Grammars:
             ) from error
         kind, text = wanted.as_text()
         try:
-            grammar = llguidance.grammar_from(kind, text)
+            if kind == "json":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES})
+            else:
+                grammar = llguidance.grammar_from(kind, text)
             matcher = llguidance.LLMatcher(self._with_bytes(llguidance), grammar, log_level=0)
         except ValueError as error:
             raise ConfigError(f"cannot be compiled: {_first_line(error)}", field=FIELD) from error
