@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvarts.record.timeline import timelines_of as timelines_of
     from kvarts.report.report import Report as Report
     from kvarts.sampling import SamplingParams as SamplingParams
+    from kvarts.sampling import StructuredOutputs as StructuredOutputs
     from kvarts.sharing.config import ModelShare as ModelShare
     from kvarts.sharing.config import SharingConfig as SharingConfig
     from kvarts.sharing.report import SharedReport as SharedReport
@@ -98,6 +99,7 @@ _HOMES = {
     "SharedReport": "kvarts.sharing.report",
     "SharingConfig": "kvarts.sharing.config",
     "Slo": "kvarts.sim.config",
+    "StructuredOutputs": "kvarts.sampling",
     "Timeline": "kvarts.record.timeline",
     "Trace": "kvarts.traffic.trace",
     "TraceRequest": "kvarts.traffic.trace",

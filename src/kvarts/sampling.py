@@ -9,7 +9,7 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_UINT32, MOST_UINT64, brief, check_whole
 
-__all__ = ["Logprobs", "SamplingParams", "TopLogprobs"]
+__all__ = ["Logprobs", "SamplingParams", "StructuredOutputs", "TopLogprobs"]
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """The likeliest tokens at one place, with their log-probabilities, in falling order."""
@@ -31,6 +31,54 @@ class Logprobs(msgspec.Struct):
         return Logprobs(self.values[:num_tokens], self.top[:num_tokens], self.ranks[:num_tokens])
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the generated text is to be, by exactly one of its fields. The names are those of vLLM.
+
+    `json`: a value that a JSON schema allows, given as the schema or its text. `regex`: a text that matches all of a
+    regular expression. `choice`: one of several texts. `grammar`: a text of a grammar in Lark's or GBNF's form.
+    `json_object`: any object. Raises ConfigError for none or several, and for values of other types.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if self.json is False:
+            given.append("json")  # a schema that allows nothing
+        if len(given) != 1:
+            raise ConfigError(
+                f"needs one of {', '.join(self.__struct_fields__)}, got {', '.join(given) or 'none'}",
+                field="sampling.structured_outputs",
+            )
+        (name,) = given
+        value = getattr(self, name)
+        is_good = {
+            "json": isinstance(value, str | dict | bool),
+            "choice": isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value),
+            "json_object": value is True,
+        }.get(name, isinstance(value, str))
+        if not is_good:
+            raise ConfigError(f"has a wrong value: {brief(value)}", field=f"sampling.structured_outputs.{name}")
+        if name == "choice":
+            msgspec.structs.force_setattr(self, "choice", tuple(value))
+
+    def as_text(self) -> tuple[str, str]:
+        """Return the kind and the text of the grammar: a JSON schema, a list of choices, or as it was given."""
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.choice is not None:
+            return "choice", msgspec.json.encode(self.choice).decode()
+        if self.grammar is not None:
+            return "grammar", self.grammar
+        if self.json_object:
+            return "json", '{"type":"object"}'
+        return "json", self.json if isinstance(self.json, str) else msgspec.json.encode(self.json).decode()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many tokens one request generates, how each is chosen, and what ends it. The names are those of vLLM.
 
@@ -43,6 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     and of so many of the likeliest tokens in its place. `prompt_logprobs`: return them of the tokens of the prompt, and
     of so many of the likeliest in their places; all of the prompt is computed then, whatever is cached. `max_tokens`
     may be 0 with it. `skip_special_tokens`: special tokens have no text; a stop text that is one is never found then.
+    `structured_outputs`: a grammar that the text keeps to, as long as `max_tokens` allows; its end comes before
+    `min_tokens` and in spite of `ignore_eos`.
     Raises ConfigError for a value out of range.
     """
 
@@ -63,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None:
@@ -110,5 +161,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return (
             self.temperature == 0.0
             and self.repetition_penalty == 1.0
+            and self.structured_outputs is None
             and not (self.logprobs or self.min_tokens or self.presence_penalty or self.frequency_penalty)
         )

@@ -36,7 +36,7 @@ class Reply:
 
 def call(url: str, path: str, body: Any = None, *, method: str | None = None, headers: Any = None) -> Reply:
     """Ask once."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     payload = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         of_body = {} if body is None else {"content-type": "application/json"}
@@ -60,7 +60,7 @@ class OpenStream:
 
     def __init__(self, url: str, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         host, _, port = urlsplit(url).netloc.partition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=20)
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
         payload = json.dumps(body).encode()
         head = [f"POST {path} HTTP/1.1", f"host: {host}", "connection: close", "content-type: application/json"]
         head += [f"content-length: {len(payload)}", *(f"{name}: {value}" for name, value in (headers or {}).items())]

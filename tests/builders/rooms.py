@@ -35,7 +35,10 @@ NAMES = {
     "plan": ("Plan", "plan"),
     "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
     "report": ("Report",),
-    "sampling": ("SamplingParams",),
+    "sampling": (
+        "SamplingParams",
+        "StructuredOutputs",
+    ),
     "sharing": ("ModelShare", "SharedReport", "SharingConfig"),
     "sim": ("ReplayConfig", "Slo", "replay"),
     "traffic": ("Trace", "TraceRequest", "Workload", "load_mooncake", "load_trace"),

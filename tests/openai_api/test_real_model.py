@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -142,9 +143,7 @@ def test_chats_hits_and_errors(url: str) -> None:
     assert call(url, COMPLETIONS, {"prompt": "x", "max_tokens": 10**6}).status == 400
     tools = [{"type": "function", "function": {"name": "f"}}]
     reply = call(url, CHAT, {"messages": messages, "tools": tools, "tool_choice": "required"})
-    assert reply.error["param"] == "tool_choice"
-    reply = call(url, CHAT, {"messages": messages, "response_format": {"type": "json_object"}})
-    assert reply.status == 400 and reply.error["param"] == "response_format"
+    assert reply.error["param"] == "tools" and "leaves tools out" in reply.error["message"]
     assert json.loads(call(url, "/v1/models").payload)["data"][0]["max_model_len"] == 256 * 4
 
 
@@ -311,8 +310,128 @@ def test_one_request_that_fails_is_one_request_that_fails(url: str, monkeypatch:
     monkeypatch.setattr(Generation, "_extend_text", failing)
     reply = call(url, COMPLETIONS, {**body, "seed": 13})
     assert reply.status == 500 and "no text for that" in reply.error["message"]
-    events = events_of(call(url, COMPLETIONS, {**body, "seed": 13, "stream": True}).payload)
-    assert "no text for that" in events[-1]["error"]["message"]
+    reply = call(url, COMPLETIONS, {**body, "seed": 13, "stream": True})
+    # If it fails before anything of the stream is written, it has a status of its own.
+    error = reply.error if reply.status == 500 else events_of(reply.payload)[-1]["error"]
+    assert "no text for that" in error["message"]
     assert call(url, "/health").status == 200
     assert complete(url, **body)["choices"] == expected
     assert 'finished_reason="error"' in call(url, "/metrics").payload.decode()
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PERSON}},
+    {"type": "function", "function": {"name": "time"}},
+]
+
+
+def answers(url: str, path: str, body: dict[str, Any]) -> Iterator[Any]:
+    """A choice of the whole answer, and the same of the stream put together."""
+    reply = call(url, path, body)
+    assert reply.status == 200, reply.payload
+    (choice,) = reply.json["choices"]
+    yield choice
+    events = events_of(call(url, path, {**body, "stream": True}).payload)
+    parts = [event["choices"][0] for event in events if event["choices"]]
+    if path == COMPLETIONS:
+        yield {"text": "".join(part["text"] for part in parts), "finish_reason": parts[-1]["finish_reason"]}
+        return
+    message: dict[str, Any] = {"content": "".join(part["delta"].get("content") or "" for part in parts)}
+    message["tool_calls"] = [made for part in parts for made in part["delta"].get("tool_calls", ())]
+    yield {"message": message, "finish_reason": parts[-1]["finish_reason"]}
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of a model of which the template tells of tools."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny("qwen3", path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    with served(str(path), speculative_config="ngram") as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
+        {"structured_outputs": {"json": PERSON}},
+        {"guided_json": PERSON},
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_json_of_a_schema_is_enforced(url: str, path: str, more: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    body = {"max_tokens": 200, "temperature": 1.0, "seed": 5, "logprobs": True, **more}
+    body |= {"messages": [{"role": "user", "content": "who?"}]} if path == CHAT else {"prompt": "who?"}
+    for choice in answers(url, path, body):
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert choice["finish_reason"] == "stop"
+        assert set(json.loads(text)) == {"name", "age"}
+
+
+def test_other_grammars_and_what_is_none(url: str) -> None:
+    pytest.importorskip("llguidance")
+    wanted: dict[str, Any]
+    for wanted, expected in (
+        ({"guided_choice": ["red", "blue"]}, "(red|blue)"),
+        ({"guided_regex": "[ab]{4}"}, "[ab]{4}"),
+        ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, "xy"),
+        ({"guided_json": {"const": 5}}, "5"),
+    ):
+        (choice,) = complete(url, prompt="say", max_tokens=60, **wanted)["choices"]
+        assert re.fullmatch(expected, choice["text"]) and choice["finish_reason"] == "stop"
+    for wanted in (
+        {"guided_regex": "("},
+        {"structured_outputs": {"json": {}, "regex": "a"}},
+        {"structured_outputs": {"other": 1}},
+        {"guided_regex": "a", "guided_choice": ["a"]},
+        {"structured_outputs": {}},
+    ):
+        reply = call(url, COMPLETIONS, {"prompt": "say", **wanted})
+        assert reply.status == 400 and "structured_outputs" in reply.error["param"], reply.payload
+    assert call(url, "/health").status == 200
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_calls_of_tools_are_enforced(with_tools: str, choice: Any) -> None:
+    pytest.importorskip("llguidance")
+    body = {"messages": [{"role": "user", "content": "who?"}], "tools": TOOLS, "tool_choice": choice,
+            "max_tokens": 300, "temperature": 1.0, "seed": 2}  # fmt: skip
+    for told in answers(with_tools, CHAT, body):
+        if told["finish_reason"] == "length":  # a random model may list calls for ever
+            assert choice == "required"
+            continue
+        assert told["finish_reason"] == "tool_calls" and not told["message"]["content"]
+        for made in told["message"]["tool_calls"]:
+            arguments = json.loads(made["function"]["arguments"])
+            assert made["function"]["name"] in ("weather", "time")
+            assert made["function"]["name"] == "time" or set(arguments) == {"name", "age"}
+
+
+def test_tools_are_told_and_calls_come_back_to_the_template(with_tools: str, url: str) -> None:
+    asked = [{"role": "user", "content": "weather?"}]
+    called = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Lund"}'}}
+    answered = [*asked, {"role": "assistant", "tool_calls": [called]}, {"role": "tool", "content": "rain"}]
+    told = call(with_tools, f"{CHAT}/render", {"messages": answered, "tools": TOOLS}).json
+    text = call(with_tools, "/detokenize", {"tokens": told["token_ids"]}).json["prompt"]
+    assert '"name": "time"' in text and "<tool_call>Lund</tool_call>" in text
+    broken = {**called, "function": {"name": "f", "arguments": "{"}}
+    messages = [*asked, {"role": "assistant", "tool_calls": [broken]}]
+    reply = call(with_tools, CHAT, {"messages": messages, "max_tokens": 1})
+    assert reply.status == 400 and "arguments of a call are JSON" in reply.error["message"]
+    for chosen, status in (("none", 200), ("auto", 400), (None, 400)):
+        body = {"messages": asked, "tools": TOOLS, "tool_choice": chosen, "max_tokens": 1}
+        assert call(url, CHAT, body).status == status

@@ -15,7 +15,7 @@ from kvarts.openai_api.forms import ChatForm
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.running import RunningServer
 from kvarts.openai_api.schemas import value_of
-from kvarts.openai_api.shapes import ToolCallsInText
+from kvarts.openai_api.tool_calls import ToolCallsInText
 
 from builders.http_client import call, events_of
 

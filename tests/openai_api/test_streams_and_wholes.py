@@ -13,7 +13,8 @@ from kvarts.openai_api.answer import TokenLogprob
 from kvarts.openai_api.forms import ChatForm, Form, Whole
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.running import RunningServer
-from kvarts.openai_api.shapes import JsonText, Shape, ToolCall, ToolCallsInText
+from kvarts.openai_api.shapes import JsonText, Shape, ToolCall
+from kvarts.openai_api.tool_calls import ToolCallsInText
 
 from builders.http_client import call, events_of
 

@@ -33,6 +33,9 @@ def _options() -> list[click.Parameter]:
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 @lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
 @lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
+@click.option("--tool-call-parser", metavar="NAME", default="auto", cls=GroupedOption, group="Model",
+              help="How the model writes calls of tools: hermes (Qwen, too), llama3_json, mistral, gemma, or auto, by "
+                   "its chat template. [auto]")  # fmt: skip
 def model_command(**params: Any) -> None:
     """Serve OpenAI's API from a model that runs here."""
     need_http()
@@ -58,6 +61,7 @@ def model_command(**params: Any) -> None:
         params["model"],
         door,
         max_model_len=params["max_model_len"],
+        tool_call_parser=params["tool_call_parser"],
         max_num_batched_tokens=params["max_batched_tokens"],
         max_num_seqs=params["max_seqs"],
         **{name: params[name] for name in SETTINGS},

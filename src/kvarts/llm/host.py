@@ -14,6 +14,7 @@ from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.rotation import LateRotation
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.llm.loop import EngineLoop
+from kvarts.sampling import SamplingParams
 
 __all__ = ["ModelHost"]
 
@@ -25,7 +26,8 @@ class ModelHost:
     `token_bytes`: bytes of KV of a token, over all layers. `max_positions`: the positions it was trained for, or None.
     `fingerprint` returns what its KV depends on, beside tokens. `tokenizer`: that of transformers, of a model that
     came with one. `eos_ids`: tokens with which it ends. `kv_groups`: see LLM; `memory`: the groups, None without any.
-    Then its pages are blocks, and `token_bytes` those of a token in a block.
+    Then its pages are blocks, and `token_bytes` those of a token in a block. `check_params` raises ConfigError for
+    parameters that the model cannot keep to, and may take a second; None for a model that keeps to no grammar.
     """
 
     loop: EngineLoop
@@ -43,3 +45,4 @@ class ModelHost:
     eos_ids: frozenset[int] = frozenset()
     kv_groups: str = "off"
     memory: GroupMemory | None = None
+    check_params: Callable[[SamplingParams], None] | None = None

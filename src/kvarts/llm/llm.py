@@ -15,7 +15,8 @@ from kvarts.executor.base import Executor
 from kvarts.executor.copier import PageStore
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.fingerprint import fingerprint
-from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.grammars import Grammars
+from kvarts.executor.torch.loading import load_model, load_tokenizer
 from kvarts.executor.torch.sampling import BatchSampler
 from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.chat import render_chat
@@ -64,9 +65,9 @@ class Offload(TierSettings, Protocol):
 class LLM:
     """A model of transformers, its tokenizer, and the engine that runs it.
 
-    `model`: a directory, or a name in the hub's cache, which is loaded with `dtype` on `device` (see `load_model`); or
-    a model that is already loaded, which comes with its `tokenizer`, and attends through pages from then on. Without a
-    tokenizer, prompts are token ids.
+    `model`: a directory, a GGUF file, or a name in the hub's cache, which is loaded with `dtype` on `device` (see
+    `load_model`); or a model that is already loaded, which comes with its `tokenizer`, and attends through pages from
+    then on. Without a tokenizer, prompts are token ids.
 
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the memory that is free, 4 GiB at most.
     `config`: all of pages, page size and batch, instead of the settings here. `attention`: the backend, one of
@@ -118,7 +119,8 @@ class LLM:
     ) -> None:
         speculation = SpeculativeConfig.of(speculative_config)
         if isinstance(model, str | Path):
-            tokenizer = _load_tokenizer(model, trust_remote_code) if tokenizer is None else tokenizer
+            if tokenizer is None:
+                tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
             model = load_model(
                 model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
             )
@@ -159,7 +161,8 @@ class LLM:
         if disk_path is not None and self.offload is not None:
             files = self.offload.open_files(disk_path, config.page_size)
         clock = WallClock() if clock is None else clock
-        sampler = BatchSampler(model.device)
+        self._grammars = Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, _eos_ids(model))
+        sampler = BatchSampler(model.device, self._grammars)
         self._executor = TorchExecutor(
             model,
             config,
@@ -240,6 +243,7 @@ class LLM:
             eos_ids=_eos_ids(self._model),
             kv_groups=self.kv_groups,
             memory=self._memory,
+            check_params=self.check_params,
         )
 
     # Requests ---------------------------------------------------------------------------------------------
@@ -258,6 +262,7 @@ class LLM:
 
     def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt. Raise ConfigError for one that the model cannot run."""
+        self.check_params(params)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError(
@@ -279,6 +284,11 @@ class LLM:
                 hint="Shorten the prompt, or lower max_tokens.",
             )
         return tokens
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ConfigError for parameters that the model cannot keep to. May take as long as compiling a grammar."""
+        if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> list[int]:
         """Return the token ids of a conversation, by the chat template of the tokenizer, up to where an answer begins.
@@ -421,16 +431,6 @@ def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, co
             f"there are {len(each)} for {count} prompts", field="params", hint="Give one for all, or one for each."
         )
     return each
-
-
-def _load_tokenizer(path: str | Path, trust_remote_code: bool) -> Any:
-    """Return the tokenizer beside a model; None if there is none, or only one with code that is not to be run."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        return None
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

@@ -13,7 +13,7 @@ import msgspec
 from kvarts.errors import ConfigError, parts_of
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import SamplingParams, StructuredOutputs
 
 __all__ = [
     "APART",
@@ -48,11 +48,6 @@ NOT_DONE = (
     "best_of",
     "use_beam_search",
     "truncate_prompt_tokens",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
     "suffix",
     "functions",
     "function_call",
@@ -95,6 +90,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
     # What would change the answer, and is not done: refused, not left alone.
@@ -104,11 +104,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
 
     def check(self) -> None:
         """Raise ApiError for what is asked for and not done: a client would believe that it was."""
@@ -130,6 +125,27 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             raise ApiError(400, "has no NUL", param="cache_salt")
         if len(self.cache_salt or "") > MAX_SALT_CHARS:
             raise ApiError(400, f"has at most {MAX_SALT_CHARS} characters", param="cache_salt")
+
+    def structured(self, schema: dict[str, Any] | None) -> StructuredOutputs | None:
+        """Return what the text is to be, None for anything. `schema`: of the format of the response. Raise ApiError."""
+        asked: dict[str, Any] = dict(self.structured_outputs or {})
+        legacy = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        several = [asked] if self.structured_outputs is not None else []
+        several += [{name: value} for name, value in legacy.items() if value is not None]
+        several += [{"json": schema}] if schema is not None else []
+        if len(several) > 1:
+            raise ApiError(400, "one of structured_outputs, guided_* and response_format", param="structured_outputs")
+        if not several:
+            return None
+        try:
+            return msgspec.convert(several[0], StructuredOutputs)
+        except (msgspec.ValidationError, ConfigError) as error:
+            raise ApiError(400, str(error), param="structured_outputs") from error
 
     @property
     def num_choices(self) -> int:
@@ -229,6 +245,7 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
@@ -245,6 +262,7 @@ class ChatBody(GenerationBody, kw_only=True):
             "chat_template_kwargs": self.chat_template_kwargs,
             "continue_final_message": self.continue_final_message,
             "tools": self.tools,
+            "needs_tools": bool(self.tools) and self.tool_choice != "none",
         }
         if self.add_generation_prompt is not None:
             options["add_generation_prompt"] = self.add_generation_prompt

@@ -32,11 +32,12 @@ from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole,
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, InSessions, Served
-from kvarts.openai_api.shapes import Shape, ToolCall, ToolCallsInText, shape_of_format
+from kvarts.openai_api.shapes import Shape, ToolCall, schema_of_format, shape_of_format
+from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
 from kvarts.openai_api.workbench import Workbench
 from kvarts.owners.keys import Owner
 from kvarts.owners.shares import PARTED
-from kvarts.sampling import SamplingParams
+from kvarts.sampling import SamplingParams, StructuredOutputs
 
 __all__ = ["Exchange", "Generating", "begin", "chat_asks", "completion_asks"]
 
@@ -174,8 +175,6 @@ def asks_of(
 
 def completion_asks(served: Served, body: CompletionBody, exchange: Exchange) -> tuple[list[Ask], list[Echo]]:
     """Return the requests of a completion, and what goes before each choice, if prompts are echoed."""
-    if (body.response_format or {}).get("type", "text") != "text":
-        raise ApiError(400, "is of chat completions: a completion is text", param="response_format")
     adds = body.add_special_tokens is not False
     given = body.prompts()
     exchange.budget.draw_sequences(len(given), body.num_choices)
@@ -204,22 +203,66 @@ def chat_asks(served: Served, body: ChatBody, exchange: Exchange) -> list[Ask]:
     return asks_of(served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True)
 
 
-def shape_of(served: Served, body: ChatBody, budget: Budget) -> Shape | None:
-    """Return what every choice is made into; None: it is text. Raise ApiError for what cannot be had."""
-    asked = shape_of_format(
-        body.response_format, can_be_made=served.text.has_any_tool, budget=budget, num_choices=body.num_choices
-    )
+class Wanted(msgspec.Struct, frozen=True):
+    """What the text of an answer is to be, and what is made of it; each None for any text, as it is."""
+
+    structured: StructuredOutputs | None = None
+    shape: Shape | None = None
+    keeps_special_tokens: bool = False
+
+    def of(self, asks: Sequence[Ask]) -> list[Ask]:
+        """Return the requests for it."""
+        changes: dict[str, Any] = {}
+        if self.structured is not None:
+            changes["structured_outputs"] = self.structured
+        if self.keeps_special_tokens:
+            changes["skip_special_tokens"] = False
+        if not changes:
+            return list(asks)
+        replace = msgspec.structs.replace
+        params = {id(ask.params): ask.params for ask in asks}  # shared by requests with the same
+        changed = {key: replace(each, **changes) for key, each in params.items()}
+        return [replace(ask, params=changed[id(ask.params)]) for ask in asks]
+
+
+def wanted_completion(served: Served, body: CompletionBody) -> Wanted:
+    """Return what a completion is to be. Raise ApiError for what cannot be had."""
+    schema = schema_of_format(body.response_format)
+    if schema is not None and not served.keeps_to_grammars:
+        raise ApiError(400, "of a mock, it is of chat completions", param="response_format")
+    return Wanted(_structured(served, body, schema))
+
+
+def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | None) -> StructuredOutputs | None:
+    structured = body.structured(schema)
+    if structured is not None and not served.keeps_to_grammars:
+        raise ApiError(400, "a mock keeps to no grammar: omit it, or ask for response_format", param=_named(body))
+    return structured
+
+
+def _named(body: GenerationBody) -> str:
+    names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    return next((name for name in names if getattr(body, name) is not None), "response_format")
+
+
+def wanted_chat(served: Served, body: ChatBody, budget: Budget) -> Wanted:
+    """Return what a chat completion is to be. Raise ApiError for what cannot be had."""
     choice, tools = body.tool_choice, body.tools or []
     functions = [tool.get("function") for tool in tools]
     known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
     if len(known) < len(tools):
         raise ApiError(400, "a tool is a function with a name", param="tools")
+    schema = schema_of_format(body.response_format)
     if choice in (None, "auto", "none"):
-        if asked is None and known and choice != "none" and not served.text.has_any_tool:
-            return ToolCallsInText()
-        return asked
-    if not served.text.has_any_tool:
-        raise ApiError(400, "calls of tools cannot be enforced: ask for 'auto' or 'none'", param="tool_choice")
+        if served.keeps_to_grammars:
+            structured = _structured(served, body, schema)
+            if structured is not None or not known or choice == "none":
+                return Wanted(structured)
+            form = served.text.call_format
+            names = [function["name"] for function in known]
+            return Wanted(None, ToolCallsInText(form, names), form.has_special_tokens)
+        _structured(served, body, None)
+        return Wanted(None, shape_of_format(schema, budget, body.num_choices))
     if isinstance(choice, dict):
         named = choice.get("function") or {}
         name = named.get("name") if isinstance(named, dict) else None
@@ -228,10 +271,25 @@ def shape_of(served: Served, body: ChatBody, budget: Budget) -> Shape | None:
         raise ApiError(400, f"must be none, auto, required or a function, got {brief(choice)}", param="tool_choice")
     if not known:
         raise ApiError(400, "names no tool that is there", param="tool_choice")
-    schema = known[0].get("parameters")
-    call = ToolCall(known[0]["name"], schema if isinstance(schema, dict) else {})
-    call.draw(budget, body.num_choices)  # what cannot be made is refused now
-    return call
+    if body.structured(schema) is not None:
+        raise ApiError(400, "calls of tools have a form already", param="response_format")
+    if not served.keeps_to_grammars:
+        schema = known[0].get("parameters")
+        call = ToolCall(known[0]["name"], schema if isinstance(schema, dict) else {})
+        call.draw(budget, body.num_choices)  # what cannot be made is refused now
+        return Wanted(None, call)
+    if isinstance(choice, dict):
+        parameters = known[0].get("parameters") or {"type": "object"}
+        return Wanted(StructuredOutputs(json=parameters), NamedCall(known[0]["name"]))
+    calls = calls_schema(known, in_parallel=body.parallel_tool_calls is not False)
+    return Wanted(StructuredOutputs(json=calls), RequiredCalls())
+
+
+async def checked(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> None:
+    """Compile the grammar of requests, which may take long, off the event loop. Raise ConfigError for a bad one."""
+    check = served.host.check_params
+    if check is not None and asks and asks[0].params.structured_outputs is not None:
+        await exchange.workbench.run(exchange.owner.name, partial(check, asks[0].params))
 
 
 class UnderWay:
@@ -309,6 +367,7 @@ class Generating:
             body = exchange.take_body(CompletionBody)
             served = self._models.of(body.model)
             asks, echoes = completion_asks(served, body, exchange)
+            asks = wanted_completion(served, body).of(asks)
             form = CompletionForm(
                 body.model or served.names[0],
                 served.text,
@@ -328,10 +387,10 @@ class Generating:
         def read() -> _Read:
             body = exchange.take_body(ChatBody)
             served = self._models.of(body.model)
-            asks = chat_asks(served, body, exchange)
-            shape = shape_of(served, body, exchange.budget)
+            wanted = wanted_chat(served, body, exchange.budget)
+            asks = wanted.of(chat_asks(served, body, exchange))
             prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
-            form = ChatForm(body.model or served.names[0], served.text, shape=shape, prompt=prompt)
+            form = ChatForm(body.model or served.names[0], served.text, shape=wanted.shape, prompt=prompt)
             body.messages = body.tools = None
             return _Read(served, body, asks, form)
 
@@ -339,6 +398,7 @@ class Generating:
 
     async def _answer(self, exchange: Exchange, read: _Read) -> None:
         served, body, form = read.served, read.body, read.form
+        await checked(exchange, served, read.asks)
         under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)

@@ -131,9 +131,13 @@ def open_model(
     *,
     readers: Sequence[EventReader] = (),
     max_model_len: int | None = None,
+    tool_call_parser: str = "auto",
     **settings: Any,
 ) -> Opened:
-    """Return the model in the directory `path`, with `settings` of kvarts.LLM. Raise what that raises."""
+    """Return the model in `path`, with `settings` of kvarts.LLM. Raise what that raises.
+
+    `tool_call_parser`: how the model writes calls of tools, see kvarts.openai_api.tool_calls.
+    """
     llm = from_room("llm.llm", "LLM", field="model")(path, readers=readers, **settings)
     host = llm.host()
     most = host.core.scheduler.most_tokens(host.max_positions or 1 << 40)
@@ -143,7 +147,7 @@ def open_model(
     meter = Meter(max_model_len=limits.max_model_len)
     host.core.log.add_reader(meter)
     facts = {"mock": False, "dtype": settings.get("dtype", "auto")}
-    text = HubText(host.tokenizer, host.eos_ids)
+    text = HubText(host.tokenizer, host.eos_ids, tool_call_parser=tool_call_parser)
     served = make_served(host, text, door.names or (path,), door, limits=limits, meter=meter, facts=facts)
     return open_app([served], door)
 

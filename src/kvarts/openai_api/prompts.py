@@ -8,8 +8,11 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
+import msgspec
+
 from kvarts.llm.token_bytes import TextOffsets, TokenBytes
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.tool_calls import FORMATS, CallFormat, format_named
 from kvarts.openai_api.words import MAX_CHARS_PER_WORD, WordTokenizer
 
 __all__ = ["HubText", "Message", "TextModel", "WordText"]
@@ -28,8 +31,8 @@ class TextModel(Protocol):
         """What a Generation makes text with; None if no text can be made."""
 
     @property
-    def has_any_tool(self) -> bool:
-        """Whether it can be made to call a tool."""
+    def call_format(self) -> CallFormat:
+        """How the model writes calls of tools."""
 
     @property
     def max_chars_per_token(self) -> int:
@@ -62,7 +65,7 @@ class TextModel(Protocol):
 class WordText:
     """The text of a mock: a word is a token, and conversations are written as ChatML."""
 
-    has_any_tool = True
+    call_format = FORMATS["hermes"]
     max_chars_per_token = MAX_CHARS_PER_WORD
     end_ids: frozenset[int] = frozenset()
 
@@ -102,9 +105,9 @@ class WordText:
 class HubText:
     """The text of a model of transformers, with its tokenizer."""
 
-    has_any_tool = False
-
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int] = (), *, tool_call_parser: str = "auto") -> None:
+        template = getattr(tokenizer, "chat_template", None)
+        self.call_format = format_named(tool_call_parser, template if isinstance(template, str) else str(template))
         self.end_ids = frozenset(end_ids)
         self.generation_tokenizer: Any = tokenizer
         self._tokenizer = tokenizer
@@ -138,6 +141,17 @@ class HubText:
 
         Without any, a message is its text and the end of a line.
         """
+        told = [_with_arguments(message) for message in messages]
+        text = self._rendered(told, options, options.get("tools") or None)
+        if options.get("needs_tools") and text == self._rendered(told, options, None):
+            raise ApiError(
+                400,
+                "the chat template of the model leaves tools out: describe them in a message, or give a chat_template",
+                param="tools",
+            )
+        return text
+
+    def _rendered(self, messages: Sequence[Message], options: Mapping[str, Any], tools: Any) -> str:
         if not self._need().chat_template and not options.get("chat_template"):
             return "".join(f"{message['content']}\n" for message in messages)
         try:
@@ -146,7 +160,7 @@ class HubText:
                     [dict(message) for message in messages],
                     tokenize=False,
                     chat_template=options.get("chat_template"),
-                    tools=options.get("tools"),
+                    tools=tools,
                     add_generation_prompt=options.get("add_generation_prompt", True)
                     and not options.get("continue_final_message"),
                     continue_final_message=bool(options.get("continue_final_message")),
@@ -164,9 +178,27 @@ class HubText:
         return self._tokenizer
 
 
-def _json(value: Any) -> str:
-    import msgspec
+def _with_arguments(message: Message) -> Message:
+    """Return a message with the arguments of its calls as objects, which templates write in their own way."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    made = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(function, dict) and isinstance(arguments, str):
+            try:
+                read = msgspec.json.decode(arguments or "{}")
+            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+                raise ApiError(400, f"arguments of a call are JSON: {error}", param="messages") from error
+            made.append({**call, "function": {**function, "arguments": read}})
+        else:
+            made.append(call)
+    return {**message, "tool_calls": made}
 
+
+def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 

@@ -205,6 +205,11 @@ class Served:
         self._live: set[Choice] = set()
         self._idle: asyncio.Event | None = None
 
+    @property
+    def keeps_to_grammars(self) -> bool:
+        """Whether the text of the model can be made to keep to a grammar."""
+        return self.host.check_params is not None
+
     def open(self) -> None:
         """Let requests come from the event loop that runs now."""
         self.outbox.open(asyncio.get_running_loop())

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.torch.fingerprint import fingerprint
+from kvarts.executor.torch.gguf_file import GgufFile, find_gguf
+from kvarts.executor.torch.gguf_model import read_model
+from kvarts.executor.torch.gguf_tokenizer import read_tokenizer
 from kvarts.executor.torch.packing import pack_linears
 from kvarts.executor.torch.probe import examine
 from kvarts.executor.torch.quantized import check_scheme, quantize
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "load_tokenizer"]
 
 _log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -30,15 +33,38 @@ def load_model(
     quantization: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return the model in `path`: a directory with config.json and safetensors, or a name in the hub's cache.
+    """Return the model in `path`: a directory with config.json and safetensors, a GGUF file or a directory with one, or
+    a name in the hub's cache.
 
-    `dtype`: `auto` for that of the weights, or float32, bfloat16, float16. `device`: `auto`, or what torch calls it.
-    `quantization`: int8 or int4, for weights of as many bits, see kvarts.executor.torch.quantized.
-    `trust_remote_code`: run the Python code that comes with the weights, which may do whatever the caller may.
+    `dtype`: `auto` for that of the weights, float32 where a file has them quantized; or float32, bfloat16, float16.
+    `device`: `auto`, or what torch calls it. `quantization`: int8 or int4, for weights of as many bits, see
+    kvarts.executor.torch.quantized. `trust_remote_code`: run the Python code that comes with the weights, which may do
+    whatever the caller may.
 
     Raise MissingFileError for what is not there, InputError for weights that cannot be read or do not fit the config,
     ConfigError for an architecture with layers that are not all attention over what came before.
     """
+    if dtype not in DTYPES:
+        raise ConfigError(f"must be auto, float32, bfloat16 or float16, got {dtype!r}", field="dtype")
+    check_scheme(quantization)
+    target = check_device(device)
+    gguf = find_gguf(path)
+    if gguf is None:
+        model = _read_directory(path, dtype, trust_remote_code=trust_remote_code)
+    else:
+        model = _read_gguf(gguf, None if dtype == "auto" else getattr(torch, dtype))
+    model.requires_grad_(False)
+    model.eval()
+    model = model.to(target)
+    fingerprint(model, quantization or "")
+    if quantization is not None:
+        _log.info("%s", quantize(model, quantization))
+    pack_linears(model)
+    examine(model)
+    return model
+
+
+def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) -> Any:
     directory = Path(path)
     if not directory.is_dir() and (directory.suffix or directory.is_absolute() or str(path).startswith(".")):
         raise MissingFileError(
@@ -55,10 +81,6 @@ def load_model(
             ) from None
         raise InputError(f"is no model that transformers knows: {_first_line(error)}", path=path) from error
     check_architecture(config, path)
-    if dtype not in DTYPES:
-        raise ConfigError(f"must be auto, float32, bfloat16 or float16, got {dtype!r}", field="dtype")
-    check_scheme(quantization)
-    target = check_device(device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -82,15 +104,29 @@ def load_model(
         if report.get(what):
             names = ", ".join(sorted(map(str, report[what]))[:3])
             raise InputError(f"weights have {what.replace('_', ' ')}: {names}", path=path)
-    model.requires_grad_(False)
-    model.eval()
-    model = model.to(target)
-    fingerprint(model, quantization or "")
-    if quantization is not None:
-        _log.info("%s", quantize(model, quantization))
-    pack_linears(model)
-    examine(model)
     return model
+
+
+def _read_gguf(path: Path, dtype: torch.dtype | None) -> Any:
+    try:
+        import gguf  # noqa: F401  # the types of quantized tensors
+    except ImportError as error:
+        raise ConfigError("needs gguf, which is not installed", path=path, hint="pip install gguf") from error
+    return read_model(GgufFile(path), dtype)
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer of the model in `path`, as of `load_model`; None if there is none.
+
+    Raise ConfigError for a GGUF file with a tokenizer that is not known.
+    """
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return read_tokenizer(GgufFile(gguf))
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
 
 
 def check_device(name: str) -> torch.device:

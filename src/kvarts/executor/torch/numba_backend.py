@@ -20,7 +20,7 @@ from kvarts.executor.torch.team import num_threads, team
 __all__ = ["DecodeWork", "NumbaBackend", "numba_fits", "telling"]
 
 logger = logging.getLogger("kvarts.attention")
-TELL_AFTER_S = 1.0
+TELL_AFTER_S = 3.0
 """A compiler that takes longer than this is told of."""
 SOME_TOKENS = 64
 """Of a sequence: for a guess at how much is read."""

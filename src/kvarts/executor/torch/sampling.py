@@ -18,6 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvarts.errors import ConfigError
+from kvarts.executor.torch.grammars import Grammars, Matcher
 from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 
 __all__ = ["BatchSampler", "Sampler", "SamplingParams", "TokenSampler"]
@@ -63,11 +65,13 @@ class TokenSampler(Protocol):
 class BatchSampler:
     """The TokenSampler of requests with SamplingParams. Owner of what sampling keeps from token to token.
 
-    A request is added when it is submitted, and dropped when it has ended.
+    A request is added when it is submitted, and dropped when it has ended. `grammars`: compiles those that texts are to
+    keep to; None if there are none.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, grammars: Grammars | None = None) -> None:
         self._device = device
+        self._grammars = grammars
         self._requests: dict[int, _Sampled] = {}
         self.num_scored = 0
         """How many of them want the log-probabilities of their prompts."""
@@ -77,7 +81,14 @@ class BatchSampler:
     ) -> None:
         """Sample for a request from now on. `stop_ids`: tokens that end it, beside those that `params` name."""
         ends = frozenset(params.stop_token_ids) | frozenset(stop_ids)
-        sampler = None if params.is_argmax else Sampler(params, request_index, self._device, len(prompt), ends)
+        sampler = None
+        if not params.is_argmax:
+            matcher = None
+            if params.structured_outputs is not None:
+                if self._grammars is None:
+                    raise ConfigError("has no grammars", field="sampling.structured_outputs")
+                matcher = self._grammars.matcher(params.structured_outputs)
+            sampler = Sampler(params, request_index, self._device, len(prompt), ends, matcher)
         scores = None if params.prompt_logprobs is None else _PromptScores(prompt, params.prompt_logprobs)
         self._requests[request_index] = _Sampled(sampler, ends, prompt, scores)
         self.num_scored += scores is not None
@@ -196,7 +207,7 @@ class _Sampled:
 
     def is_end(self, token: int) -> bool:
         """Return whether the request ends with `token`."""
-        return token in self.stop_ids or self.error is not None
+        return token in self.stop_ids or self.error is not None or (self.sampler is not None and self.sampler.is_over)
 
     def choose(self, sampler: Sampler, logits: torch.Tensor) -> int:
         """Return the next token, and keep it with its log-probability. `logits` [vocabulary]."""
@@ -222,6 +233,7 @@ class Sampler:
     """Chooses the tokens of one request. `index`: its seed, where the request names none.
 
     `num_prompt_tokens`: of the known tokens. `stop_ids`: tokens that end it, and that are not chosen too early.
+    `matcher`: of the grammar that its text keeps to.
     """
 
     def __init__(
@@ -231,8 +243,12 @@ class Sampler:
         device: torch.device,
         num_prompt_tokens: int = 0,
         stop_ids: Collection[int] = (),
+        matcher: Matcher | None = None,
     ) -> None:
         self.index = index
+        self._matcher = matcher
+        self.is_over = False
+        """Whether the text has come to the end that its grammar allows."""
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
@@ -263,18 +279,25 @@ class Sampler:
         params = self._params
         scores = logits.clone()
         generated = known[self._num_prompt_tokens :]
-        if len(generated) < params.min_tokens:
+        matcher = self._matcher
+        if matcher is not None:
+            allowed = torch.from_numpy(matcher.allowed()).to(scores.device)
+            scores.masked_fill_(~allowed, -torch.inf)
+        if len(generated) < params.min_tokens and (matcher is None or not matcher.is_complete):
             scores[self._stop_ids[self._stop_ids < len(scores)]] = -torch.inf
         if params.presence_penalty or params.frequency_penalty:
             seen, counts = generated.unique(return_counts=True)
             scores[seen] -= params.presence_penalty + params.frequency_penalty * counts
         scores = self._processors(known[None], scores[None])[0]
         if not bool(torch.isfinite(scores.max())):
-            scores = _finite(scores, logits)
+            scores = _finite(scores, logits if matcher is None else logits.masked_fill(~allowed, -torch.inf))
         if self._generator is None:
             token = int(scores.argmax())
         else:
             token = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
+        if matcher is not None:
+            matcher.accept(token)
+            self.is_over = token in matcher.end_ids
         logprobs = torch.log_softmax(logits, dim=-1)
         top: TopLogprobs = ()
         if params.top_logprobs:

@@ -1,0 +1,127 @@
+"""Grammars that generated text keeps to, by llguidance: which tokens may come next, and whether the text may end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.errors import ConfigError
+from kvarts.sampling import StructuredOutputs
+
+__all__ = ["Grammars", "Matcher"]
+
+MAX_KEPT = 64
+"""Compiled grammars that are kept."""
+SPACES = r"[ \t\n\r]{0,16}"
+"""Between the parts of JSON: a model that is at a loss may write spaces for ever."""
+FIELD = "sampling.structured_outputs"
+
+
+class Matcher:
+    """One text that is matched with a grammar, token by token."""
+
+    def __init__(self, matcher: Any, end_ids: frozenset[int], vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self.end_ids = end_ids
+        """Tokens that end the text where the grammar allows it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but an end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return which tokens may come next, [vocabulary]. Raise ConfigError if the grammar became too complex."""
+        self._check()
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        self._check()
+        allowed = np.zeros(self._vocab_size, np.bool_)
+        count = min(self._vocab_size, len(bits))
+        allowed[:count] = bits[:count]
+        return allowed
+
+    def accept(self, token: int) -> None:
+        """Take the token that was chosen, which was allowed."""
+        if token not in self.end_ids:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConfigError(f"cannot be kept to: {_first_line(self._matcher.get_error())}", field=FIELD)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps those that were used last. For several threads.
+
+    `end_ids`: tokens that end a text. What it needs of the tokenizer is made when the first grammar is compiled.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = end_ids
+        self._lock = Lock()
+        self._made: Any = None
+        self._compiled: OrderedDict[bytes, Any] = OrderedDict()
+
+    def compile(self, wanted: StructuredOutputs) -> Any:
+        """Return the grammar at its beginning. Raise ConfigError for one that cannot be compiled.
+
+        A grammar may take a second: call this before the request is handed to the engine, which then finds it.
+        """
+        key = msgspec.json.encode(wanted)
+        with self._lock:
+            known = self._compiled.get(key)
+            if known is None:
+                known = self._compiled[key] = self._compile(wanted)
+            self._compiled.move_to_end(key)
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+            return known
+
+    def matcher(self, wanted: StructuredOutputs) -> Matcher:
+        """Return what matches a text with a grammar. Raise ConfigError for one that cannot be compiled."""
+        return Matcher(self.compile(wanted).deep_copy(), self._end_ids, self._vocab_size)
+
+    def _compile(self, wanted: StructuredOutputs) -> Any:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ConfigError(
+                "needs llguidance, which is not installed", field=FIELD, hint="pip install llguidance"
+            ) from error
+        kind, text = wanted.as_text()
+        try:
+            if kind == "json":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES})
+            else:
+                grammar = llguidance.grammar_from(kind, text)
+            matcher = llguidance.LLMatcher(self._with_bytes(llguidance), grammar, log_level=0)
+        except ValueError as error:
+            raise ConfigError(f"cannot be compiled: {_first_line(error)}", field=FIELD) from error
+        if matcher.is_error():
+            raise ConfigError(f"cannot be compiled: {_first_line(matcher.get_error())}", field=FIELD)
+        return matcher
+
+    def _with_bytes(self, llguidance: Any) -> Any:
+        if self._made is None:
+            backend = getattr(self._tokenizer, "backend_tokenizer", None)
+            if backend is None:
+                raise ConfigError("needs the model's tokenizer, a fast one of transformers", field=FIELD)
+            if not self._end_ids:
+                raise ConfigError("needs a model that has a token for the end", field=FIELD)
+            self._made = llguidance.LLTokenizer(
+                backend.to_str(), n_vocab=self._vocab_size, eos_token=sorted(self._end_ids)
+            )
+        return self._made
+
+
+def _first_line(error: object) -> str:
+    return (str(error).strip().splitlines() or ["unknown"])[0][:300]
