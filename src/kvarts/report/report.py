@@ -389,16 +389,12 @@ class Report:
     def _longest_rejected(self) -> dict[str, Any]:
         """Return the tokens of the longest request that was refused; nothing where none was."""
         raw = self._request_log.columns
-        refused = np.flatnonzero(raw["status"] == REJECTED)
-        if not len(refused):
+        if not (raw["status"] == REJECTED).any():
             return {}
-        longest = refused[np.argmax(raw["input_tokens"][refused] + raw["output_tokens"][refused])]
-        return {
-            "longest_rejected": {
-                "input_tokens": int(raw["input_tokens"][longest]),
-                "output_tokens": int(raw["output_tokens"][longest]),
-            }
-        }
+        sizes = zip(raw["status"].tolist(), raw["input_tokens"].tolist(), raw["output_tokens"].tolist(), strict=True)
+        refused = [(num_input, num_output) for status, num_input, num_output in sizes if status == REJECTED]
+        num_input, num_output = max(refused, key=sum)
+        return {"longest_rejected": {"input_tokens": num_input, "output_tokens": num_output}}
 
     def _memory(self) -> dict[str, Any]:
         """Return what was used of each KV group, where there are any: `pages` of the summary are then blocks."""
