@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import kvarts
+from kvarts.cli.process import handle_signals
 
 from builders.calls import CALLS, commands, path_params, present, snapshot
 from builders.forked import fork, run_forked, wait_for
@@ -149,14 +150,19 @@ def test_a_signal_while_the_command_is_loaded(number: signal.Signals, code: int,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("moment", ["gc.disable", "main"])
+@pytest.mark.parametrize("moment", ["handle_signals", "main"])
 def test_a_signal_before_or_after_all_that_handles_it(
     moment: str, number: signal.Signals, code: int, here: Path, tmp_path: Path
 ) -> None:
     """Between the first handler and the command, and between the command and the end of the process."""
 
     def prepare() -> None:
-        pytest.MonkeyPatch().setattr(f"kvarts.cli.main.{moment}", lambda: signal.raise_signal(number))
+        def strike() -> None:
+            if moment == "handle_signals":
+                handle_signals()
+            signal.raise_signal(number)
+
+        pytest.MonkeyPatch().setattr(f"kvarts.cli.main.{moment}", strike)
 
     ended = run_forked(["model", "list"], tmp_path / "err", prepare)
     assert (ended.code, "Traceback" in ended.err) == (code, False), ended.err

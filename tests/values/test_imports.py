@@ -56,7 +56,7 @@ def test_help_loads_no_engine(folder: Path, arguments: str) -> None:
     assert not rooms(modules) & HEAVY - {"verify", "plan"}
     if arguments == "--version":
         assert not rooms(modules) & REPLAY
-        assert len([name for name in modules if name.startswith("kvarts")]) <= 8
+        assert len([name for name in modules if name.startswith("kvarts")]) <= 14
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_short_replay_loads_neither_numpy_nor_what_it_does_not_use(folder: Pat
     modules = imported("replay", "one.jsonl", *options.split(), folder=folder)
     assert others(modules) <= OTHERS
     assert not rooms(modules) & (HEAVY | {"audit", "explain", "record"})
-    assert len([name for name in modules if name.startswith("kvarts")]) <= 132
+    assert len([name for name in modules if name.startswith("kvarts")]) <= 136
 
 
 def test_what_needs_arrays_loads_numpy(folder: Path) -> None:

@@ -95,13 +95,13 @@ class Cache:
     """Returns the longest prefix of a content, of at most so many full pages, that every group can resume from."""
 
     take_pages: Callable[[int], object]
-    """Takes so many next pages of decodes, which are free, whoever's they are."""
+    """Takes the next pages of so many decodes, which are free, without their names."""
 
     def __init__(self, pool: Pool, *, page_blocks: int) -> None:
         self.pool = pool
         self.has_page_ids = pool.has_ids
         self.names_decodes = pool.has_ids
-        """Whether decodes take their next pages by `take_due`, not `take_pages`: the cache knows whose they are."""
+        """Whether decodes take their next pages by `take_due` and not by `take_pages`: the cache has a holding of each."""
         self.page_blocks = page_blocks
         """Blocks of a page with its parts in every group that keeps tokens: what a decode takes for its next page."""
         self.num_free = pool.num_empty

@@ -376,7 +376,7 @@ class Report:
             lane = {"lane": max(waited_by_lane, key=lambda name: waited_by_lane[name])}
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
-        if not len(e2e_ns) and (self._request_log.columns["status"] == REJECTED).any():
+        if not len(e2e_ns) and int((self._request_log.numbers()["status"] == REJECTED).sum()):
             cause = "kv_pages"  # nothing fits, so nothing waited
         elif fsum(queue_ns.tolist()) * 100 < fsum(e2e_ns.tolist()):
             cause = "nothing"
@@ -388,8 +388,8 @@ class Report:
 
     def _longest_rejected(self) -> dict[str, Any]:
         """Return the tokens of the longest request that was refused; nothing where none was."""
-        raw = self._request_log.columns
-        if not (raw["status"] == REJECTED).any():
+        raw = self._request_log.numbers()
+        if not int((raw["status"] == REJECTED).sum()):
             return {}
         sizes = zip(raw["status"].tolist(), raw["input_tokens"].tolist(), raw["output_tokens"].tolist(), strict=True)
         refused = [(num_input, num_output) for status, num_input, num_output in sizes if status == REJECTED]

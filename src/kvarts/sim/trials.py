@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError
-from kvarts.kv.group_needs import GroupNeeds
 from kvarts.report.advice import HostMemory
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
@@ -76,6 +75,8 @@ class ReplayTrials:
         if config.kv_groups == "off":
             return max(1, -(-(num_prompt_tokens + max_tokens - 1) // config.page_size))
         memory = config.memory
+        from kvarts.kv.group_needs import GroupNeeds  # only a trace with KV groups pays for it
+
         needs = GroupNeeds(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         return -(-needs.of_request(num_prompt_tokens, max_tokens) * memory.block_bytes // memory.page_bytes)
 
