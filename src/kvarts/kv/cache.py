@@ -101,7 +101,7 @@ class Cache:
         self.pool = pool
         self.has_page_ids = pool.has_ids
         self.names_decodes = pool.has_ids
-        """Whether decodes take their next pages by `take_due` and not by `take_pages`: the cache has a holding of each."""
+        """Whether decodes take their next pages by `take_due`, each with its holding, and not by `take_pages`."""
         self.page_blocks = page_blocks
         """Blocks of a page with its parts in every group that keeps tokens: what a decode takes for its next page."""
         self.num_free = pool.num_empty
