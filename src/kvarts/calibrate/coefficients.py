@@ -33,23 +33,20 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "attention_efficiency": (0.1, 1.0),
     "step_us": (50.0, 20_000.0),
     "sequence_us": (0.5, 200.0),
-    "expert_efficiency": (0.1, 1.0),
+    "expert_efficiency": (0.1, 2.0),
     "link_efficiency": (0.02, 1.0),
     "link_us": (1.0, 500.0),
+    "layer_us": (1.0, 500.0),
+    "expert_layer_us": (1.0, 500.0),
+    "expert_half_mb": (0.05, 50.0),
+    "exchange_us": (1.0, 500.0),
+    "eager_layer_us": (5.0, 5_000.0),
+    "eager_expert_layer_us": (5.0, 5_000.0),
+    "fp8_compute": (0.2, 1.2),
+    "fp8_bandwidth": (0.4, 1.2),
+    "fp4_compute": (0.1, 1.2),
+    "fp4_bandwidth": (0.3, 1.2),
 }
-WIDTHS: Mapping[str, float] = {
-    "compute_efficiency": 0.2,
-    "bandwidth_efficiency": 0.1,
-    "attention_efficiency": 0.3,
-    "step_us": 0.7,
-    "sequence_us": 0.7,
-    "expert_efficiency": 0.35,
-    "link_efficiency": 0.4,
-    "link_us": 0.7,
-}
-"""Standard deviations, in logarithms, of the guess that each coefficient starts from. Matrix products reach 0.55 to
-0.85 of the stated arithmetic, memory 0.72 to 0.88 of the stated bandwidth; the constants of an engine are known to a
-factor of two."""
 UNFELT = 1e-3
 """A direction that changes the residuals by less than this share of the strongest counts as changing nothing."""
 PART = 0.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from kvarts.sched.plan import Batch, Chunk
 if TYPE_CHECKING:
     from kvarts.executor.roofline import RooflineCost
 
-__all__ = ["StepParts", "graph_size"]
+__all__ = ["StepParts", "format_of", "graph_size"]
 
 
 class StepParts:
@@ -25,50 +25,58 @@ class StepParts:
         from kvarts.hardware.fit import local_layer_bytes_per_token
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
-        flops = device.flops_per_s(geometry.weight_dtype) * cost.compute_efficiency / 1e3
-        expert_flops = device.flops_per_s(geometry.expert_dtype) * cost.compute_efficiency / 1e3
-        bandwidth = device.bandwidth_bytes_per_s * cost.bandwidth_efficiency / 1e3
+        of_weights, of_experts = _reached(cost, geometry.weight_dtype), _reached(cost, geometry.expert_dtype)
+        flops = device.flops_per_s(geometry.weight_dtype) * of_weights.compute / 1e3
+        expert_flops = device.flops_per_s(geometry.expert_dtype) * of_experts.compute / 1e3
+        peak = device.bandwidth_bytes_per_s / 1e3
+        bandwidth = peak * cost.bandwidth_efficiency
         number_bytes = float(dtype_bits(geometry.dtype, field="dtype")) / 8
         matrix_bytes = float(dtype_bits(geometry.weight_dtype, field="weight_dtype")) / 8
         expert_bytes = float(dtype_bits(geometry.expert_dtype, field="expert_dtype")) / 8
         self._stages = cost.pipeline_parallel
         self._graph_tokens = cost.graph_tokens
-        self._eager_ms = cost.eager_us / 1e3
-        self.step_ms = cost.step_us / 1e3
+        self._separates = cost.separate_passes
+        expert_layers = 0 if geometry.experts is None else geometry.experts.num_layers
+        eager_us = cost.eager_us + geometry.num_layers * cost.eager_layer_us
+        self._eager_ms = (eager_us + expert_layers * cost.eager_expert_layer_us) / 1e3
+        layers_us = geometry.num_layers * cost.layer_us + expert_layers * cost.expert_layer_us
+        self.step_ms = (cost.step_us + layers_us) / 1e3
         self.sequence_ms = cost.sequence_us / 1e3
         # A state is read and written once in a step, however many tokens of the sequence are in it.
         self.sequence_ms += 2 * geometry.state_bytes / ways / bandwidth
-        self._common_read_ms = geometry.common_matrix * matrix_bytes / ways / bandwidth
+        self._common_read_ms = geometry.common_matrix * matrix_bytes / ways / (peak * of_weights.bandwidth)
         self._common_token_ms = 2 * geometry.common_matrix / ways / flops
         self._head_read_ms = geometry.head_matrix * number_bytes / ways / bandwidth
         self._head_sample_ms = 2 * geometry.head_matrix / ways / (device.flops_per_s(geometry.dtype) / 1e3)
         self._head_sample_ms /= cost.compute_efficiency
         self._experts = geometry.experts
         self.num_ranks = cost.num_ranks
-        expert_layers = 0
         if self._experts is not None:
-            expert_layers = self._experts.num_layers
-            numbers = expert_layers * geometry.expert_matrix / (ways * self.num_ranks) / cost.expert_efficiency
-            self._expert_read_ms = numbers * expert_bytes / bandwidth
-            self._expert_token_ms = 2 * numbers * self._experts.per_token / expert_flops
+            every = ways * self.num_ranks
+            numbers = expert_layers * geometry.expert_matrix / every
+            local_mb = geometry.expert_matrix * expert_bytes / (1 if cost.expert_parallel > 1 else every) / 1e6
+            reached = of_experts.bandwidth * cost.expert_efficiency / (1 + cost.expert_half_mb / local_mb)
+            self._expert_read_ms = numbers * expert_bytes / (peak * min(reached, 1.0))
+            self._expert_token_ms = 2 * numbers * self._experts.per_token / (expert_flops * cost.expert_efficiency)
         # What devices exchange. An all-reduce follows attention, and another the rest of the layer, unless experts are
         # divided over ranks: then all tokens are gathered before them, and the results scattered after.
         self._reduce_token_ms = self._exchange_token_ms = self._pass_token_ms = 0.0
-        self.num_collectives = 0
+        num_reduces = num_exchanges = num_passes = 0
         link = device.link_bytes_per_s * cost.coefficient("link_efficiency") / 1e3
         token_bytes = geometry.hidden_size * number_bytes
         if ways > 1:
-            reduces = 2 * geometry.num_layers - (expert_layers if self.num_ranks > 1 else 0)
-            self._reduce_token_ms = reduces * token_bytes * 2 * (ways - 1) / ways / link
-            self.num_collectives += reduces
+            num_reduces = 2 * geometry.num_layers - (expert_layers if self.num_ranks > 1 else 0)
+            self._reduce_token_ms = num_reduces * token_bytes * 2 * (ways - 1) / ways / link
         if self.num_ranks > 1:
             every = ways * self.num_ranks
-            self._exchange_token_ms = 2 * expert_layers * token_bytes * (every - 1) / every / link
-            self.num_collectives += 2 * expert_layers
+            num_exchanges = 2 * expert_layers
+            self._exchange_token_ms = num_exchanges * token_bytes * (every - 1) / every / link
         if self._stages > 1:
-            self._pass_token_ms = (self._stages - 1) * token_bytes / link
-            self.num_collectives += self._stages - 1
-        self._collectives_ms = self.num_collectives * cost.coefficient("link_us") / 1e3
+            num_passes = self._stages - 1
+            self._pass_token_ms = num_passes * token_bytes / link
+        self.num_collectives = num_reduces + num_exchanges + num_passes
+        self._collectives_ms = (num_reduces + num_passes) * cost.coefficient("link_us") / 1e3
+        self._collectives_ms += num_exchanges * cost.coefficient("exchange_us") / 1e3
         # Attention, for one layer: the first that attends.
         first = geometry.attending[0].layer
         kv_bytes = local_layer_bytes_per_token(geometry, first, ways, cost.kv_dtype)
@@ -95,8 +103,8 @@ class StepParts:
             self._layers.append(LayerCost(layer.span, group.num_layers, work, read, decode * group.num_layers))
         self.has_windows = geometry.has_spans
         self.context_token_ms = self._decode_pair_ms * sum(layer.decode for layer in self._layers)
-        self.is_simple = not (self.has_windows or self._stages > 1 or self._eager_ms)
-        """Whether the time of decodes is linear in the tokens that they know."""
+        self._is_linear = not (self.has_windows or self._stages > 1)
+        """Whether the time of decodes in a graph is linear in the tokens that they know."""
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step; of several ranks, while the others have nothing to do."""
@@ -104,6 +112,8 @@ class StepParts:
         num_decodes = batch.num_decodes
         if not chunks:
             return round(self.decode_ms(num_decodes, batch.decode_known_tokens, self.fixed_ms(num_decodes)) * 1e6)
+        if num_decodes and self._separates:
+            return sum(self.step_ns(each) for each in _passes(batch))
         num_tokens, num_samples, num_sequences = num_decodes, num_decodes, num_decodes
         attention_ms = 0.0
         for chunk in chunks:
@@ -119,7 +129,7 @@ class StepParts:
     def decode_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of `num_steps` steps of decodes, in each of which every sequence knows a token more."""
         fixed_ms = self.fixed_ms(num_decodes)
-        if num_steps < FEW_STEPS or not self.is_simple:
+        if num_steps < FEW_STEPS or not self._is_simple(num_decodes):
             return [
                 round(self.decode_ms(num_decodes, known, fixed_ms) * 1e6)
                 for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
@@ -175,10 +185,14 @@ class StepParts:
 
     def decode_ms(self, num_decodes: int, known_tokens: int, fixed_ms: float) -> float:
         """Return the time of a step of decodes that know `known_tokens` tokens together."""
-        if self.is_simple:
-            return self.context_ms(num_decodes, known_tokens) + fixed_ms
+        if self._is_simple(num_decodes):
+            return known_tokens * self.context_token_ms + fixed_ms
         attention_ms = self.context_ms(num_decodes, known_tokens) / self.divided_by(num_decodes)
         return self.at_least(fixed_ms + attention_ms, num_decodes)
+
+    def _is_simple(self, num_decodes: int) -> bool:
+        """Return whether the time of so many decodes is linear in the tokens that they know."""
+        return self._is_linear and (num_decodes <= self._graph_tokens or not self._eager_ms)
 
     def at_least(self, ms: float, num_tokens: int) -> float:
         """Return `ms`, or the time to launch the kernels of a step without a CUDA graph, if that is longer."""
@@ -188,6 +202,13 @@ class StepParts:
 
     def together_ms(self, batches: Sequence[Batch]) -> float:
         """Return the time of a step of ranks in lock step."""
+        if self._separates:
+            passes = list(zip(*map(_passes, batches), strict=True))
+            if all(any(batch.num_tokens for batch in each) for each in passes):
+                return sum(self._together_ms([batch for batch in each if batch.num_tokens]) for each in passes)
+        return self._together_ms(batches)
+
+    def _together_ms(self, batches: Sequence[Batch]) -> float:
         counts = [batch.num_tokens for batch in batches]
         num_routed = sum(counts)
         slowest_ms = 0.0
@@ -241,6 +262,37 @@ class StepParts:
             work_ms, read_ms = pairs * self._pair_ms * layer.work, read * self._kv_read_ms * layer.read
             ms += layer.num_layers * (work_ms if work_ms > read_ms else read_ms)
         return ms
+
+
+def _passes(batch: Batch) -> tuple[Batch, Batch]:
+    """Return the prompts of a step, and its decodes."""
+    pool_tokens = batch.pool_tokens
+    return Batch(batch.chunks, 0, 0, pool_tokens), Batch((), batch.num_decodes, batch.decode_known_tokens, pool_tokens)
+
+
+class Reached(NamedTuple):
+    """Shares of a device's peaks in a number format: of its arithmetic, and of its bandwidth."""
+
+    compute: float
+    bandwidth: float
+
+
+def format_of(dtype: str) -> str:
+    """Return which coefficients a number format has: fp8 for 8 bits a number, fp4 for fewer, else an empty text."""
+    from kvarts.hardware.dtypes import dtype_bits
+
+    bits = dtype_bits(dtype, field="dtype")
+    return "" if bits >= 16 else "fp8" if bits >= 8 else "fp4"
+
+
+def _reached(cost: RooflineCost, dtype: str) -> Reached:
+    compute, bandwidth = cost.compute_efficiency, cost.bandwidth_efficiency
+    narrow = format_of(dtype)
+    if narrow == "fp8":
+        return Reached(compute * cost.fp8_compute, bandwidth * cost.fp8_bandwidth)
+    if narrow == "fp4":
+        return Reached(compute * cost.fp4_compute, bandwidth * cost.fp4_bandwidth)
+    return Reached(compute, bandwidth)
 
 
 def graph_size(num_tokens: int, largest: int) -> int:

@@ -5,7 +5,7 @@ A file describes a device in TOML::
     memory = "96GiB"
     bandwidth = "1597GB/s"
     link = "64GB/s"          # one way, to another such device
-    link_kind = "pcie"       # without peer access; nvlink stands for any link with it
+    link_kind = "pcie"       # without peer access; pcie-peer with it; nvlink stands for any link of its own
     source = "where these are stated"
     [tflops]                 # dense, 10^12 operations a second
     bfloat16 = 503.8
@@ -31,17 +31,14 @@ __all__ = ["Device", "device_names", "load_device"]
 GIB = 1 << 30
 CPU_FIELDS = {"cores": "2", "bandwidth": "20GB/s", "memory": "16GiB", "ghz": "2.5", "flops_per_cycle": "32"}
 
-LinkKind = Literal["nvlink", "pcie"]
-# What collectives reach of the stated rate of a link, and the constant time of one in microseconds, before anything is
-# measured. Over PCIe without peer access, data go through host memory: NCCL then reaches about a fifth.
-LINK_GUESSES: dict[LinkKind, tuple[float, float]] = {"nvlink": (0.8, 6.0), "pcie": (0.2, 30.0)}
+LinkKind = Literal["nvlink", "pcie-peer", "pcie"]
 
 
 class Device(msgspec.Struct, frozen=True):
     """One device. `tflops`: dense matrix arithmetic by number format, in 10^12 operations a second.
 
-    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for links
-    with peer access, of any maker, `pcie` for those without.
+    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for links of
+    their own, of any maker; `pcie-peer` for PCIe with peer access, `pcie` without.
     """
 
     name: str
@@ -51,16 +48,6 @@ class Device(msgspec.Struct, frozen=True):
     tflops: dict[str, float]
     link_bytes_per_s: float = 0.0
     link_kind: LinkKind = "nvlink"
-
-    @property
-    def link_efficiency(self) -> float:
-        """The share of the link's rate that collectives reach: a guess."""
-        return LINK_GUESSES[self.link_kind][0]
-
-    @property
-    def link_us(self) -> float:
-        """The constant time of a collective in microseconds: a guess."""
-        return LINK_GUESSES[self.link_kind][1]
 
     def flops_per_s(self, dtype: str) -> float:
         """Return operations a second on numbers stored as `dtype`; formats without a unit of their own use 16 bits."""

@@ -288,7 +288,7 @@ class GroupedScheduler(Scheduler):
         """Return how many tokens a sequence has at most, of up to `limit`, that can run in this memory; 0 for none."""
         return self.needs.most_tokens(limit, self.parts.pool.total)
 
-    def _never_fits(self, request: Request) -> str | None:
+    def never_fits(self, request: Request) -> str | None:
         num_most, total = self.pages.num_most, self.parts.pool.total
         num_reserved = self.own_pages.reserve.num_pages
         if self.needs.at_most_whole(request.num_prompt_tokens + request.max_tokens) <= num_most - num_reserved:

@@ -11,6 +11,7 @@ import msgspec
 from kvarts.config import EngineConfig
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
 from kvarts.settings import Given, Section, SettingError, given_in, setting
+from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, resolve_hardware
 
 if TYPE_CHECKING:
@@ -162,6 +163,27 @@ class ReplayConfig(
         ),
     ] = None
     speedup: Annotated[float, setting("Open loop: divide arrival times and session delays by X.", metavar="X")] = 1.0
+    engine: Annotated[
+        EngineName | None,
+        setting(
+            "Engine whose defaults hold where nothing else is given: tokens per step, requests, fraction of memory, "
+            "asynchronous scheduling, front end.",
+            default="those listed here",
+        ),
+    ] = None
+    async_scheduling: Annotated[
+        bool,
+        setting(
+            "Plan the next step while one runs, as vLLM does since 0.14: a request that arrives joins one step later."
+        ),
+    ] = False
+    frontend_ms: Annotated[
+        float,
+        setting(
+            "Time of the front end (HTTP, tokenizer) before a request reaches the engine; it counts as TTFT.",
+            metavar="MS",
+        ),
+    ] = 0.0
     slo: Slo = Slo()
     step_by_step: Annotated[
         bool, setting("Never do many steps at once. The outcome is the same, only slower: for checking.")
@@ -190,6 +212,9 @@ class ReplayConfig(
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
+        if self.engine is not None:
+            engine_of(self.engine)
+        check_number(self.frontend_ms, "frontend_ms", most=MOST_MS)
         check_number(self.cost_factor, "cost_factor", above=True, most=MOST_COST_FACTOR)
         if self.concurrency is not None and self.speedup != 1.0:
             raise SettingError(
@@ -208,6 +233,11 @@ class ReplayConfig(
                     field,
                     hint="Give a class, or a function that makes one: each replica gets its own.",
                 )
+
+    @property
+    def frontend_ns(self) -> int:
+        """The time of the front end."""
+        return round(self.frontend_ms * 1e6)
 
     @property
     def certain(self) -> ReplayConfig:
@@ -331,6 +361,9 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
+        for field in ("engine", "async_scheduling", "frontend_ms"):
+            if not values[field]:
+                del values[field]
         groups = values.pop("groups")
         if groups:
             values["page_bytes"] = self.memory.page_bytes
@@ -358,6 +391,17 @@ LATER_FIELDS = (
     "link_us",
     "graph_tokens",
     "eager_us",
+    "separate_passes",
+    "exchange_us",
+    "layer_us",
+    "expert_layer_us",
+    "expert_half_mb",
+    "fp8_compute",
+    "fp8_bandwidth",
+    "fp4_compute",
+    "fp4_bandwidth",
+    "eager_layer_us",
+    "eager_expert_layer_us",
 )
 """Fields of a RooflineCost that a report names only where they are not at their default."""
 
@@ -366,7 +410,9 @@ def _stated(cost: msgspec.Struct) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(cost)
     values.pop("uncertainty", None)  # what follows from it is in the report
     for field in msgspec.structs.fields(cost):
-        if field.name in LATER_FIELDS and values[field.name] == field.default:
+        make = field.default_factory
+        default = make() if callable(make) else field.default
+        if field.name in LATER_FIELDS and values[field.name] == default:
             del values[field.name]
     return values
 
@@ -386,7 +432,14 @@ def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> Repl
     A section with a table that is a field of ReplayConfig becomes its value where anything in it was given. Raises
     ConfigError that names what was given, where it was given.
     """
-    return build_replay(given, sections, resolve_hardware(given))
+    if "engine" not in given:
+        return build_replay(given, sections, resolve_hardware(given))
+    given = with_engine(given, DeviceSettings, ReplayConfig)
+    facts = resolve_hardware(given)
+    if hasattr(facts.get("cost"), "separate_passes"):
+        passes = engine_of(given["engine"]).separate_passes
+        facts["cost"] = msgspec.structs.replace(facts["cost"], separate_passes=passes)
+    return build_replay(given, sections, facts)
 
 
 def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, Any]) -> ReplayConfig:

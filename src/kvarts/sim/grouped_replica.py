@@ -28,14 +28,20 @@ class GroupedReplica(Replica):
     """A Replica with a LeapingScheduler."""
 
     def __init__(
-        self, engine: Engine, scheduler: LeapingScheduler, executor: VirtualExecutor, *, step_by_step: bool = False
+        self,
+        engine: Engine,
+        scheduler: LeapingScheduler,
+        executor: VirtualExecutor,
+        *,
+        step_by_step: bool = False,
+        plans_ahead: bool = False,
     ) -> None:
-        super().__init__(engine, executor, step_by_step=step_by_step)
+        super().__init__(engine, executor, step_by_step=step_by_step, plans_ahead=plans_ahead)
         self._grouped = scheduler
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the first of many steps would end if many alike could start now; else None."""
-        num_steps = self._grouped.horizon(now_ns) if self._leaps else 0
+        num_steps = self._grouped.horizon(now_ns) if self._leaps and not self.num_joining else 0
         return now_ns + self._decode_ns(1)[0] if num_steps else None
 
     def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
@@ -85,6 +91,7 @@ def open_grouped(
     policy: AdmissionPolicy,
     step_by_step: bool,
     audit: bool,
+    plans_ahead: bool = False,
     offload: GroupTierSettings | None = None,
     prefill: PrefillTimes | None = None,
     holds_pages: bool = False,
@@ -112,7 +119,8 @@ def open_grouped(
             offload=offload,
             prefill=prefill,
         )
-        return Replica(engine, executor, step_by_step=step_by_step)
+        return Replica(engine, executor, step_by_step=step_by_step, plans_ahead=plans_ahead)
     cache = GroupPages(memory, num_blocks=num_blocks, page_size=config.page_size)
     scheduler = LeapingScheduler(config, cache, policy)
-    return GroupedReplica(Engine(config, scheduler, executor, log), scheduler, executor, step_by_step=step_by_step)
+    engine = Engine(config, scheduler, executor, log)
+    return GroupedReplica(engine, scheduler, executor, step_by_step=step_by_step, plans_ahead=plans_ahead)
