@@ -178,7 +178,7 @@ class Drill:
         gone = Gone(tuple(modules), frozenset(commands))
         gone = Gone(gone.modules, gone.commands, gone.names | names_from(front_door.read_text(), gone))
         num_lines = 0
-        for path in (*sorted((package / "cli").rglob("*.py")), front_door, package / "moved.py"):
+        for path in (*sorted((package / "cli").rglob("*.py")), front_door):
             before = path.read_text()
             after = without(before, gone, path=str(path.relative_to(self.copy)))
             path.write_text(after)

@@ -5,11 +5,8 @@ The names below are loaded when they are first used, so `import kvarts` costs ne
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from kvarts import moved
 
 # A name is a line here and a line in _HOMES, so that a room and its names can be removed line by line.
 if TYPE_CHECKING:
@@ -17,21 +14,6 @@ if TYPE_CHECKING:
     from kvarts.audit.auditor import Auditor as Auditor
     from kvarts.audit.auditor import Finding as Finding
     from kvarts.audit.ledger import PageLedger as PageLedger
-    from kvarts.audit.signals import BlockInUseError as BlockInUseError
-    from kvarts.audit.signals import BlocksRemoved as BlocksRemoved
-    from kvarts.audit.signals import BlocksStored as BlocksStored
-    from kvarts.audit.signals import Deref as Deref
-    from kvarts.audit.signals import Destroy as Destroy
-    from kvarts.audit.signals import FullBlock as FullBlock
-    from kvarts.audit.signals import Keep as Keep
-    from kvarts.audit.signals import LedgerError as LedgerError
-    from kvarts.audit.signals import NotUniqueError as NotUniqueError
-    from kvarts.audit.signals import PartialBlock as PartialBlock
-    from kvarts.audit.signals import PrefillCost as PrefillCost
-    from kvarts.audit.signals import Promote as Promote
-    from kvarts.audit.signals import Unkeep as Unkeep
-    from kvarts.audit.signals import UnknownBlockError as UnknownBlockError
-    from kvarts.audit.signals import Use as Use
     from kvarts.config import EngineConfig as EngineConfig
     from kvarts.content import Content as Content
     from kvarts.errors import ConfigError as ConfigError
@@ -64,8 +46,6 @@ if TYPE_CHECKING:
     from kvarts.sampling import SamplingParams as SamplingParams
     from kvarts.sharing.config import ModelShare as ModelShare
     from kvarts.sharing.config import SharingConfig as SharingConfig
-    from kvarts.sharing.config import resolve_sharing as resolve_sharing
-    from kvarts.sharing.replay import replay_shared as replay_shared
     from kvarts.sharing.report import SharedReport as SharedReport
     from kvarts.sim.config import ReplayConfig as ReplayConfig
     from kvarts.sim.config import Slo as Slo
@@ -84,42 +64,30 @@ __version__ = "0.1.0"
 _HOMES = {
     "AuditError": "kvarts.audit.auditor",
     "Auditor": "kvarts.audit.auditor",
-    "BlockInUseError": "kvarts.audit.signals",
-    "BlocksRemoved": "kvarts.audit.signals",
-    "BlocksStored": "kvarts.audit.signals",
     "ConfigError": "kvarts.errors",
     "Content": "kvarts.content",
     "CountPool": "kvarts.kv.pool",
-    "Deref": "kvarts.audit.signals",
-    "Destroy": "kvarts.audit.signals",
     "EngineConfig": "kvarts.config",
     "Finding": "kvarts.audit.auditor",
-    "FullBlock": "kvarts.audit.signals",
     "HitLedger": "kvarts.explain.hits",
     "IdPool": "kvarts.kv.pool",
     "InputError": "kvarts.errors",
     "Journal": "kvarts.explain.reading",
     "JournalWriter": "kvarts.record.journal",
-    "Keep": "kvarts.audit.signals",
     "KvartsError": "kvarts.errors",
     "LLM": "kvarts.llm.llm",
-    "LedgerError": "kvarts.audit.signals",
     "LinearCost": "kvarts.executor.cost",
     "LiveTimeline": "kvarts.record.live",
     "LruOrder": "kvarts.kv.eviction",
     "MissingFileError": "kvarts.errors",
     "ModelShare": "kvarts.sharing.config",
-    "NotUniqueError": "kvarts.audit.signals",
     "OffloadConfig": "kvarts.offload.config",
     "OutputError": "kvarts.errors",
     "PageCache": "kvarts.kv.cache",
     "PageError": "kvarts.kv.pool",
     "PageLedger": "kvarts.audit.ledger",
-    "PartialBlock": "kvarts.audit.signals",
     "PolynomialCost": "kvarts.executor.cost",
-    "PrefillCost": "kvarts.audit.signals",
     "PrefixTree": "kvarts.kv.tree",
-    "Promote": "kvarts.audit.signals",
     "ReplayConfig": "kvarts.sim.config",
     "Report": "kvarts.report.report",
     "RooflineCost": "kvarts.executor.roofline",
@@ -130,9 +98,6 @@ _HOMES = {
     "Timeline": "kvarts.record.timeline",
     "Trace": "kvarts.traffic.trace",
     "TraceRequest": "kvarts.traffic.trace",
-    "Unkeep": "kvarts.audit.signals",
-    "UnknownBlockError": "kvarts.audit.signals",
-    "Use": "kvarts.audit.signals",
     "Verdict": "kvarts.verify.verifier",
     "Workload": "kvarts.traffic.workload",
     "hit_ledger": "kvarts.explain.hits",
@@ -140,8 +105,6 @@ _HOMES = {
     "load_mooncake": "kvarts.traffic.mooncake",
     "load_trace": "kvarts.traffic.formats",
     "replay": "kvarts.sim.replay",
-    "replay_shared": "kvarts.sharing.replay",
-    "resolve_sharing": "kvarts.sharing.config",
     "story_of_block": "kvarts.explain.story",
     "story_of_request": "kvarts.explain.story",
     "timelines_of": "kvarts.record.timeline",
@@ -156,14 +119,8 @@ __all__ = list(_HOMES)
 if not TYPE_CHECKING:  # to a type checker, there are no names but those above
 
     def __getattr__(name: str) -> Any:
-        if name == "Engine":
-            warnings.warn("kvarts.Engine is now kvarts.LLM", DeprecationWarning, stacklevel=2)
-            name = "LLM"
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'kvarts' has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(home), name)
         return value
-
-
-moved.install()

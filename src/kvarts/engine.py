@@ -13,7 +13,6 @@ from kvarts.event_log import EventLog
 from kvarts.events import Arrived, AtRest, CacheCleared, Cancelled, Rejected, StepEnded, StepStarted
 from kvarts.executor.base import Executor
 from kvarts.limits import LATEST_NS, TooLateError
-from kvarts.moved import names_moved_from
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sched.scheduler import Scheduler
@@ -173,6 +172,3 @@ class Engine:
             if last is None or rest != replace(last, num_released=rest.num_released):
                 self._last_rest = rest
                 self.log.tell(rest)
-
-
-__getattr__ = names_moved_from(__name__)

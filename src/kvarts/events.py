@@ -15,7 +15,6 @@ from enum import IntEnum
 import msgspec
 
 from kvarts.content import Content
-from kvarts.moved import names_moved_from
 
 __all__ = [
     "Admitted",
@@ -468,6 +467,3 @@ Event = (
     | LeapDone
     | AtRest
 )
-
-
-__getattr__ = names_moved_from(__name__)

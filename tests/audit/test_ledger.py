@@ -337,14 +337,3 @@ def test_a_choice_that_raises_changes_nothing() -> None:
 def test_what_is_no_signal_is_refused() -> None:
     with pytest.raises(LedgerError, match="is no signal"):
         PageLedger(2, 16).process("use")  # type: ignore[arg-type]
-
-
-def test_a_sink_can_tell_events_apart_by_names_of_the_front_door() -> None:
-    import kvarts
-
-    events: list[Any] = []
-    ledger = kvarts.PageLedger(1, 16, sink=events.append)
-    ledger.process(kvarts.Use(full(1)))
-    ledger.process(kvarts.Deref(full(1)))
-    ledger.process(kvarts.Destroy(full(1)))
-    assert [type(event) for event in events] == [kvarts.BlocksStored, kvarts.BlocksRemoved]

@@ -61,8 +61,8 @@ def arguments_for(param: PathParam, value: str) -> list[str]:
         return ["soak", "--virtual", "--duration", "1m", "--kv-timeline", value]
     if param.command == "serve sessions":
         arguments[arguments.index("nowhere")] = "127.0.0.1:0"
-        pair = {"--tls-cert": "--tls-key", "--tls-key": "--tls-cert"}.get(param.param.opts[0])
-        arguments += [pair, "token"] if pair else []
+    pair = {"--tls-cert": "--tls-key", "--tls-key": "--tls-cert"}.get(param.param.opts[0])
+    arguments += [pair, "token"] if pair else []
     if param.command == "mock":
         arguments[arguments.index("0.0.0.0")] = "127.0.0.1"
     return arguments

@@ -305,7 +305,7 @@ def test_the_command_listens_where_it_says_and_drains_at_sigterm(tmp_path: Any) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--host", "0.0.0.0"], "host: other machines can reach 0.0.0.0"),
+        (["--host", "0.0.0.0"], "host: other machines reach 0.0.0.0"),
         (["--speedup", "0"], "speedup: must be a finite number above 0"),
         (["--fail", "often: 500"], "fail: 'often' names no requests"),
         (["--record", "x.csv"], "record: must end in .jsonl"),

@@ -139,12 +139,6 @@ def test_what_was_asked_for_goes_by_the_names_of_the_trace(report: Report) -> No
     assert all({ask["request"], ask["victim"]} <= names and ask["blocks"] > ask["free_blocks"] for ask in asks)
 
 
-def test_the_old_name_of_timelines_goes_on_for_a_release(report: Report) -> None:
-    with pytest.warns(DeprecationWarning, match=r"kvarts\.timelines_of"):
-        timelines = report.timelines
-    assert [one.to_json() for one in timelines] == [one.to_json() for one in timelines_of(report)]
-
-
 @pytest.mark.parametrize("name", ["timeline.csv", "timeline", "timeline.gz"])
 def test_another_suffix_is_refused(report: Report, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"End it in \.json"):

@@ -129,15 +129,22 @@ def test_tls_and_a_client_that_does_not_trust_it(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_no_plain_port_beyond_loopback_unless_asked_for_twice(tmp_path: Path) -> None:
+def test_a_door_that_other_machines_reach_has_tls_and_a_token_or_insecure_twice(tmp_path: Path) -> None:
     for address in ("127.0.0.1:0", "127.8.8.8:0", "[::1]:0", "localhost:0"):
         Binding(address=address)
-    for address in ("0.0.0.0:50051", "[::]:50051", "192.168.1.4:1", "example.org:1"):
-        with pytest.raises(ConfigError, match=r"encrypted\. Give --tls-cert and --tls-key, bind to .*--insecure"):
-            Binding(address=address)
-        Binding(address=address, insecure=True)
     cert, key = make_certificate(tmp_path)
-    assert Binding(address="0.0.0.0:50051", tls_cert=cert, tls_key=key).is_encrypted
+    tls: dict[str, Any] = {"tls_cert": cert, "tls_key": key}
+    for address in ("0.0.0.0:50051", "[::]:50051", "192.168.1.4:1", "example.org:1"):
+        for protection, lacks in (
+            ({}, "nothing would be encrypted and no token would be asked for"),
+            (tls, "and no token would be asked for"),
+            ({"asks_for_token": True}, "and nothing would be encrypted"),
+        ):
+            for insecure in (0, 1):
+                with pytest.raises(ConfigError, match=rf"{lacks}\. Give --tls-cert.*--insecure twice"):
+                    Binding(address=address, insecure=insecure, **protection)
+            Binding(address=address, insecure=2, **protection)
+        assert Binding(address=address, asks_for_token=True, **tls).is_encrypted
 
 
 def test_addresses_and_certificates_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -151,7 +158,7 @@ def test_addresses_and_certificates_are_checked_before_anything_is_loaded(tmp_pa
         Binding(address=ANY_PORT, tls_cert=cert, tls_key=tmp_path / "none")
     _, other = make_certificate(tmp_path, "other")
     for bad in (other, cert):
-        with pytest.raises(InputError, match="is no certificate for the key"):
+        with pytest.raises(InputError, match="is not a certificate for the key"):
             Binding(address=ANY_PORT, tls_cert=cert, tls_key=bad)
 
 

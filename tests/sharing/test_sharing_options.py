@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig, load_trace, replay, replay_shared
+from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig
 from kvarts.cli.replay import all_sections
 from kvarts.hardware import load_geometry
 from kvarts.settings import given_in
-from kvarts.sharing.config import check_combination, resolve_shares, resolve_sharing
+from kvarts.sharing.config import check_combination, resolve_shares
 
 from builders.command_line import parsed
 
@@ -159,13 +159,3 @@ def test_an_error_says_where_the_value_came_from(
     Path("c.toml").write_text(file)
     assert run_command("replay", "--config", "c.toml", *arguments.split()) == 2
     assert capsys.readouterr().err.startswith(f"kvarts: {says}")
-
-
-def test_old_names_go_on_working_and_say_what_to_call() -> None:
-    chat = DATA / "azure-conv-1000.csv"
-    values = {"models": {"chat": {"cost": "polynomial", "kv_bytes_per_token": 64}}, "kv_memory": "64MiB"}
-    with pytest.warns(DeprecationWarning, match="SharingConfig"):
-        config = resolve_sharing(values)
-    with pytest.warns(DeprecationWarning, match="replay"):
-        old = replay_shared({"chat": load_trace(chat)}, config)
-    assert replay({"chat": chat}, config).to_json() == old.to_json()

@@ -1,14 +1,9 @@
-"""Replay from Python, with what no command can say, and write everything that the reports tell.
-
-What is imported by name is exported by `kvarts` itself; what has moved is looked for.
-"""
+"""Replay from Python, with settings that only Python can give, and write everything that the reports hold."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +11,11 @@ import msgspec
 
 from kvarts import (
     LinearCost,
+    ModelShare,
     OffloadConfig,
     ReplayConfig,
     Report,
+    SharingConfig,
     Slo,
     Trace,
     TraceRequest,
@@ -26,20 +23,9 @@ from kvarts import (
     load_mooncake,
     load_trace,
     replay,
-    replay_shared,
-    resolve_sharing,
+    timelines_of,
+    verify,
 )
-
-
-def find(name: str, *modules: str) -> Any:
-    """Return what is called `name` in the first of `modules` that there is: checkouts of any age have one of them."""
-    for module in modules:
-        with contextlib.suppress(ModuleNotFoundError):
-            return getattr(import_module(module), name)
-    raise ModuleNotFoundError(f"{name} is in none of {modules}")
-
-
-verify = find("verify", "kvarts.verify.verifier", "kvarts.timeline")
 
 
 def tenants(seed: int, num_requests: int = 160) -> list[TraceRequest]:
@@ -86,7 +72,7 @@ def dump(name: str, report: Report) -> None:
     for columns, values in (("requests", report.requests), ("steps", report.steps)):
         lines = [f"{column} {list(map(repr, values[column]))}\n" for column in values]
         (folder / f"{columns}.columns").write_text("".join(lines))
-    for replica, timeline in enumerate(report.timelines):
+    for replica, timeline in enumerate(timelines_of(report)):
         (folder / f"timeline-{replica}.json").write_bytes(timeline.to_json())
         timeline.write(folder / f"thin-{replica}.jsonl", every=7)
         print(name, replica, len(timeline), timeline.peak_used_pct, timeline.preemption_count)
@@ -131,11 +117,9 @@ def main() -> None:
     report = replay(msgspec.convert(workload, Workload), ReplayConfig(num_pages=400), on_progress=progress.append)
     dump("workload", report)
     print("progress", sum(progress))
-    models = {"chat": {"model": "llama-3.1-8b", "weight": 2}, "code": {"model": "qwen3-8b", "priority": 1}}
-    settings = {"device": "h100-80gb", "kv_memory": "1GiB", "models": models}
-    shared = replay_shared(
-        {"chat": load_trace("chat-200.csv"), "code": load_trace("code-200.csv")}, resolve_sharing(settings)
-    )
+    models = {"chat": ModelShare(model="llama-3.1-8b", weight=2), "code": ModelShare(model="qwen3-8b", priority=1)}
+    traces = {"chat": load_trace("chat-200.csv"), "code": load_trace("code-200.csv")}
+    shared = replay(traces, SharingConfig(device="h100-80gb", kv_memory="1GiB", models=models))
     Path("shared.json").write_bytes(shared.to_json())
     Path("loans.jsonl").write_bytes(shared.loans_jsonl())
     for name, of_model in shared.reports.items():

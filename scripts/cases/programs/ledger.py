@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from importlib import import_module
-from typing import Any
 from uuid import UUID
 
 from kvarts import load_mooncake
+from kvarts.audit.ledger import PageLedger
+from kvarts.audit.signals import FullBlock, LedgerError, PartialBlock
 from kvarts.keys import BlockKeys
-
-
-def find(name: str, *modules: str) -> Any:
-    """Return what is called `name` in the first of `modules` that there is: checkouts of any age have one of them."""
-    for module in modules:
-        with contextlib.suppress(ModuleNotFoundError):
-            return getattr(import_module(module), name)
-    raise ModuleNotFoundError(f"{name} is in none of {modules}")
-
-
-LEDGER = ("kvarts.audit.ledger", "kvarts.timeline")
-FullBlock, LedgerError = find("FullBlock", *LEDGER), find("LedgerError", *LEDGER)
-PageLedger, PartialBlock = find("PageLedger", *LEDGER), find("PartialBlock", *LEDGER)
 
 
 def drive(seed: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ import click
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.errors import ConfigError
-from kvarts.files import check_writable, is_replaceable, read_text
+from kvarts.files import check_writable, is_replaceable
 
 if TYPE_CHECKING:
     from kvarts.openai_api.opening import Opened
+    from kvarts.owners.keys import Keys
 
 __all__ = ["address_of", "http_options", "keys_of", "need_http", "say", "serve_http"]
 
@@ -39,11 +40,14 @@ def http_options() -> list[click.Option]:
         option(listening, "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True,
                help="0: a free one."),
         option(listening, "--api-key", "api_keys", metavar="KEY", multiple=True,
-               help="Ask for one of these keys. May be repeated; $VLLM_API_KEY is one more."),
+               help="Ask for one of these keys. May be repeated; $VLLM_API_KEY is one more. Local users can read a key "
+               "on a command line: --api-key-file hides it."),
         option(listening, "--api-key-file", metavar="FILE", type=INPUT,
                help="Keys, one a line."),
-        option(listening, "--insecure", is_flag=True,
-               help="Listen on an address that others reach, without a key."),
+        option(listening, "--tls-cert", metavar="FILE", type=INPUT, help="Certificate, PEM. With --tls-key: encrypt."),
+        option(listening, "--tls-key", metavar="FILE", type=INPUT, help="Its key."),
+        option(listening, "--insecure", count=True,
+               help="Given twice: allow an address that other machines reach, without TLS or without a key."),
         option(listening, "--served-model-name", "names", metavar="NAME", multiple=True,
                help="What clients call the model. May be repeated."),
         option(listening, "--lora", "adapters", metavar="NAME", multiple=True,
@@ -80,16 +84,16 @@ def need_http() -> None:
         )
 
 
-def keys_of(values: dict[str, Any]) -> list[str]:
-    """Return the API keys that were given. Raise MissingFileError or InputError for their file."""
-    keys = [*values["api_keys"], *filter(None, [os.environ.get("VLLM_API_KEY")])]
-    if values["api_key_file"] is not None:
-        text = read_text(values["api_key_file"], hint="Check the path of the keys.")
-        keys += [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return keys
+def keys_of(values: dict[str, Any]) -> Keys | None:
+    """Return the API keys that were given; None for none. Raise ConfigError, MissingFileError or InputError."""
+    from kvarts.owners.keys import Keys, read_keys
+
+    given = [*values["api_keys"], *filter(None, [os.environ.get("VLLM_API_KEY")])]
+    named = {} if values["api_key_file"] is None else read_keys(values["api_key_file"])
+    return Keys.of(given, named) if given or named else None
 
 
-def address_of(values: dict[str, Any], keys: Sequence[str]) -> Any:
+def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
     """Return where to listen, and check what is to be written. Raise ConfigError and OutputError."""
     from kvarts.openai_api.server import Address
 
@@ -97,7 +101,14 @@ def address_of(values: dict[str, Any], keys: Sequence[str]) -> Any:
         check_writable(values["record"])
         if is_replaceable(values["record"]) and values["record"].suffix != ".jsonl":
             raise ConfigError("must end in .jsonl", field="record")
-    return Address(host=values["host"], port=values["port"], has_keys=bool(keys), insecure=values["insecure"])
+    return Address(
+        host=values["host"],
+        port=values["port"],
+        has_keys=keys is not None,
+        tls_cert=values["tls_cert"],
+        tls_key=values["tls_key"],
+        insecure=values["insecure"],
+    )
 
 
 def say(line: str) -> None:

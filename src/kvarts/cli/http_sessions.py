@@ -138,7 +138,16 @@ def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> lis
     host, colon, port = values["http"].rpartition(":")
     if not colon or not port.isdecimal():
         raise ConfigError(f"must be HOST:PORT, got {values['http']!r}", field="http")
-    address = Address(host=host.strip("[]"), port=int(port), has_keys=owners is not None, insecure=values["insecure"])
+    address = Address(
+        host=host.strip("[]"),
+        port=int(port),
+        has_keys=owners is not None,
+        tls_cert=values["tls_cert"],
+        tls_key=values["tls_key"],
+        insecure=values["insecure"],
+        field="http",
+        key_option="--token-file",
+    )
     if values["mock"]:
         settings["make_mock"] = word_mock
 
@@ -147,7 +156,7 @@ def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> lis
         from kvarts.openai_api.opening import Door
         from kvarts.openai_api.server import OpenAIServer
 
-        door = Door(owner_of=None if owners is None else owners.owner_of_token)
+        door = Door(keys=None if owners is None else owners.keys)
         opened = open_beside(runtime, door, model="mock" if values["mock"] else Path(values["model"]).name)
         server = OpenAIServer(opened.app, opened.models, address)
         await server.start()

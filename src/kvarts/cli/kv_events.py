@@ -112,12 +112,17 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
         raise ConfigError(f"KV events need ZeroMQ ({error})", hint="pip install 'kvarts[serve]'.") from None
     from kvarts.serve.kv_events.config import KvEventsConfig
 
-    return KvEventsConfig(
-        endpoint=values["kv_events"],
-        replay_endpoint=values["kv_events_replay"],
-        form=values["kv_events_format"],
-        topic=values["kv_events_topic"],
-    )
+    try:
+        return KvEventsConfig(
+            endpoint=values["kv_events"],
+            replay_endpoint=values["kv_events_replay"],
+            form=values["kv_events_format"],
+            topic=values["kv_events_topic"],
+            insecure=values["insecure"],
+        )
+    except ConfigError as error:
+        option = {"endpoint": "kv_events", "replay_endpoint": "kv_events_replay"}.get(error.field or "")
+        raise error if option is None else ConfigError(error.what, field=option, hint=error.hint) from None
 
 
 def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) -> KvEventsConfig:
@@ -144,6 +149,10 @@ class KvEventsPart(Part):
             GroupedOption(
                 ["--kv-events-stay"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
                 help="Go on answering for so long when the replay has ended. [0]",
+            ),
+            GroupedOption(
+                ["--insecure"], group=TITLE, count=True,
+                help="Given twice: publish at an address that other machines reach. They read all tokens.",
             ),
         )  # fmt: skip
 

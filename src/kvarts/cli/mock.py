@@ -97,7 +97,7 @@ def mock_command(**params: Any) -> None:
     door = Door(
         names=params["names"],
         adapters=params["adapters"],
-        api_keys=tuple(keys),
+        keys=keys,
         limits=limits,
         fail=params["fail"] or "",
         seed=params["seed"],

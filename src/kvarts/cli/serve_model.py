@@ -44,7 +44,7 @@ def model_command(**params: Any) -> None:
     door = Door(
         names=params["names"] or (Path(params["model"]).name or params["model"],),
         adapters=params["adapters"],
-        api_keys=tuple(keys),
+        keys=keys,
         limits=Limits(
             max_queued=params["max_queued"],
             retry_after_s=params["retry_after"],

@@ -60,9 +60,11 @@ of_address = grouped("Address")
             help="Port 0: a free one.")  # fmt: skip
 @of_address("--http", metavar="HOST:PORT",
             help="Serve OpenAI's API as well: a request goes on with the session that it names.")  # fmt: skip
-@of_address("--tls-cert", metavar="FILE", type=INPUT, help="Certificate, PEM. With --tls-key: encrypt.")
+@of_address("--tls-cert", metavar="FILE", type=INPUT,
+            help="Certificate, PEM. With --tls-key: encrypt, on both doors.")  # fmt: skip
 @of_address("--tls-key", metavar="FILE", type=INPUT, help="Its key.")
-@of_address("--insecure", is_flag=True, help="Allow an address that others can reach, without encryption.")
+@of_address("--insecure", count=True,
+            help="Given twice: allow addresses that other machines reach, without TLS or without a token.")  # fmt: skip
 @of_address("--token-file", metavar="FILE", type=INPUT,
             help="Ask for a bearer token. A line is OWNER:TOKEN, or the only line is a token.")  # fmt: skip
 @of_address("--max-message-bytes", metavar="N", type=click.IntRange(min=1024), default=16 * 1024 * 1024,
@@ -82,13 +84,14 @@ def sessions_command(**values: Any) -> None:
     from kvarts.serve.binding import Binding
     from kvarts.serve.owners import read_owners
 
+    owners = None if values["token_file"] is None else read_owners(values["token_file"])
     binding = Binding(
         address=values["bind"],
         tls_cert=values["tls_cert"],
         tls_key=values["tls_key"],
+        asks_for_token=owners is not None,
         insecure=values["insecure"],
     )
-    owners = None if values["token_file"] is None else read_owners(values["token_file"])
     with ExitStack() as stack:
         settings["record"] = record.live_reader(stack, values, settings["say"])
         beside: list[Beside] = []

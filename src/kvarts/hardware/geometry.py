@@ -13,7 +13,6 @@ import msgspec
 
 from kvarts.hardware.dtypes import dtype_bits
 from kvarts.hardware.kv_groups import KvGroup, KvLayer, grouped
-from kvarts.moved import moved_name
 
 __all__ = ["Experts", "Extra", "Geometry", "Latent", "State", "whole_bytes"]
 
@@ -303,11 +302,6 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             (group.layer.num_tokens(num_tokens) * group.token_bits(bits) for group in self.kv_groups), Fraction(0)
         )
         return whole_bytes(kept) + (self.state_bytes if num_tokens else 0)
-
-
-def __getattr__(name: str) -> object:
-    """Return what reads geometries, which was here in 0.1."""
-    return moved_name("kvarts.hardware.geometry", name)  # it may be imported under its name before
 
 
 def whole_bytes(bits: Fraction) -> int:

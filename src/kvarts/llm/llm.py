@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -424,10 +423,3 @@ def _eos_ids(model: Any) -> frozenset[int]:
     ids = getattr(model.generation_config, "eos_token_id", None)
     ids = model.config.get_text_config(decoder=True).eos_token_id if ids is None else ids
     return frozenset([ids] if isinstance(ids, int) else ids or [])
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Engine":
-        warnings.warn("kvarts.Engine is now kvarts.LLM", DeprecationWarning, stacklevel=2)
-        return LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

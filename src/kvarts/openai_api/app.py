@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from hashlib import sha256
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Any
 from uuid import uuid4
@@ -22,14 +20,14 @@ from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Health, Limits
+from kvarts.owners.keys import Keys
 
-__all__ = ["ABORT", "OpenAIApp", "OwnerOf", "Watcher"]
+__all__ = ["ABORT", "OpenAIApp", "Watcher"]
 
 ABORT = "kvarts.abort"
 """The extension of a scope that closes the connection at once."""
 
 Handler = Callable[[Exchange], Awaitable[None]]
-OwnerOf = Callable[[str], str | None]
 LOG = logging.getLogger("kvarts.openai_api")
 MAX_ID_CHARS = 256
 
@@ -46,29 +44,8 @@ class Watcher:
         """
 
 
-class _Keys:
-    """Keys, of which only digests are kept. One alone is of the owner ``, others of an owner each."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        digests = [sha256(key.encode()) for key in keys]
-        self._owners = [(digest.digest(), digest.hexdigest()[:16] if len(keys) > 1 else "") for digest in digests]
-
-    def owner_of(self, key: str) -> str | None:
-        """Return the owner of a key; None if it is none. The time that it takes says nothing of the keys."""
-        digest = sha256(key.encode()).digest()
-        found = None
-        for known, owner in self._owners:
-            if hmac.compare_digest(known, digest):
-                found = owner
-        return found
-
-
 class OpenAIApp:
-    """An ASGI application for what is served. `api_keys`: one of them is asked for below /v1; none: nothing is.
-
-    Several keys are several owners of sessions. `owner_of`: instead of keys, returns the owner of a key, or None
-    for what is no key.
-    """
+    """An ASGI application for what is served. `keys`: one of them is asked for below /v1; None: nothing is."""
 
     def __init__(
         self,
@@ -76,15 +53,12 @@ class OpenAIApp:
         routes: Routes,
         *,
         script: FailureScript,
-        api_keys: Sequence[str] = (),
-        owner_of: OwnerOf | None = None,
+        keys: Keys | None = None,
         watcher: Watcher | None = None,
     ) -> None:
         self._models = models
         self._routes = routes
-        self._owner_of_key = owner_of
-        if owner_of is None and api_keys:
-            self._owner_of_key = _Keys(api_keys).owner_of
+        self._keys = keys
         self._watcher = Watcher() if watcher is None else watcher
         self._num_requests = 0
         self.script = FailureScript()
@@ -196,13 +170,13 @@ class OpenAIApp:
 
         Raise ApiError for one below /v1, or of an administrator, without a key that is known.
         """
-        if self._owner_of_key is None or not request.path.startswith(("/v1/", "/admin/")):
+        if self._keys is None or not request.path.startswith(("/v1/", "/admin/")):
             return ""
         scheme, _, key = (request.header("authorization") or "").partition(" ")
-        found = self._owner_of_key(key.strip())
+        found = self._keys.find(key.strip())
         if found is None or scheme.lower() != "bearer":
             raise ApiError(401, "an API key is needed: Authorization: Bearer KEY")
-        return found
+        return found.name
 
     def _failure_of(self, request: HttpRequest) -> Failure:
         """Return what goes wrong: what the request asks for itself, or what the script says."""

@@ -10,7 +10,7 @@ import msgspec
 from kvarts.clock import Clock
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
-from kvarts.openai_api.app import OpenAIApp, OwnerOf, Watcher
+from kvarts.openai_api.app import OpenAIApp, Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.mock import mock_model
@@ -19,6 +19,7 @@ from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.recorded import ArrivalRecorder
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Limits, Served, Sharing
+from kvarts.owners.keys import Keys
 from kvarts.rooms import from_room
 from kvarts.sched.group_needs import GroupNeeds
 from kvarts.sim.config import ReplayConfig
@@ -31,14 +32,13 @@ DEFAULT_TOKENS = 128
 class Door(msgspec.Struct, frozen=True, kw_only=True):
     """What a server over HTTP is to be, whatever it serves.
 
-    `owner_of`: returns the owner of a key, instead of `api_keys`. `fail`: a script of failures, drawn by `seed`.
+    `keys`: one of them is asked for; None: none is. `fail`: a script of failures, drawn by `seed`.
     `is_recording`: note what arrives.
     """
 
     names: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    owner_of: OwnerOf | None = None
+    keys: Keys | None = None
     limits: Limits = Limits()
     fail: str = ""
     seed: int = 0
@@ -174,5 +174,5 @@ def open_app(
     models = Models(served)
     routes = Routes(models, speedup=speedup)
     script = FailureScript(door.fail, seed=door.seed)
-    app = OpenAIApp(models, routes, script=script, api_keys=door.api_keys, owner_of=door.owner_of, watcher=watcher)
+    app = OpenAIApp(models, routes, script=script, keys=door.keys, watcher=watcher)
     return Opened(app, models, routes)

@@ -20,6 +20,7 @@ from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
 from kvarts.openai_api.served import Limits
 from kvarts.openai_api.server import Address, OpenAIServer
+from kvarts.owners.keys import Keys
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
@@ -104,7 +105,7 @@ class RunningServer:
     ) -> None:
         door = Door(
             names=(model,),
-            api_keys=() if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key),
+            keys=None if api_key is None else Keys.of((api_key,) if isinstance(api_key, str) else api_key),
             limits=Limits(
                 max_queued=max_queued,
                 max_model_len=max_model_len,

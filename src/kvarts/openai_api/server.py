@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import re
 import socket
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -20,6 +20,7 @@ from kvarts.openai_api.app import ABORT, OpenAIApp
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.http import DIRECT
 from kvarts.openai_api.models import Models
+from kvarts.reach import check_certificate, check_reach
 from kvarts.signals import asked_to_stop
 
 __all__ = ["Address", "OpenAIServer", "serve_until_signal"]
@@ -35,22 +36,39 @@ LATE_S = 0.1
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a server listens; port 0: a free one. Raises ConfigError for one that others reach and nothing protects."""
+    """Where a server listens; port 0: a free one. `tls_cert` and `tls_key`: PEM files, to encrypt.
+
+    `insecure`: how often --insecure was given, see kvarts.reach. Raises ConfigError for an address that other machines
+    reach without protection, and MissingFileError or InputError for the files of a certificate and its key.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     has_keys: bool = False
-    insecure: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: int = 0
+    field: str = "host"
+    """The option that names the host, for errors."""
+    key_option: str = "--api-key-file"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"must be from 0 to 65535, got {self.port}", field="port")
-        if not (self.insecure or self.has_keys or _is_loopback(self.host)):
-            raise ConfigError(
-                f"other machines can reach {self.host}, and nothing would be asked of them",
-                field="host",
-                hint="Give --api-key, listen on 127.0.0.1, or add --insecure.",
-            )
+        check_certificate(self.tls_cert, self.tls_key)
+        check_reach(
+            self.host,
+            field=self.field,
+            insecure=self.insecure,
+            encrypts=self.is_encrypted,
+            asks_for_token=self.has_keys,
+            missing=f"Give --tls-cert, --tls-key and {self.key_option}",
+        )
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether it has TLS."""
+        return self.tls_cert is not None
 
     def listen(self) -> socket.socket:
         """Return a socket that listens. Raise ConfigError where that is not possible."""
@@ -68,13 +86,6 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
                 hint="Is the port taken, or the host not here?",
             ) from None
         return listening
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Direct:
@@ -215,7 +226,8 @@ class OpenAIServer:
         self._models = models
         self._socket = address.listen()
         host, port = self._socket.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if address.is_encrypted else "http"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         config = uvicorn.Config(
             app,
             http=_Protocol,
@@ -227,6 +239,8 @@ class OpenAIServer:
             date_header=True,
             backlog=BACKLOG,
             timeout_keep_alive=75,
+            ssl_certfile=address.tls_cert,
+            ssl_keyfile=address.tls_key,
         )
         self._server = _Server(config)
         self._running: asyncio.Task[None] | None = None

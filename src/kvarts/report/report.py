@@ -6,10 +6,8 @@ round(p (n - 1)), halves to even: an observed value, never one between two. Time
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from importlib import import_module
 from math import fsum, isnan
 from typing import Any
 
@@ -128,16 +126,6 @@ class Report:
     def request_ids(self) -> list[str]:
         """The outside name of each request, by index."""
         return self._request_log.request_ids()
-
-    @property
-    def timelines(self) -> Any:
-        """Return `kvarts.timelines_of` of this report, with a warning: this name goes with the next release."""
-        warnings.warn(
-            "Report.timelines is now kvarts.timelines_of(report); the old name goes with the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return import_module("kvarts.record.timeline").timelines_of(self)
 
     # Summary ----------------------------------------------------------------------------------------------
 

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import ipaddress
-import ssl
 from pathlib import Path
 from typing import Any
 
 import grpc
 import msgspec
 
-from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.files import reading
+from kvarts.errors import ConfigError
+from kvarts.reach import check_certificate, check_reach
 
 __all__ = ["Binding"]
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, `HOST:PORT` with port 0 for a free one, and what protects it: TLS, or that it is this machine's own.
+    """An address, `HOST:PORT` with port 0 for a free one, and its protection: TLS, and whether a token is asked for.
 
-    Without TLS, an address that other machines can reach needs `insecure`. Raises ConfigError, and MissingFileError or
-    InputError for the files of a certificate and its key.
+    `insecure`: how often --insecure was given, see kvarts.reach. Raises ConfigError for an address that other machines
+    reach without protection, and MissingFileError or InputError for the files of a certificate and its key.
     """
 
     address: str
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    insecure: bool = False
+    asks_for_token: bool = False
+    insecure: int = 0
 
     def __post_init__(self) -> None:
         host, colon, port = self.address.rpartition(":")
         if not colon or not host or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"{self.address!r} is no address", field="bind", hint="Write HOST:PORT.")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("a certificate and its key go together", field="tls_cert", hint="Give both files.")
-        if self.tls_cert is not None and self.tls_key is not None:
-            _check_certificate(self.tls_cert, self.tls_key)
-        elif not self.insecure and not _is_loopback(host):
-            raise ConfigError(
-                f"other machines can reach {self.address}, and nothing would be encrypted",
-                field="bind",
-                hint="Give --tls-cert and --tls-key, bind to 127.0.0.1, or add --insecure.",
-            )
+        check_certificate(self.tls_cert, self.tls_key)
+        check_reach(
+            host,
+            field="bind",
+            insecure=self.insecure,
+            encrypts=self.is_encrypted,
+            asks_for_token=self.asks_for_token,
+            missing="Give --tls-cert, --tls-key and --token-file",
+        )
 
     @property
     def is_encrypted(self) -> bool:
@@ -61,22 +59,3 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
                 f"cannot listen on {self.address}", field="bind", hint="Is the port taken, or the host not here?"
             ) from None
         return f"{self.address.rpartition(':')[0]}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _check_certificate(cert: Path, key: Path) -> None:
-    for path in (cert, key):
-        with reading(path):
-            is_there = path.exists()
-        if not is_there:
-            raise MissingFileError("no such file", path=path, hint="Check the paths of the certificate and its key.")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
-    except (OSError, ValueError) as error:
-        raise InputError(f"is no certificate for the key {key}: {error}", path=cert) from None

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, check_number, check_whole
-from kvarts.settings import AtLeastOne, Given, Section, SettingError, given_in, parts_of_error, setting, settings_of
+from kvarts.settings import AtLeastOne, Given, Section, SettingError, parts_of_error, setting, settings_of
 from kvarts.sharing.health import HealthChange, parse_health
-from kvarts.sim.config import SECTIONS as ONE_MODEL_SECTIONS
 from kvarts.sim.config import KvGroupsName, ReplayConfig, build_replay
 from kvarts.sim.hardware import (
     DeviceSettings,
@@ -43,7 +40,6 @@ __all__ = [
     "SharingConfig",
     "check_combination",
     "resolve_shares",
-    "resolve_sharing",
 ]
 
 ObserversOf = Callable[[Any], "Sequence[EventReader]"]
@@ -446,15 +442,3 @@ def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
         return given.build(SharingConfig, models=models, each=each)
     except ConfigError as error:
         raise given.named(error, settings_of(ReplayConfig)) from error
-
-
-def resolve_sharing(values: Mapping[str, Any], path: Path | str | None = None) -> SharingConfig:
-    """Build a SharingConfig from values by the keys of a file. Deprecated: call SharingConfig."""
-    warnings.warn(
-        "resolve_sharing(values) is now SharingConfig(models={NAME: ModelShare(...)}, ...); the old name goes with the "
-        "next release",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    sections = (*ONE_MODEL_SECTIONS, *SECTIONS)
-    return resolve_shares(given_in(values, sections, None if path is None else Path(path)), sections)

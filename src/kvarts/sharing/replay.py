@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -39,9 +38,8 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.router import make_router
 from kvarts.traffic.source import source_of
-from kvarts.traffic.trace import Trace
 
-__all__ = ["replay_several", "replay_shared"]
+__all__ = ["replay_several"]
 
 NS_PER_S = 1e9
 
@@ -56,22 +54,6 @@ class TurnExecutor(SimExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the duration of the step."""
         return super().execute(plan) if plan.batch.chunks or plan.batch.num_decodes else self._nothing
-
-
-def replay_shared(
-    traces: Mapping[str, Trace],
-    config: SharingConfig,
-    *,
-    on_progress: Callable[[int], object] | None = None,
-    observers_of: ObserversOf | None = None,
-) -> SharedReport:
-    """Replay several models. Deprecated: call `kvarts.replay`."""
-    warnings.warn(
-        "replay_shared(traces, config) is now replay(traces, config); the old name goes with the next release",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return replay_several(traces, config, on_progress=on_progress, observers_of=observers_of)
 
 
 def replay_several(

@@ -13,6 +13,7 @@ from kvarts.client import AsyncSessions
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.openai_api.sessions.opening import open_beside, word_mock
+from kvarts.owners.keys import Keys
 from kvarts.serve.binding import Binding
 from kvarts.serve.server import SessionServer
 from kvarts.session.opening import open_sessions
@@ -216,7 +217,7 @@ def test_one_session_too_many_is_refused_with_a_time_to_come_again() -> None:
 
 def test_a_name_is_its_owners() -> None:
     async def run() -> None:
-        async with both(door=Door(api_keys=("one", "two"))) as doors:
+        async with both(door=Door(keys=Keys.of(("one", "two")))) as doors:
             found = []
             for key in ("one", "two", "one"):
                 reply = await doors.say(FIRST, {"Authorization": f"Bearer {key}"}, session_id="a")

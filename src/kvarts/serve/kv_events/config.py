@@ -9,6 +9,7 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.keys import VLLM_DEFAULT_SEED, KeyAlgorithm
+from kvarts.reach import check_reach
 
 __all__ = ["EventGroup", "Form", "KvEventsConfig", "at_rank"]
 
@@ -35,6 +36,9 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `seed` is vLLM's PYTHONHASHSEED, if that is set there. `state_on_subscribe`: a new subscriber makes the publisher
     tell everything again, to all. `state_on_replay`: a replay that asks for more than is left begins with everything.
     `groups`: the KV groups of an engine that counts them.
+
+    Events hold the token ids of all prompts, and ZMQ neither encrypts nor asks for credentials: an endpoint that
+    other machines reach needs `insecure`, how often --insecure was given, see kvarts.reach.
     """
 
     endpoint: str
@@ -51,6 +55,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     state_on_subscribe: bool = False
     state_on_replay: bool = False
     groups: tuple[EventGroup, ...] = ()
+    insecure: int = 0
 
     def __post_init__(self) -> None:
         for field in ("endpoint", "replay_endpoint"):
@@ -61,6 +66,15 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 )
             if value is not None and _port(value) + self.rank > MAX_PORT:
                 raise ConfigError(f"has no port for rank {self.rank}: {value}", field=field)
+            if value is not None and value.startswith("tcp://") and not (self.connects and field == "endpoint"):
+                check_reach(
+                    value.removeprefix("tcp://").rpartition(":")[0],
+                    field=field,
+                    insecure=self.insecure,
+                    encrypts=False,
+                    asks_for_token=False,
+                    missing="KV events hold the tokens of all prompts: publish at tcp://127.0.0.1:PORT or ipc://PATH",
+                )
         if self.form not in ("map", "array"):
             raise ConfigError(f"must be 'map' or 'array', got {self.form!r}", field="form")
         for field, least in (("rank", 0), ("buffer_steps", 1), ("high_water_mark", 0)):

@@ -1,0 +1,1 @@
+"""Owners of requests and sessions: their keys, and what each may hold of what all of them share."""
