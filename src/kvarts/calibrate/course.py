@@ -3,7 +3,7 @@
 An engine under a closed or an offline load makes the same decisions however long its steps take, so its means are sums
 of step times with fixed weights: mean TPOT is the sum over requests of (last token - first token) / (tokens - 1), over
 their number, and each step between these two tokens counts once. Fitting then prices batches, and replays nothing.
-Under an open load that holds as long as step times change little.
+Under an open load, or with a front end that takes a while, that holds as long as step times change little.
 """
 
 from __future__ import annotations
@@ -59,32 +59,26 @@ class _Recorded:
         return self._keep(tuple(Batch((), num, known, 1) for num, known in decodes), durations_ns)
 
 
-class Row(NamedTuple):
-    """Steps that are nearly alike: the batches of one of them, one per rank, and what they count in each mean."""
-
-    batches: tuple[Batch, ...]
-    weights: tuple[float, ...]
-
-
 class Course(NamedTuple):
-    """What an engine computed for `point`. `rows`: of steps, with weights of TPOT, TTFT, E2E and of the whole time.
+    """What an engine computed for `point`: steps that are nearly alike are one entry.
 
-    `delay_ms`: the time of the front end. `cost`: what the replay was priced with.
+    `batches`: those of one such step, one per rank. `weights`: what the steps count in TPOT, TTFT, E2E and the whole
+    time, shape [entries, 4]. `delay_ms`: the time of the front end. `cost`: what the replay was priced with.
     """
 
     point: Point
-    rows: list[Row]
+    batches: list[tuple[Batch, ...]]
+    weights: Values
     output_tokens: int
     delay_ms: float
     cost: RooflineCost
 
     def predicted(self, cost: RooflineCost) -> dict[str, float]:
         """Return the means under `cost`, by the fields of Point that they are compared with."""
-        price = cost.together_ns
-        steps_ms = np.array([price(row.batches) for row in self.rows], np.float64) / 1e6
-        tpot, ttft, e2e, total = (steps_ms @ np.array([row.weights for row in self.rows])).tolist()
+        steps_ms = np.array(list(map(cost.together_ns, self.batches)), np.float64) / 1e6
+        tpot, ttft, e2e, total = (steps_ms @ self.weights).tolist()
         return {
-            "tok_s_gpu": self.output_tokens / (total / 1e3) / self.point.num_gpus,
+            "tok_s_gpu": self.output_tokens / ((total + self.delay_ms) / 1e3) / self.point.num_gpus,
             "ttft_ms": ttft + self.delay_ms,
             "tpot_ms": tpot,
             "e2e_ms": e2e + self.delay_ms,
@@ -121,14 +115,14 @@ def course_of(point: Point, config: ReplayConfig) -> Course:
     for place, batches in enumerate(recorded.asked):
         merged.setdefault(_kind(batches), []).append(place)
     answered = np.array(recorded.answered_ns, np.float64)
-    rows = []
+    typical = []
     for places in merged.values():
         steps = num_steps[places]
         mean_ns = (answered[places] * steps).sum() / steps.sum()
-        typical = places[int(np.argmin(np.abs(answered[places] - mean_ns)))]
-        batches = _middle(recorded.asked[typical], int(num_steps[typical]))
-        rows.append(Row(batches, tuple(weights[places].sum(axis=0).tolist())))
-    return Course(point, rows, int(outputs.sum()), config.frontend_ms, cost)
+        place = places[int(np.argmin(np.abs(answered[places] - mean_ns)))]
+        typical.append(_middle(recorded.asked[place], int(num_steps[place])))
+    summed = np.array([weights[places].sum(axis=0) for places in merged.values()])
+    return Course(point, typical, summed, int(outputs.sum()), config.frontend_ms, cost)
 
 
 def _weights(starts: Times, ends: Times, begins: Times, stops: Times, shares: Values) -> Values:
@@ -161,7 +155,7 @@ def _kind(batches: tuple[Batch, ...]) -> tuple[int, ...]:
     for batch in batches:
         chunk_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
         before = sum(chunk.start * chunk.num_tokens for chunk in batch.chunks)
-        sizes = (chunk_tokens, 0.15), (batch.num_decodes, 0.08), (batch.decode_known_tokens, 0.15), (before, 0.7)
+        sizes = (chunk_tokens, 0.25), (batch.num_decodes, 0.12), (batch.decode_known_tokens, 0.3), (before, 1.0)
         kind += [round(log1p(size) / step) for size, step in sizes]
         kind.append(bool(batch.chunks))
     return tuple(kind)

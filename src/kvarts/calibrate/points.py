@@ -149,7 +149,9 @@ def load_points(path: Path | str, *, keep: Callable[[Point], bool] | None = None
     fields = Point.__struct_fields__
     for name in reader.fieldnames or ():
         if name not in fields:
-            raise InputError(f"{name!r} is not a column", path=path, line=1, field=name, hint=f"Use {', '.join(fields)}.")
+            raise InputError(
+                f"{name!r} is not a column", path=path, line=1, field=name, hint=f"Use {', '.join(fields)}."
+            )
     points = []
     for row in reader:
         values = {name: text.strip() for name, text in row.items() if text is not None and text.strip()}

@@ -58,9 +58,7 @@ class Errors(msgspec.Struct, frozen=True):
         if not len(errors):
             return None
         sizes = np.abs(errors)
-        return cls(
-            float(np.median(sizes)), float(np.percentile(sizes, 90)), float(np.median(errors)), len(errors)
-        )
+        return cls(float(np.median(sizes)), float(np.percentile(sizes, 90)), float(np.median(errors)), len(errors))
 
 
 class Worth(msgspec.Struct, frozen=True):
@@ -92,7 +90,9 @@ def record(points: Sequence[Point], constants: Constants, on_progress: Callable[
     for point in points:
         try:
             config = point.config()
-            courses.append(course_of(point, msgspec.structs.replace(config, cost=with_constants(config.cost, constants.values))))
+            courses.append(
+                course_of(point, msgspec.structs.replace(config, cost=with_constants(config.cost, constants.values)))
+            )
         except ConfigError as error:
             where = f"{point.model} on {point.gpu}, tp {point.tp}, {point.load} {point.level:g}"
             raise ConfigError(f"{where}: {error.what}", field=error.field, hint=error.hint, path=error.path) from error

@@ -45,7 +45,7 @@ class Asked:
         traffic: Trace,
         config: ReplayConfig | None,
         slo_share: float,
-        cost_error: float,
+        cost_error: float | None,
         options: Sequence[str],
     ) -> None:
         self._given = given

@@ -76,9 +76,9 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return `link_efficiency`, `link_us` or `exchange_us` for a kind of link: of NVLink it was fitted."""
         return OTHER_LINKS[kind][name] if kind in OTHER_LINKS else self.values[name]
 
-    def error_of(self, kind: str, metric: str) -> HeldOut | None:
-        """Return the held-out errors of models of `kind`; None if none were measured."""
-        return next((each for each in self.held_out if (each.kind, each.metric) == (kind, metric)), None)
+    def held_out_of(self, kind: str) -> dict[str, HeldOut]:
+        """Return the held-out errors of models of `kind`, by metric."""
+        return {each.metric: each for each in self.held_out if each.kind == kind}
 
 
 def load_constants(path: Path) -> Constants:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, shipped_constants
+from kvarts.executor.constants import COEFFICIENTS, HeldOut, shipped_constants
 from kvarts.executor.step_parts import StepParts, format_of
 from kvarts.executor.uncertainty import Uncertainty
-from kvarts.limits import MOST_COUNT, MOST_MS, MOST_REPLICAS, check_number, check_whole
+from kvarts.limits import MOST_COUNT, MOST_DRAFTED, MOST_MS, MOST_REPLICAS, check_number, check_whole
 from kvarts.sched.plan import Batch
 
 if TYPE_CHECKING:
@@ -76,7 +76,11 @@ class RooflineCost(
     takes at least as long as launching its kernels: `eager_us`, `eager_layer_us` for each layer and
     `eager_expert_layer_us` more for each layer with experts. Decodes with a sliding window count as if all had the mean
     length. `separate_passes`: prompts and decodes of a step are not computed together, but one after the other, as
-    SGLang schedules them. `uncertainty`: of the coefficients, where a calibration says it.
+    SGLang schedules them. `speculative_tokens`: drafted after each decode and verified in its step, by layers such as
+    MTP: for each, a layer like those of the model and the output head. `acceptance`: for each of them, the share of
+    drafts in which it and all before it are accepted. A decode then makes 1 + their sum tokens per step, in the mean:
+    that many steps of a replay, each of one token, take as long as one of the engine. `uncertainty`: of the
+    coefficients, where a calibration says it.
     """
 
     llm: str
@@ -108,6 +112,8 @@ class RooflineCost(
     eager_layer_us: float = _shipped("eager_layer_us")
     eager_expert_layer_us: float = _shipped("eager_expert_layer_us")
     separate_passes: bool = False
+    speculative_tokens: int = 0
+    acceptance: tuple[float, ...] = ()
     uncertainty: Uncertainty | None = None
 
     def __post_init__(self) -> None:
@@ -124,6 +130,7 @@ class RooflineCost(
             else:
                 check_number(value, f"cost.{field}", most=MOST_MS)
         self._check_ways()
+        self._check_drafts()
         _ = self.parts
 
     def _check_ways(self) -> None:
@@ -150,6 +157,29 @@ class RooflineCost(
             )
         if self.pipeline_parallel > 1 and self.num_ranks > 1:
             raise ConfigError("is not modelled for ranks in lock step", field="cost.pipeline_parallel")
+
+    def _check_drafts(self) -> None:
+        check_whole(self.speculative_tokens, "cost.speculative_tokens", least=0, most=MOST_DRAFTED)
+        if len(self.acceptance) != self.speculative_tokens:
+            raise ConfigError(
+                f"has {len(self.acceptance)} rates for {self.speculative_tokens} speculative tokens",
+                field="cost.acceptance",
+                hint="Give one rate for each: the share of drafts in which it and all before it are accepted.",
+            )
+        before = 1.0
+        for rate in self.acceptance:
+            if not 0.0 <= rate <= before:
+                raise ConfigError(
+                    f"must be from 0 to 1, and never rise: got {rate:g} after {before:g}",
+                    field="cost.acceptance",
+                    hint="A token is accepted only if all before it are.",
+                )
+            before = rate
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The tokens that a decode makes in a step, in the mean."""
+        return 1.0 + sum(self.acceptance)
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -196,6 +226,15 @@ class RooflineCost(
             unused.add("exchange_us")
         unused |= {f"{narrow}{what}" for narrow in ("fp8", "fp4") if narrow not in formats for what in SHARES[1:]}
         return tuple(name for name in COEFFICIENTS if name not in unused)
+
+    @property
+    def held_out(self) -> dict[str, HeldOut]:
+        """Held-out errors of models of this kind, by metric; nothing unless all constants are those that ship."""
+        shipped = shipped_constants()
+        for name in COEFFICIENTS:
+            if getattr(self, name) not in (None, shipped.values[name]):
+                return {}
+        return shipped.held_out_of("dense" if self.geometry.experts is None else "experts")
 
     def alternatives(self) -> list[tuple[RooflineCost, RooflineCost]]:
         """Return pairs of costs that say how uncertain this one is, see Uncertainty; none where that is not known."""

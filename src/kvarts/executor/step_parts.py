@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,11 +34,16 @@ class StepParts:
         matrix_bytes = float(dtype_bits(geometry.weight_dtype, field="weight_dtype")) / 8
         expert_bytes = float(dtype_bits(geometry.expert_dtype, field="expert_dtype")) / 8
         self._stages = cost.pipeline_parallel
-        self._graph_tokens = cost.graph_tokens
+        self._graph_tokens = 0 if device.is_cpu else cost.graph_tokens
         self._separates = cost.separate_passes
+        self._num_drafted = cost.speculative_tokens
+        self._num_verified = 1 + cost.speculative_tokens
+        """Tokens that a decode computes in a step: its own, and the drafted ones."""
+        self._tokens_per_step = cost.tokens_per_step
+        self._composes = self._separates or self._num_drafted > 0
         expert_layers = 0 if geometry.experts is None else geometry.experts.num_layers
-        eager_us = cost.eager_us + geometry.num_layers * cost.eager_layer_us
-        self._eager_ms = (eager_us + expert_layers * cost.eager_expert_layer_us) / 1e3
+        launch_us = geometry.num_layers * cost.eager_layer_us + expert_layers * cost.eager_expert_layer_us
+        self._eager_ms = (cost.eager_us + (0.0 if device.is_cpu else launch_us)) / 1e3
         layers_us = geometry.num_layers * cost.layer_us + expert_layers * cost.expert_layer_us
         self.step_ms = (cost.step_us + layers_us) / 1e3
         self.sequence_ms = cost.sequence_us / 1e3
@@ -90,6 +95,7 @@ class StepParts:
             prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
             decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
         self._pair_ms = prompt_operations / ways / attention_flops
+        decode_operations *= self._num_verified
         self._decode_pair_ms = max(decode_operations / ways / attention_flops, self._kv_read_ms)
         self._layers: list[LayerCost] = []
         for group in geometry.attending:
@@ -101,6 +107,10 @@ class StepParts:
                 slowest_ms = max(work * decode_operations / ways / attention_flops, read * self._kv_read_ms)
                 decode = slowest_ms / self._decode_pair_ms
             self._layers.append(LayerCost(layer.span, group.num_layers, work, read, decode * group.num_layers))
+        # A drafted token takes a layer like those of the model, and the output head.
+        self._draft_share = cost.speculative_tokens / geometry.num_layers
+        self._draft_ms = cost.speculative_tokens * self._head_read_ms
+        self._draft_ms += self._draft_share * (layers_us / 1e3 + self._collectives_ms)
         self.has_windows = geometry.has_spans
         self.context_token_ms = self._decode_pair_ms * sum(layer.decode for layer in self._layers)
         self._is_linear = not (self.has_windows or self._stages > 1)
@@ -108,15 +118,21 @@ class StepParts:
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step; of several ranks, while the others have nothing to do."""
-        chunks = batch.chunks
+        if batch.num_decodes:
+            if not batch.chunks:
+                num_decodes = batch.num_decodes
+                return round(self.decode_ms(num_decodes, batch.decode_known_tokens, self.fixed_ms(num_decodes)) * 1e6)
+            if self._composes:
+                return round(self._composed_ms([batch], lambda batches: self._pass_ms(batches[0])) * 1e6)
+        return round(self._pass_ms(batch) * 1e6)
+
+    def _pass_ms(self, batch: Batch) -> float:
+        """Return the time of one pass over prompts and decodes together."""
         num_decodes = batch.num_decodes
-        if not chunks:
-            return round(self.decode_ms(num_decodes, batch.decode_known_tokens, self.fixed_ms(num_decodes)) * 1e6)
-        if num_decodes and self._separates:
-            return sum(self.step_ns(each) for each in _passes(batch))
-        num_tokens, num_samples, num_sequences = num_decodes, num_decodes, num_decodes
+        num_tokens = num_samples = num_decodes * self._num_verified
+        num_sequences = num_decodes
         attention_ms = 0.0
-        for chunk in chunks:
+        for chunk in batch.chunks:
             num_tokens += chunk.num_tokens
             num_samples += chunk.is_last
             num_sequences += 1
@@ -124,7 +140,29 @@ class StepParts:
         ms = self.linear_ms(num_tokens, num_samples, num_sequences) + num_sequences * self.sequence_ms
         if num_decodes:
             attention_ms += self.context_ms(num_decodes, batch.decode_known_tokens)
-        return round(self.at_least(ms + attention_ms / self.divided_by(num_sequences), num_tokens) * 1e6)
+            if self._num_drafted:
+                ms += self._drafting_ms(num_decodes, num_decodes)
+        return self.at_least(ms + attention_ms / self.divided_by(num_sequences), num_tokens)
+
+    def _composed_ms(self, batches: Sequence[Batch], pass_ms: Callable[[Sequence[Batch]], float]) -> float:
+        """Return how long a step of prompts and decodes counts for one token of the latter.
+
+        Prompts take what they add to the step, or a pass of their own. The rest makes, with drafts, more than one token
+        of each decode. `batches`: of each rank. `pass_ms`: the time of one pass over batches.
+        """
+        decodes = [
+            Batch((), batch.num_decodes, batch.decode_known_tokens, batch.pool_tokens)
+            for batch in batches
+            if batch.num_decodes
+        ]
+        prompts = [Batch(batch.chunks, 0, 0, batch.pool_tokens) for batch in batches if batch.chunks]
+        if not decodes:
+            return pass_ms(prompts)
+        decodes_ms = pass_ms(decodes)
+        prompts_ms = 0.0
+        if prompts:
+            prompts_ms = pass_ms(prompts) if self._separates else max(0.0, pass_ms(batches) - decodes_ms)
+        return decodes_ms / self._tokens_per_step + prompts_ms
 
     def decode_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of `num_steps` steps of decodes, in each of which every sequence knows a token more."""
@@ -137,6 +175,8 @@ class StepParts:
         # The operations of `decode_ms`, in the same order, so that both round alike.
         ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * self.context_token_ms
         ms += fixed_ms
+        if self._num_drafted:
+            ms /= self._tokens_per_step
         ms *= 1e6
         return whole_ns(ms)
 
@@ -181,18 +221,26 @@ class StepParts:
 
     def fixed_ms(self, num_decodes: int) -> float:
         """Return the time of a step of decodes without attention."""
-        return self.linear_ms(num_decodes, num_decodes, num_decodes) + num_decodes * self.sequence_ms
+        num_tokens = num_decodes * self._num_verified
+        ms = self.linear_ms(num_tokens, num_tokens, num_decodes) + num_decodes * self.sequence_ms
+        return ms + self._drafting_ms(num_decodes, num_decodes) if self._num_drafted else ms
+
+    def _drafting_ms(self, num_decodes: int, num_routed: int) -> float:
+        """Return the time of drafting for `num_decodes` sequences, of `num_routed` on all ranks."""
+        return self._draft_ms + self._draft_share * self._linear_ms(num_decodes, 0, num_routed, 1)
 
     def decode_ms(self, num_decodes: int, known_tokens: int, fixed_ms: float) -> float:
         """Return the time of a step of decodes that know `known_tokens` tokens together."""
         if self._is_simple(num_decodes):
-            return known_tokens * self.context_token_ms + fixed_ms
-        attention_ms = self.context_ms(num_decodes, known_tokens) / self.divided_by(num_decodes)
-        return self.at_least(fixed_ms + attention_ms, num_decodes)
+            ms = known_tokens * self.context_token_ms + fixed_ms
+        else:
+            attention_ms = self.context_ms(num_decodes, known_tokens) / self.divided_by(num_decodes)
+            ms = self.at_least(fixed_ms + attention_ms, num_decodes * self._num_verified)
+        return ms / self._tokens_per_step if self._num_drafted else ms
 
     def _is_simple(self, num_decodes: int) -> bool:
         """Return whether the time of so many decodes is linear in the tokens that they know."""
-        return self._is_linear and (num_decodes <= self._graph_tokens or not self._eager_ms)
+        return self._is_linear and (num_decodes * self._num_verified <= self._graph_tokens or not self._eager_ms)
 
     def at_least(self, ms: float, num_tokens: int) -> float:
         """Return `ms`, or the time to launch the kernels of a step without a CUDA graph, if that is longer."""
@@ -202,19 +250,18 @@ class StepParts:
 
     def together_ms(self, batches: Sequence[Batch]) -> float:
         """Return the time of a step of ranks in lock step."""
-        if self._separates:
-            passes = list(zip(*map(_passes, batches), strict=True))
-            if all(any(batch.num_tokens for batch in each) for each in passes):
-                return sum(self._together_ms([batch for batch in each if batch.num_tokens]) for each in passes)
-        return self._together_ms(batches)
+        return self._composed_ms(batches, self._together_ms) if self._composes else self._together_ms(batches)
 
     def _together_ms(self, batches: Sequence[Batch]) -> float:
-        counts = [batch.num_tokens for batch in batches]
+        """Return the time of one pass of ranks in lock step."""
+        verified = self._num_verified
+        counts = [batch.num_decodes * verified + sum(chunk.num_tokens for chunk in batch.chunks) for batch in batches]
         num_routed = sum(counts)
+        num_drafting = sum(batch.num_decodes for batch in batches)
         slowest_ms = 0.0
         for batch, num_tokens in zip(batches, counts, strict=True):
             chunks, num_decodes = batch.chunks, batch.num_decodes
-            num_samples = num_decodes + sum(chunk.is_last for chunk in chunks)
+            num_samples = num_decodes * verified + sum(chunk.is_last for chunk in chunks)
             ms = self._linear_ms(num_tokens, num_samples, num_routed, 1)
             ms += (num_decodes + len(chunks)) * self.sequence_ms
             ms += sum(self.chunk_ms(chunk) for chunk in chunks)
@@ -223,22 +270,30 @@ class StepParts:
             slowest_ms = max(slowest_ms, ms)
         largest = max(counts, default=0)
         ms = slowest_ms + self._exchanged_ms(largest, num_routed, 1) + self.step_ms
+        if num_drafting and self._num_drafted:
+            ms += self._drafting_ms(max(batch.num_decodes for batch in batches), num_drafting)
         return self.at_least(ms, largest)
 
     def decodes_together_ms(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
         """Return the times of steps of decodes of ranks in lock step, as `together_ms` does one by one."""
-        num_routed = sum(num_decodes for num_decodes, _ in decodes)
-        largest = max(num_decodes for num_decodes, _ in decodes)
-        exchanged_ms = self._exchanged_ms(largest, num_routed, 1)
-        fixed = [
-            (num, known, self._linear_ms(num, num, num_routed, 1) + num * self.sequence_ms) for num, known in decodes
-        ]
+        verified = self._num_verified
+        num_drafting = sum(num_decodes for num_decodes, _ in decodes)
+        num_routed = num_drafting * verified
+        largest = max(num_decodes for num_decodes, _ in decodes) * verified
+        after_ms = self._exchanged_ms(largest, num_routed, 1) + self.step_ms
+        if self._num_drafted:
+            after_ms += self._drafting_ms(largest // verified, num_drafting)
+        fixed = []
+        for num, known in decodes:
+            ms = self._linear_ms(num * verified, num * verified, num_routed, 1) + num * self.sequence_ms
+            fixed.append((num, known, ms))
         times_ms = []
         for step in range(num_steps):
             slowest_ms = 0.0
             for num, known, fixed_ms in fixed:
                 slowest_ms = max(slowest_ms, fixed_ms + self.context_ms(num, known + step * num))
-            times_ms.append(self.at_least(slowest_ms + exchanged_ms + self.step_ms, largest))
+            ms = self.at_least(slowest_ms + after_ms, largest)
+            times_ms.append(ms / self._tokens_per_step if self._num_drafted else ms)
         return times_ms
 
     def context_ms(self, num_decodes: int, known_tokens: int) -> float:
@@ -262,12 +317,6 @@ class StepParts:
             work_ms, read_ms = pairs * self._pair_ms * layer.work, read * self._kv_read_ms * layer.read
             ms += layer.num_layers * (work_ms if work_ms > read_ms else read_ms)
         return ms
-
-
-def _passes(batch: Batch) -> tuple[Batch, Batch]:
-    """Return the prompts of a step, and its decodes."""
-    pool_tokens = batch.pool_tokens
-    return Batch(batch.chunks, 0, 0, pool_tokens), Batch((), batch.num_decodes, batch.decode_known_tokens, pool_tokens)
 
 
 class Reached(NamedTuple):

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from kvarts.errors import ConfigError
+from kvarts.executor.constants import COEFFICIENTS
 from kvarts.limits import check_whole
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ SLOWER = {
     "sequence_us": 1.0,
     "link_efficiency": -1.0,
     "link_us": 1.0,
+    "exchange_us": 1.0,
+    "layer_us": 1.0,
+    "expert_layer_us": 1.0,
 }
 Finite = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
@@ -64,8 +68,6 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     measured: tuple[MeasuredOn, ...] = ()
 
     def __post_init__(self) -> None:
-        from kvarts.executor.roofline import COEFFICIENTS
-
         count = len(self.coefficients)
         check_whole(count, "uncertainty.coefficients", most=len(COEFFICIENTS))
         for name in self.coefficients:

@@ -31,14 +31,24 @@ __all__ = ["Device", "device_names", "load_device"]
 GIB = 1 << 30
 CPU_FIELDS = {"cores": "2", "bandwidth": "20GB/s", "memory": "16GiB", "ghz": "2.5", "flops_per_cycle": "32"}
 
+SHORT_NAMES = {
+    "a100": "a100-80gb",
+    "h100": "h100-80gb",
+    "h100-sxm": "h100-80gb",
+    "h200": "h200-141gb",
+    "b200": "b200-180gb",
+    "rtx-pro-6000-blackwell": "rtx-pro-6000",
+}
+"""Names that people type for presets."""
+
 LinkKind = Literal["nvlink", "pcie-peer", "pcie"]
 
 
 class Device(msgspec.Struct, frozen=True):
     """One device. `tflops`: dense matrix arithmetic by number format, in 10^12 operations a second.
 
-    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for links of
-    their own, of any maker; `pcie-peer` for PCIe with peer access, `pcie` without.
+    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for links
+    of their own, of any maker; `pcie-peer` for PCIe with peer access, `pcie` without.
     """
 
     name: str
@@ -48,6 +58,11 @@ class Device(msgspec.Struct, frozen=True):
     tflops: dict[str, float]
     link_bytes_per_s: float = 0.0
     link_kind: LinkKind = "nvlink"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU, which launches no kernels."""
+        return self.name.startswith("cpu:")
 
     def flops_per_s(self, dtype: str) -> float:
         """Return operations a second on numbers stored as `dtype`; formats without a unit of their own use 16 bits."""
@@ -60,9 +75,11 @@ def device_names() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """Return a preset by its name, a device that a TOML file describes, or a CPU: `cpu:cores=8,bandwidth=80GB/s`.
+    """Return a preset, by its name or a short one (h200), a device that a TOML file describes, or a CPU.
 
-    Raise ConfigError for anything else, MissingFileError and InputError for the file. A CPU has `memory` (16GiB), `ghz`
+    A CPU is `cpu:cores=8,bandwidth=80GB/s`.
+
+    Raise ConfigError for anything else, MissingFileError and InputError for the file. It has `memory` (16GiB), `ghz`
     (2.5) and `flops_per_cycle` a core (32: two 256-bit multiply-adds in 32 bits).
     """
     kind, _, rest = name.partition(":")
@@ -70,6 +87,7 @@ def load_device(name: str) -> Device:
         return _cpu(name, rest)
     if name.lower().endswith(".toml"):
         return _from_file(Path(name))
+    name = SHORT_NAMES.get(name.lower(), name)
     preset = _presets().get(name.lower())
     if preset is None:
         raise ConfigError(

@@ -289,6 +289,7 @@ class GroupedScheduler(Scheduler):
         return self.needs.most_tokens(limit, self.parts.pool.total)
 
     def never_fits(self, request: Request) -> str | None:
+        """Return the reason why `request` can never have its blocks; None if it can."""
         num_most, total = self.pages.num_most, self.parts.pool.total
         num_reserved = self.own_pages.reserve.num_pages
         if self.needs.at_most_whole(request.num_prompt_tokens + request.max_tokens) <= num_most - num_reserved:

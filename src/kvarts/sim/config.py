@@ -164,13 +164,12 @@ class ReplayConfig(
     ] = None
     speedup: Annotated[float, setting("Open loop: divide arrival times and session delays by X.", metavar="X")] = 1.0
     engine: Annotated[
-        EngineName | None,
+        EngineName,
         setting(
             "Engine whose defaults hold where nothing else is given: tokens per step, requests, fraction of memory, "
-            "asynchronous scheduling, front end.",
-            default="those listed here",
+            "asynchronous scheduling, front end."
         ),
-    ] = None
+    ] = "none"
     async_scheduling: Annotated[
         bool,
         setting(
@@ -212,8 +211,7 @@ class ReplayConfig(
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
-        if self.engine is not None:
-            engine_of(self.engine)
+        engine_of(self.engine)
         check_number(self.frontend_ms, "frontend_ms", most=MOST_MS)
         check_number(self.cost_factor, "cost_factor", above=True, most=MOST_COST_FACTOR)
         if self.concurrency is not None and self.speedup != 1.0:
@@ -336,14 +334,18 @@ class ReplayConfig(
         """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a replica.
 
         With a cost model that says how uncertain it is, `traffic` is replayed some ten times more: the report then
-        says how uncertain latencies are.
+        says how uncertain latencies are. With the constants that ship, it says that from the errors that they have on
+        measurements that they were not fitted to.
         """
         from kvarts.sim.replay import replay_one, trace_of
         from kvarts.sim.spread import spread_of
 
         pairs = self.cost.alternatives() if hasattr(self.cost, "alternatives") else []
         if not pairs:
-            return replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
+            report = replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
+            errors = getattr(self.cost, "held_out", {})
+            report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
+            return report
         trace = trace_of(traffic)
         report = replay_one(trace, self, on_progress=on_progress, observers_of=observers_of)
         report.spread = spread_of(
@@ -362,7 +364,7 @@ class ReplayConfig(
         if self.cost_factor == 1.0:
             del values["cost_factor"]
         for field in ("engine", "async_scheduling", "frontend_ms"):
-            if not values[field]:
+            if values[field] in ("none", False, 0.0):
                 del values[field]
         groups = values.pop("groups")
         if groups:
@@ -436,9 +438,9 @@ def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> Repl
         return build_replay(given, sections, resolve_hardware(given))
     given = with_engine(given, DeviceSettings, ReplayConfig)
     facts = resolve_hardware(given)
-    if hasattr(facts.get("cost"), "separate_passes"):
-        passes = engine_of(given["engine"]).separate_passes
-        facts["cost"] = msgspec.structs.replace(facts["cost"], separate_passes=passes)
+    engine = engine_of(given["engine"])
+    if engine is not None and hasattr(facts.get("cost"), "separate_passes"):
+        facts["cost"] = msgspec.structs.replace(facts["cost"], separate_passes=engine.separate_passes)
     return build_replay(given, sections, facts)
 
 

@@ -16,7 +16,7 @@ from kvarts.settings import Given, SettingError, settings_of
 
 __all__ = ["ENGINES", "EngineName", "EngineSet", "engine_of", "with_engine"]
 
-EngineName = Literal["vllm", "sglang", "tensorrt-llm", "trtllm"]
+EngineName = Literal["none", "vllm", "sglang", "tensorrt-llm", "trtllm"]
 
 
 class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,18 +53,19 @@ ENGINES: dict[EngineName, EngineSet] = {
 }
 
 
-def engine_of(name: str) -> EngineSet:
-    """Return the defaults of an engine. Raise SettingError for an unknown one."""
-    known = ENGINES.get(name)  # type: ignore[call-overload]
-    if known is None:
+def engine_of(name: str) -> EngineSet | None:
+    """Return the defaults of an engine; None for `none`. Raise SettingError for an unknown one."""
+    if name not in get_args(EngineName):
         raise SettingError(f"must be one of {', '.join(get_args(EngineName))}, got {name!r}", "engine")
-    found: EngineSet = known
-    return found
+    return ENGINES.get(name)  # type: ignore[call-overload, no-any-return]
 
 
 def with_engine(given: Given, *structs: type) -> Given:
     """Return `given` over the defaults of the engine that it names, for the settings of `structs`."""
-    facts: dict[str, Any] = msgspec.to_builtins(engine_of(given["engine"]))
+    engine = engine_of(given["engine"])
+    if engine is None:
+        return given
+    facts: dict[str, Any] = msgspec.to_builtins(engine)
     if "model" not in given and "device" not in given:
         del facts["memory_fraction"]  # of no device
     return given.over(given.implied("engine", [each for struct in structs for each in settings_of(struct)], facts))

@@ -137,11 +137,8 @@ class Replica:
         if engine.prepare(now_ns):
             engine.carry_out(now_ns)
             return engine.now_ns
-        if others_join:
-            next_ns = now_ns  # no step is under way that they would have to wait for
-        else:
-            next_ns = self._next_ns(now_ns) if engine.has_work else now_ns
-        return self._pause(next_ns)
+        # Requests that join have no step under way to wait for.
+        return self._pause(self._next_ns(now_ns) if engine.has_work and not others_join else now_ns)
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order."""

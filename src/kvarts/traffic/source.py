@@ -214,8 +214,5 @@ class Delayed:
 def source_of(trace: Trace, *, concurrency: int | None, speedup: float, delay_ns: int = 0) -> Source:
     """Return a closed loop if a `concurrency` is given, else an open one; requests are `delay_ns` under way."""
     source: Source
-    if concurrency is not None:
-        source = ClosedLoop(trace, concurrency=concurrency)
-    else:
-        source = OpenLoop(trace, speedup=speedup)
+    source = OpenLoop(trace, speedup=speedup) if concurrency is None else ClosedLoop(trace, concurrency=concurrency)
     return Delayed(source, delay_ns) if delay_ns else source
