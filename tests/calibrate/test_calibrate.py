@@ -171,7 +171,7 @@ def test_steps_say_it_at_once() -> None:
 
 def test_what_the_data_do_not_say_is_said() -> None:
     """Decodes alone never reach the device's arithmetic, and all read the weights once, as often as there are steps."""
-    start = msgspec.structs.replace(GUESS, bandwidth_efficiency=0.8, step_us=1000.0)
+    start = msgspec.structs.replace(GUESS, bandwidth_efficiency=0.8, step_us=1500.0)
     found = fit_steps(records(with_chunks=False), start)
     assert found.not_identified == ["compute_efficiency", "step_us"]
     # What the step takes more, reading the weights takes less; that is a small part of it.
