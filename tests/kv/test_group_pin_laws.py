@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.block_pages import BlockHolding, BlockPages
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.group_pages import GroupPages, PartHolding
 from kvarts.kv.pins import Pins
 from kvarts.kv.pool import PageError
 from kvarts.kv.reserve import PageReserve
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.laws
 @dataclass
 class Turn:
     content: Content
-    holding: BlockHolding
+    holding: PartHolding
     sequence: NaiveSequence
 
 
@@ -45,7 +45,7 @@ class PinMachine(RuleBasedStateMachine):
     def build(self, groups: tuple[PartGroup, ...], page_size: int, num_blocks: int, keeps: Retention) -> None:
         memory = GroupMemory(groups, keeps)
         self.block_bytes = memory.block_bytes
-        self.cache = BlockPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=8)
+        self.cache = GroupPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=8, with_ids=True)
         self.pins, self.reserve = Pins(self.cache), PageReserve(self.cache)
         self.model = NaiveGroups(
             [(group.layer, group.part_bytes) for group in groups],
@@ -167,7 +167,7 @@ TestPins.settings = settings(stateful_step_count=40)
 def test_what_two_pins_hold_is_counted_once() -> None:
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=5), 2)
     memory = GroupMemory((PartGroup(FULL, 1), window))
-    cache = BlockPages(memory, num_blocks=100, page_size=2, most_new_tokens=8)
+    cache = GroupPages(memory, num_blocks=100, page_size=2, most_new_tokens=8, with_ids=True)
     pins = Pins(cache)
     made = []
     for owner in (1, 2):

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.content import Content
+from kvarts.events import CopiesRemoved, Event, PagesRemoved, PagesStored, PartsGivenBack
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.grouped_cache import GroupedCache
 from kvarts.kv.parts import GroupedHolding
-from kvarts.kv.pool import PageError
+from kvarts.kv.pool import IdPool, PageError
 from kvarts.kv.run_cache import RunCache
+from kvarts.kv.run_events import RunEvents
 from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import RunHolding
 
@@ -231,8 +233,99 @@ class RunMachine(RuleBasedStateMachine):
         )
 
 
+class NamedMachine(RunMachine):
+    """Blocks with ids and events, as a real model and a journal have them: every full page is findable at once."""
+
+    @initialize(
+        groups=part_groups(),
+        page_size=st.integers(1, 4),
+        num_blocks=st.integers(4, 60),
+        keeps=st.sampled_from(["all", "tails"]),
+    )
+    def build(self, groups: tuple[PartGroup, ...], page_size: int, num_blocks: int, keeps: Retention) -> None:
+        memory = GroupMemory(groups, keeps)
+        total_bytes = num_blocks * memory.block_bytes
+        self.of_pages: list[Event] = []
+        self.of_runs: list[Event] = []
+        self.pages = GroupedCache(
+            groups,
+            page_size=page_size,
+            total_bytes=total_bytes,
+            keeps=keeps,
+            blocks=IdPool(num_blocks),
+            tell=self.of_pages.append,
+        )
+        self.runs = RunCache(
+            memory,
+            page_size=page_size,
+            total_bytes=total_bytes,
+            blocks=IdPool(num_blocks),
+            events=RunEvents(self.of_runs.append),
+        )
+        self.memories = []
+        self.holders: list[Both] = []
+        self.num_owners = self.num_admitted = 0
+
+    def start_decoding(self, data: st.DataObject) -> None:
+        """No rule: what is named does not follow decodes."""
+
+    def leap(self, most_steps: int, num_wanted: int) -> None:
+        """No rule, either."""
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), num_pages=st.integers(1, 3))
+    def draft(self, data: st.DataObject, num_pages: int) -> None:
+        """Pages for tokens that may be wrong are taken and given back."""
+        both = data.draw(st.sampled_from(self.holders))
+        first = -(-both.by_page.num_tokens // self.pages.page_size)
+        if num_pages * self.runs.page_bytes > self.pages.room_bytes:
+            return
+        for page in range(first, first + num_pages):
+            self.pages.take_page(both.by_page, page)
+            self.runs.take_page(both.by_run)
+        self.pages.drop_pages(both.by_page, first)
+        self.runs.drop_pages(both.by_run, first)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def reach(self, tokens: list[int]) -> None:
+        content = Content.from_tokens(tokens, page_size=self.pages.page_size, owner=0)
+        limit = len(tokens) // self.pages.page_size
+        assert self.runs.reach(content, limit) == self.pages.reach(content, limit)
+
+    @invariant()
+    def tells_the_same(self) -> None:
+        """Of the same parts in the same order, each kind by itself: runs may be one event where pages were two."""
+        if not hasattr(self, "of_runs"):
+            return
+        for kinds in ((PagesRemoved, CopiesRemoved), (PartsGivenBack,)):
+            told = [[part for event in events if isinstance(event, kinds) for part in parts_of(event)]
+                    for events in (self.of_pages, self.of_runs)]  # fmt: skip
+            assert told[1] == told[0]
+        stored = [
+            sorted(part for event in events if isinstance(event, PagesStored) for part in parts_of(event))
+            for events in (self.of_pages, self.of_runs)
+        ]
+        assert stored[1] == stored[0]
+        for event in self.of_runs:
+            if isinstance(event, PagesStored) and event.start_page:
+                assert event.parent is not None
+                assert event.parent.key(event.start_page - 1) == event.content.key(event.start_page - 1)
+        self.of_pages.clear()
+        self.of_runs.clear()
+
+
+def parts_of(event: PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack) -> list[tuple[object, ...]]:
+    """The parts that an event is about, in its order: pages by the keys of all up to them."""
+    pages = range(event.start_page, event.end_page)
+    last_first = reversed(pages) if not isinstance(event, PagesStored) else pages
+    more = (getattr(event, "copy", -1), getattr(event, "is_dropped", False))
+    return [(event.group, *more, *(event.content.key(before) for before in range(page + 1))) for page in last_first]
+
+
 TestRuns = RunMachine.TestCase
 TestRuns.settings = settings(stateful_step_count=30)
+TestNamedRuns = NamedMachine.TestCase
+TestNamedRuns.settings = settings(stateful_step_count=30)
 
 
 def test_what_is_evicted_from_a_tail_is_split_off_when_it_is_looked_at() -> None:

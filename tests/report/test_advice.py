@@ -21,6 +21,8 @@ from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 from kvarts.units import parse_bytes
 
+from builders.rooms import HAS_OFFLOAD
+
 DATA = Path(str(files("kvarts") / "data"))
 MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
 LARGE = 2_000_000
@@ -94,6 +96,7 @@ def test_waiting_for_pages_asks_for_more_of_them() -> None:
     )
 
 
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
     report = agents_report()
     summary = report.summary
@@ -111,6 +114,7 @@ def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
     assert f"{agents(offload={'host_memory': '1TiB'})['prefix_hit_ratio'] * 100:.1f}" == size[3]
 
 
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits() -> None:
     trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
     summary = replay(trace, config).summary
@@ -126,6 +130,7 @@ def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits()
     assert agents(offload={"host_memory": smaller})["prefix_hit_ratio"] < enough
 
 
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_long_replays_are_not_repeated_without_being_asked() -> None:
     trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
     summary = {**replay(trace, config).summary, "num_steps": MOST_STEPS + 1}
@@ -136,6 +141,7 @@ def test_long_replays_are_not_repeated_without_being_asked() -> None:
     assert not ReplayTrials(trace, config, is_asked=True).is_too_long(summary)
 
 
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_with_files_below_no_size_is_named() -> None:
     report = agents_report(offload={"host_memory": "4GiB", "disk_memory": "4GiB"})
     said = report.advice

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
 )
 
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.group_keeps import most_blocks, retained_by_group
 from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.reserve import PageReserve
@@ -263,7 +263,11 @@ class GroupPagesMachine(SessionPagesMachine):
         layers = [
             group.layer for group in self.groups.groups for _ in range(group.part_bytes // self.groups.block_bytes)
         ]
-        self.set_up(page_size, BlockPages(self.groups, num_blocks=2400, page_size=page_size, most_new_tokens=8), layers)
+        self.set_up(
+            page_size,
+            GroupPages(self.groups, num_blocks=2400, page_size=page_size, most_new_tokens=8, with_ids=True),
+            layers,
+        )
 
     def open(self, keeps: SinkWindow) -> SessionPages:
         tables = [one for one, blocks in retained_by_group(self.groups, keeps) for _ in range(blocks)]

@@ -160,6 +160,7 @@ def test_files_below_host_memory_are_refused(run_command: Any, capsys: pytest.Ca
     assert "--disk-memory: is not counted by KV group yet: files keep whole pages" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_advice_names_a_tier_with_groups_as_well() -> None:
     config = ReplayConfig(num_pages=110, page_size=4, kv_groups="all", groups=GROUPS)
     report = replay(

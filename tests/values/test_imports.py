@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,21 +21,27 @@ HEAVY = {"calibrate", "client", "connect", "llm", "openai_api", "plan", "proto",
 
 def imported(*arguments: str, folder: Path) -> list[str]:
     """The modules that a command imports."""
-    command = [sys.executable, "-X", "importtime", "-m", "kvarts", *arguments]
+    return modules_of("-m", "kvarts", *arguments, folder=folder)
+
+
+def modules_of(*arguments: str, folder: Path | None = None) -> list[str]:
+    """The modules that an interpreter with these arguments imports."""
+    command = [sys.executable, "-X", "importtime", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return re.findall(r"^import time: .*\| +(\S+)$", done.stderr, re.MULTILINE)
 
 
+@cache
+def at_start() -> frozenset[str]:
+    """Packages that an installation of Python starts of its own accord."""
+    return frozenset(name.split(".")[0] for name in modules_of("-c", "pass"))
+
+
 def others(modules: list[str]) -> set[str]:
     """Packages that are neither kvarts, of the standard library, nor started by an installation of its own accord."""
     packages = {name.split(".")[0] for name in modules if name.isascii()}
-    started = {"sitecustomize", "usercustomize", "_distutils_hack", "coverage", "org", "kvarts__mypyc"}
-    return {
-        name
-        for name in packages - sys.stdlib_module_names - started - {"kvarts"}
-        if not name.startswith("__editable__")
-    }
+    return packages - sys.stdlib_module_names - at_start() - {"kvarts", "kvarts__mypyc", "coverage"}
 
 
 def rooms(modules: list[str]) -> set[str]:
