@@ -34,7 +34,7 @@ WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_paralle
 
 
 def _shipped(name: str) -> Any:
-    """Return a field whose default is the constant `name` that ships."""
+    """Return a field of a struct; its default is the constant `name` in constants.toml."""
     factory: Callable[[], float] = lambda: shipped_constants().values[name]  # noqa: E731
     return msgspec.field(default_factory=factory)
 
