@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_sharing_laws import Sharing, everything, sharings
 
@@ -24,6 +24,7 @@ from kvarts.request import Request
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.report import SharedReport
 
+from builders.case import Case, Row
 from builders.kept import Kept
 from builders.rooms import HAS_AUDIT, HAS_RECORD
 
@@ -52,6 +53,15 @@ def without_settings(summary: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in summary.items() if name != "config"}
 
 
+LIKE = [Row(0, [0] * 11, 22, 1, None, 0, tenant) for tenant in (None, "a", None, None)]
+STORES_HOLD_PAGES = (
+    Sharing([Case(LIKE, 2, 2, 27, 4, 1, "default", 1)], 2, [4], [0], [1], [0], [1000], 55, 3, 1),
+    OffloadConfig(host_pages=3, policy="lazy", h2d="100B/s", d2h="100B/s"),
+)
+"""A request that waits finds pages that are held by a store, and needs fewer than when it was found to lack memory."""
+
+
+@example(*STORES_HOLD_PAGES)
 @given(sharings(max_models=1), offloads())
 def test_a_model_alone_with_tiers_is_a_replay_of_one(case: Sharing, tiers: OffloadConfig) -> None:
     """One model with all of the memory and all of the tokens is a replay of one with the same tiers."""

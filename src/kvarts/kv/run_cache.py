@@ -196,6 +196,7 @@ class RunCache(PartAccount):
             if run.start < sink:
                 run.split(sink)
                 at += 1
+                continue
             if run.end > first:
                 run = run.split(first)
             del held[at]

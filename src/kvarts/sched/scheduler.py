@@ -442,7 +442,7 @@ class Scheduler:
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = num_wanted
                     self._lacking = request, num_wanted
-                    self._num_published = cache.num_published if pages.is_alone else -1
+                    self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
             waiting.remove(request)
             self._num_published = -1
@@ -466,8 +466,8 @@ class Scheduler:
     def _still_lacks(self, head: Request) -> bool:
         """Return whether `head` was found to lack memory and certainly still does.
 
-        What it needs only grows as long as no request is admitted, which may hold what it needs as well, and nothing
-        that it could find becomes findable. Of other models it may have got memory meanwhile.
+        What it needs only grows as long as nothing else begins to hold pages that it finds, as an admitted request
+        does and a store to a tier below, and no page becomes findable. Other models may have given it memory meanwhile.
         """
         assert self._lacking is not None
         request, num_wanted = self._lacking
