@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from kvarts.errors import InputError, parts_of
 from kvarts.executor.roofline import RooflineCost
 from kvarts.files import read_text
 from kvarts.hardware import load_geometry
+from kvarts.limits import brief
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.workload import Length, UniformLength, Workload
@@ -146,26 +147,36 @@ def load_points(path: Path | str, *, keep: Callable[[Point], bool] | None = None
     """
     path = Path(path)
     reader = csv.DictReader(io.StringIO(read_text(path, hint="Check the path of the table of points.")))
-    fields = Point.__struct_fields__
-    for name in reader.fieldnames or ():
-        if name not in fields:
-            raise InputError(
-                f"{name!r} is not a column", path=path, line=1, field=name, hint=f"Use {', '.join(fields)}."
-            )
-    points = []
-    for row in reader:
-        values = {name: text.strip() for name, text in row.items() if text is not None and text.strip()}
-        try:
-            point = msgspec.convert(values, Point, strict=False)
-        except msgspec.ValidationError as error:
-            what, field = parts_of(error)
-            raise InputError(what, path=path, line=reader.line_num, field=field) from error
-        point = msgspec.structs.replace(point, model=_model_of(point.model, path.parent))
-        if keep is None or keep(point):
-            points.append(point)
+    points: list[Point] = []
+    try:
+        _check_header(reader.fieldnames or (), path)
+        for row in reader:
+            point = _point_of(row, path, reader.line_num)
+            if keep is None or keep(point):
+                points.append(point)
+    except csv.Error as error:
+        raise InputError(f"is no CSV: {error}", path=path, line=reader.line_num + 1) from error
     if not points:
         raise InputError("holds no point", path=path)
     return points
+
+
+def _check_header(names: Sequence[str], path: Path) -> None:
+    fields = Point.__struct_fields__
+    for name in names:
+        if name not in fields:
+            hint = f"Use {', '.join(fields)}."
+            raise InputError(f"{brief(name)} is not a column", path=path, line=1, field="header", hint=hint)
+
+
+def _point_of(row: dict[str, str | None], path: Path, line: int) -> Point:
+    values = {name: text.strip() for name, text in row.items() if text is not None and text.strip()}
+    try:
+        point = msgspec.convert(values, Point, strict=False)
+    except msgspec.ValidationError as error:
+        what, field = parts_of(error)
+        raise InputError(what, path=path, line=line, field=field) from error
+    return msgspec.structs.replace(point, model=_model_of(point.model, path.parent))
 
 
 def _model_of(name: str, folder: Path) -> str:

@@ -460,6 +460,8 @@ LATER_FIELDS = (
     "graph_tokens",
     "eager_us",
     "separate_passes",
+    "speculative_tokens",
+    "acceptance",
     "exchange_us",
     "layer_us",
     "expert_layer_us",
@@ -480,7 +482,7 @@ def _stated(cost: msgspec.Struct) -> dict[str, Any]:
     for field in msgspec.structs.fields(cost):
         make = field.default_factory
         default = make() if callable(make) else field.default
-        if field.name in LATER_FIELDS and values[field.name] == default:
+        if field.name in LATER_FIELDS and getattr(cost, field.name) == default:
             del values[field.name]
     return values
 
