@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 
 from kvarts.calibrate import Measured, MeasuredRun, calibrate_runs, compare
-from kvarts.calibrate.coefficients import BOUNDS, WIDTHS
+from kvarts.calibrate.coefficients import BOUNDS, names_of
 from kvarts.calibrate.replayed import replayed_of
+from kvarts.executor.constants import shipped_constants
 from kvarts.executor.roofline import RooflineCost
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import replay
@@ -95,16 +96,17 @@ def main() -> None:
     """Draw truths, fit, predict, and print what came of it."""
     num_truths = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     rng = Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    widths = shipped_constants().deviations
     within: dict[tuple[int, str], list[float]] = {}
     for number in range(num_truths):
         configs = [config_of(*what) for what in CASES[number % len(CASES)]]
         drawn: dict[str, float] = {}
         for config in configs:
-            for name in config.cost.active_coefficients:
+            for name in names_of([config.cost]):
                 if name not in drawn:
                     low, high = BOUNDS[name]
                     guess = config.cost.coefficient(name)
-                    drawn[name] = min(high, max(low, guess * float(np.exp(rng.gauss(0, WIDTHS[name])))))
+                    drawn[name] = min(high, max(low, guess * float(np.exp(rng.gauss(0, widths[name])))))
         truths = [msgspec.structs.replace(config.cost, **drawn) for config in configs]
         measured = [made(config, truth, rng) for config, truth in zip(configs, truths, strict=True)]
         runs = [MeasuredRun(measured=each, config=config) for each, config in zip(measured, configs, strict=True)]
@@ -127,7 +129,7 @@ def main() -> None:
             report = replay(wanted.measured.trace(), msgspec.structs.replace(wanted.config, cost=cost))
             outcome = compare(wanted.measured, replayed_of(report))
             within.setdefault((count, "error"), []).append(outcome.mean)
-            if set(wanted.cost.active_coefficients) <= set(found.uncertainty):
+            if set(names_of([wanted.cost])) <= set(found.uncertainty):
                 within.setdefault((count, "felt"), []).append(outcome.mean)
             within.setdefault((count, "worse"), []).append(outcome.mean - uncalibrated.mean)
             for metric, row in outcome.metrics.items():

@@ -14,6 +14,7 @@ __all__ = [
     "MOST_BYTES",
     "MOST_BYTES_PER_TOKEN",
     "MOST_COUNT",
+    "MOST_DRAFTED",
     "MOST_LAYERS",
     "MOST_MS",
     "MOST_PAGES",
@@ -38,6 +39,7 @@ MOST_PAGES = 1 << 40
 MOST_BYTES = 1 << 60
 """Bytes of a memory, and bytes a second: an exbibyte."""
 MOST_BYTES_PER_TOKEN = 1 << 40
+MOST_DRAFTED = 64
 MOST_LAYERS = 10_000
 MOST_REPLICAS = 4_096
 MOST_REQUESTS = 10_000_000

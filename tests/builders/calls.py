@@ -135,6 +135,8 @@ def with_value(param: PathParam, value: str) -> list[str]:
         flag = param.param.opts[0]
         if flag in arguments:
             arguments[arguments.index(flag) + 1] = value
+        elif (param.command, flag) == ("calibrate", "--points"):
+            return ["calibrate", flag, value]  # it stands in place of a run
         else:
             arguments += [flag, value]
     else:

@@ -56,7 +56,7 @@ def written(setting: Setting, number: int) -> tuple[str, Any]:
     if "Literal" in str(setting.kind):
         choice = next(
             value
-            for value in ("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied")
+            for value in ("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "vllm")
             if f"'{value}'" in str(setting.kind)
         )
         return choice, choice

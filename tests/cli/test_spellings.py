@@ -67,8 +67,8 @@ def test_close_matches(name: str, known: list[str], said: str) -> None:
     [
         ("--model llama3.1-8b", 3, "Did you mean llama-3.1-8b?"),
         ("--model meta-llama/Llama-3.1-8B-Instruct", 3, "Did you mean llama-3.1-8b?"),
-        ("--device h100", 2, "h100-80gb"),
-        ("--device h200", 2, "Did you mean h200"),
+        ("--device h100-80", 2, "h100-80gb"),
+        ("--device h200-141", 2, "Did you mean h200"),
         ("grid.toml", 2, "is a configuration, not a trace. Use --config FILE."),
         ("sample:azure-chat --pages 100 --host-memory 64", 2, "Did you mean 64GiB?"),
         ("sample:azure-chat --pages 100 --host-memory 64Gb", 2, "may stand for bits. Write 64GB for bytes."),

@@ -55,7 +55,7 @@ def arguments_for(param: PathParam, value: str) -> list[str]:
         several = ["--device", "h100-80gb", "--model", "a=llama-3.1-8b", "--model", "b=qwen3-8b"]
         return ["replay", *several, "--trace", "a=trace.jsonl", "--trace", "b=other.jsonl", "--loans", value]
     arguments = with_value(param, value)
-    if param.command == "calibrate" and param.param.opts[0] in ("--prompts", "--series"):
+    if param.command == "calibrate" and param.param.opts[0] in ("--prompts", "--series", "--prior"):
         arguments[1] = "measured.csv"
     if f"{param.command} {param.param.opts[0]}" in READ_AGAIN:
         return ["soak", "--virtual", "--duration", "1m", "--kv-timeline", value]

@@ -41,6 +41,22 @@ rooflines = st.builds(
     link_us=st.none() | st.floats(0.0, 100.0),
     graph_tokens=st.sampled_from([0, 0, 20, 512]),
     eager_us=st.sampled_from([0.0, 0.0, 30_000.0]),
+    exchange_us=st.none() | st.floats(0.0, 100.0),
+    layer_us=st.floats(0.0, 100.0),
+    expert_layer_us=st.floats(0.0, 100.0),
+    expert_half_mb=st.floats(0.0, 5.0),
+    fp8_compute=st.floats(0.3, 1.1),
+    fp8_bandwidth=st.floats(0.3, 1.1),
+    fp4_compute=st.floats(0.3, 1.1),
+    fp4_bandwidth=st.floats(0.3, 1.1),
+    eager_layer_us=st.sampled_from([0.0, 200.0, 2000.0]),
+    eager_expert_layer_us=st.sampled_from([0.0, 500.0]),
+    separate_passes=st.booleans(),
+)
+rooflines = rooflines.flatmap(
+    lambda cost: st.sampled_from([(), (), (0.9,), (0.8, 0.6, 0.4)]).map(
+        lambda rates: msgspec.structs.replace(cost, speculative_tokens=len(rates), acceptance=rates)
+    )
 )
 
 
@@ -48,7 +64,9 @@ rooflines = st.builds(
 def in_lockstep(draw: st.DrawFn) -> RooflineCost:
     """A cost with several ranks."""
     cost = draw(rooflines.filter(lambda cost: cost.geometry.experts is not None))
-    return msgspec.structs.replace(cost, pipeline_parallel=1, data_parallel=draw(st.sampled_from([2, 3])))
+    ranks = draw(st.sampled_from([2, 3]))
+    whole = draw(st.sampled_from([1, ranks * cost.tensor_parallel]))
+    return msgspec.structs.replace(cost, pipeline_parallel=1, data_parallel=ranks, expert_parallel=whole)
 
 
 @st.composite
@@ -66,6 +84,20 @@ def padded(num_tokens: int, largest: int) -> int:
 
 
 def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
+    """One pass over everything, or one over all prompts and one over all decodes, of which drafts make more tokens."""
+    prompts = [Batch(batch.chunks, 0, 0, 1) for batch in batches if batch.chunks]
+    decodes = [Batch((), batch.num_decodes, batch.decode_known_tokens, 1) for batch in batches if batch.num_decodes]
+    if not decodes:
+        return naive_pass_ms(cost, *prompts)
+    decodes_ms = naive_pass_ms(cost, *decodes)
+    prompts_ms = 0.0
+    if prompts:
+        prompts_ms = naive_pass_ms(cost, *(prompts if cost.separate_passes else batches))
+        prompts_ms -= 0.0 if cost.separate_passes else decodes_ms
+    return max(0.0, prompts_ms) + decodes_ms / (1 + sum(cost.acceptance))
+
+
+def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
     """Every matrix, layer, pair and collective by itself; decodes of a batch all know the same number of tokens."""
     geometry: Geometry = cost.geometry
     device, ways, ranks = cost.hardware, cost.tensor_parallel, cost.num_ranks
@@ -75,17 +107,21 @@ def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
 
     def flops(dtype: str) -> float:
         unit = {"fp8-block": "fp8", "fp8": "fp8"}.get(dtype, "bfloat16")
-        return device.tflops[unit] * 1e12 * cost.compute_efficiency
+        share = {16: 1.0, 8: cost.fp8_compute, 4: cost.fp4_compute}[int(bits[dtype])]
+        return device.tflops[unit] * 1e12 * cost.compute_efficiency * share
+
+    def read_bytes_per_s(dtype: str) -> float:
+        share = {16: 1.0, 8: cost.fp8_bandwidth, 4: cost.fp4_bandwidth}[int(bits[dtype])]
+        return bandwidth * cost.bandwidth_efficiency * share
 
     experts = geometry.experts
-    of_all = sum(batch.num_tokens for batch in batches)
-    largest = max(batch.num_tokens for batch in batches)
-    slowest = 0.0
-    for batch in batches:
-        sampled = batch.num_decodes + sum(chunk.is_last for chunk in batch.chunks)
-        sequences = batch.num_decodes + len(batch.chunks)
-        parts = max(1, min(cost.pipeline_parallel, sequences))
-        num_tokens = padded(batch.num_tokens, cost.graph_tokens)
+    verified = 1 + cost.speculative_tokens
+    tokens_of = [batch.num_tokens + batch.num_decodes * (verified - 1) for batch in batches]
+    of_all, largest = sum(tokens_of), max(tokens_of)
+
+    def layers_s(num_tokens: int, num_routed: int, parts: int) -> tuple[float, float]:
+        """Reading the matrices of all layers, and multiplying with them."""
+        num_tokens = padded(num_tokens, cost.graph_tokens)
         read_s = work_s = 0.0
         rest = geometry.common_matrix  # what layers have beside plain attention and feed-forward: states, low ranks
         for layer in range(geometry.num_layers):
@@ -94,19 +130,33 @@ def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
                 numbers += 3 * geometry.hidden_size * geometry.intermediate_size
             else:
                 numbers += geometry.hidden_size * (3 * experts.shared_size + experts.count)
-                one = 3 * geometry.hidden_size * experts.intermediate_size / ranks / cost.expert_efficiency
-                missed = (1 - experts.per_token / experts.count) ** (of_all / parts)
-                read_s += experts.count * (1 - missed) * one * bits[geometry.expert_dtype] / 8 / bandwidth
-                work_s += 2 * one * experts.per_token * of_all / flops(geometry.expert_dtype)
+                whole = 3 * geometry.hidden_size * experts.intermediate_size
+                one = whole / ranks
+                one_bytes = whole * bits[geometry.expert_dtype] / 8
+                held_bytes = one_bytes if cost.expert_parallel > 1 else one_bytes / (ways * ranks)
+                saturation = held_bytes / (held_bytes + cost.expert_half_mb * 1e6)
+                rate = read_bytes_per_s(geometry.expert_dtype) * cost.expert_efficiency * saturation
+                missed = (1 - experts.per_token / experts.count) ** (num_routed / parts)
+                read_s += experts.count * (1 - missed) * one_bytes / ranks / min(rate, bandwidth)
+                expert_flops = flops(geometry.expert_dtype) * cost.expert_efficiency
+                work_s += 2 * one * experts.per_token * num_routed / expert_flops
             rest -= numbers
-            read_s += numbers * bits[geometry.weight_dtype] / 8 / bandwidth
+            read_s += numbers * bits[geometry.weight_dtype] / 8 / read_bytes_per_s(geometry.weight_dtype)
             work_s += 2 * numbers * num_tokens / flops(geometry.weight_dtype)
-        read_s += rest * bits[geometry.weight_dtype] / 8 / bandwidth
+        read_s += rest * bits[geometry.weight_dtype] / 8 / read_bytes_per_s(geometry.weight_dtype)
         work_s += 2 * rest * num_tokens / flops(geometry.weight_dtype)
+        return read_s, work_s
+
+    slowest = 0.0
+    for batch, computed in zip(batches, tokens_of, strict=True):
+        sampled = batch.num_decodes * verified + sum(chunk.is_last for chunk in batch.chunks)
+        sequences = batch.num_decodes + len(batch.chunks)
+        parts = max(1, min(cost.pipeline_parallel, sequences))
+        read_s, work_s = layers_s(computed, of_all, parts)
         if sampled:
-            read_s += geometry.vocab_size * geometry.hidden_size * 2 / bandwidth
+            read_s += geometry.vocab_size * geometry.hidden_size * 2 / read_bytes_per_s("bfloat16")
             work_s += 2 * geometry.vocab_size * geometry.hidden_size * sampled / flops(geometry.dtype)
-        seconds = max(read_s / cost.bandwidth_efficiency, work_s / parts) / ways
+        seconds = max(read_s, work_s / parts) / ways
         latent = geometry.latent
         for attending in geometry.layers:
             if not attending.attends:
@@ -128,24 +178,41 @@ def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
             if batch.num_decodes:
                 each = batch.decode_known_tokens / batch.num_decodes
                 seen = batch.num_decodes * min(each, window or each)
-                seconds += seen * max(decode_operations / flops(geometry.dtype), kv_s) / parts
+                seconds += seen * max(verified * decode_operations / flops(geometry.dtype), kv_s) / parts
         state_s = 2 * geometry.state_bytes / ways / bandwidth / cost.bandwidth_efficiency
         slowest = max(slowest, seconds + sequences * (cost.sequence_us / 1e6 + state_s))
     # Collectives: what each device sends and receives of the activations, and a constant time.
     activation, constant = geometry.hidden_size * 2, cost.coefficient("link_us") / 1e6
-    exchanged = 0.0
+    exchange = cost.coefficient("exchange_us") / 1e6
+    exchanged = layers = launched = constants = 0.0
     for layer in range(geometry.num_layers):
+        layers += cost.layer_us
+        launched += cost.eager_layer_us
+        if experts is not None and layer >= geometry.num_layers - experts.num_layers:
+            layers += cost.expert_layer_us
+            launched += cost.eager_expert_layer_us
         is_expert = experts is not None and layer >= geometry.num_layers - experts.num_layers
         if ways > 1:
             exchanged += largest / parts * activation * 2 * (ways - 1) / ways / link + constant
+            constants += constant
             if not (is_expert and ranks > 1):
                 exchanged += largest / parts * activation * 2 * (ways - 1) / ways / link + constant
+                constants += constant
         if is_expert and ranks > 1:
             every = ways * ranks
-            exchanged += 2 * (of_all * activation * (every - 1) / every / link + constant)
+            exchanged += 2 * (of_all * activation * (every - 1) / every / link + exchange)
+            constants += 2 * exchange
     exchanged += (cost.pipeline_parallel - 1) * (largest * activation / max(link, 1e-30) + constant)
-    ms = (slowest + exchanged) * 1e3 + cost.step_us / 1e3
-    return max(ms, cost.eager_us / 1e3) if largest > cost.graph_tokens else ms
+    constants += (cost.pipeline_parallel - 1) * constant
+    most = max(batch.num_decodes for batch in batches)
+    if most and cost.speculative_tokens:
+        read_s, work_s = layers_s(most, sum(batch.num_decodes for batch in batches), 1)
+        exchanged += cost.speculative_tokens / geometry.num_layers * max(read_s, work_s) / ways
+        head_bytes = geometry.vocab_size * geometry.hidden_size * 2
+        exchanged += cost.speculative_tokens * head_bytes / ways / read_bytes_per_s("bfloat16")
+        exchanged += cost.speculative_tokens / geometry.num_layers * (layers / 1e6 + constants)
+    ms = (slowest + exchanged) * 1e3 + (cost.step_us + layers) / 1e3
+    return max(ms, (cost.eager_us + launched) / 1e3) if largest > cost.graph_tokens else ms
 
 
 @given(rooflines, st.lists(chunks(), max_size=3), st.integers(0, 200), st.integers(1, 6000))
@@ -173,7 +240,8 @@ def test_ranks_take_as_long_as_the_slowest_and_what_they_exchange(
     assert expected / 1e6 == pytest.approx(naive_ms(cost, *some), rel=1e-9, abs=1e-6)
     shuffled = random.sample(some, len(some))
     assert cost.together_ns(shuffled) == pytest.approx(expected, abs=1)
-    assert all(expected >= cost.step_ns(batch) - 1 for batch in some)
+    if not cost.speculative_tokens:  # which make more tokens of a part of a step that is longer
+        assert all(expected >= cost.step_ns(batch) - 1 for batch in some)
 
 
 @given(in_lockstep(), st.lists(st.tuples(st.integers(1, 300), st.integers(0, 100_000)), min_size=1, max_size=3))
@@ -194,8 +262,11 @@ def test_many_steps_are_as_one_by_one(cost: RooflineCost, decodes: int, known: i
 
 @given(rooflines, chunks(), st.integers(1, 100), st.integers(1, 5000))
 def test_more_work_never_takes_less(cost: RooflineCost, chunk: Chunk, decodes: int, each: int) -> None:
-    """Without stages: with another sequence, a batch is divided into more parts, which are taken to be alike."""
-    cost = msgspec.structs.replace(cost, pipeline_parallel=1)
+    """Without stages: with another sequence, a batch is divided into more parts, which are taken to be alike.
+
+    And without drafts: these make more tokens of the part of a step that is not the prompts'.
+    """
+    cost = msgspec.structs.replace(cost, pipeline_parallel=1, speculative_tokens=0, acceptance=())
     small = cost.step_ns(Batch((), decodes, decodes * each, 1))
     assert cost.step_ns(Batch((chunk,), decodes, decodes * each, 1)) >= small
     assert cost.step_ns(Batch((), decodes + 1, (decodes + 1) * each, 1)) >= small
@@ -210,12 +281,12 @@ def test_fast_forward_equals_step_by_step(case: Case, model: str) -> None:
 
 
 def test_one_token_is_bound_by_memory_and_a_long_prompt_by_arithmetic() -> None:
-    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb", step_us=0.0, sequence_us=0.0)
+    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb", step_us=0.0, sequence_us=0.0, layer_us=0.0)
     weights = 2 * (cost.geometry.num_parameters - cost.geometry.head_matrix)
     one = cost.step_ns(Batch((), 1, 1, 1)) / 1e9
-    assert one == pytest.approx(weights / (3350e9 * 0.8), rel=0.001)
+    assert one == pytest.approx(weights / (3350e9 * cost.bandwidth_efficiency), rel=0.001)
     prompt = cost.step_ns(Batch((Chunk(0, 8192, 8192, 8192),), 0, 0, 1)) / 1e9
-    assert prompt > 2 * 8192 * cost.geometry.common_matrix / (989.4e12 * 0.7)
+    assert prompt > 2 * 8192 * cost.geometry.common_matrix / (989.4e12 * cost.compute_efficiency)
 
 
 def test_a_model_and_a_device_fill_in_the_rest() -> None:

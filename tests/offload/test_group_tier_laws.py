@@ -55,6 +55,20 @@ def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[P
     assert as_much[done].all()
 
 
+STEADY = {
+    "compute_efficiency": 0.7,
+    "bandwidth_efficiency": 0.8,
+    "attention_efficiency": 0.7,
+    "step_us": 1000.0,
+    "sequence_us": 10.0,
+    "layer_us": 0.0,
+    "graph_tokens": 0,
+    "eager_layer_us": 0.0,
+}
+"""Constants that do not change with those that ship: where a pool holds a third of the sessions, other step times alone
+move the mean TTFT by a third, with and without a tier."""
+
+
 @pytest.mark.parametrize(
     ("policy", "rate"),
     [("eager", "50MB/s"), ("eager", "1GB/s"), ("eager", "50GB/s"), ("lazy", "50MB/s"), ("lazy", "50GB/s")],
@@ -71,6 +85,7 @@ def test_a_tier_does_not_hurt(policy: Any, rate: str) -> None:
         think_time_s=5.0,
     )
     config = make_config({"model": "gemma-3-27b", "device": "h100-80gb", "kv_groups": "tails", "pages": 400})
+    config = msgspec.structs.replace(config, cost=msgspec.structs.replace(config.cost, **STEADY))
     alone = replay(traffic, config).summary["ttft_ms"]
     tier = OffloadConfig(host_memory="60GiB", policy=policy, h2d=rate, d2h=rate)
     with_tier = replay(traffic, msgspec.structs.replace(config, offload=tier)).summary["ttft_ms"]

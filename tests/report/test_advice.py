@@ -177,7 +177,7 @@ def test_hits_lost_to_routing_ask_for_another_router() -> None:
     assert said.startswith("what was computed before lies in part on another replica") and said.endswith(
         "try --router prefix"
     )
-    assert followed["prefix_hit_ratio"] > summary["prefix_hit_ratio"] + 0.05
+    assert followed["prefix_hit_ratio"] > summary["prefix_hit_ratio"] + 0.03
 
 
 def test_waiting_for_the_budget_asks_for_compute() -> None:

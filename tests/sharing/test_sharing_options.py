@@ -118,7 +118,7 @@ def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, An
     ("file", "arguments", "says"),
     [
         ("[models.a]\nweight = 0", "", "c.toml: models.a.weight: must be at least 1e-12, got 0.0"),
-        ("[models.a]\nweigth = 1", "", "c.toml: models.a.weigth: unknown key. Known: ceiling, cost, "),
+        ("[models.a]\nweigth = 1", "", "c.toml: models.a.weigth: unknown key. Known: acceptance, ceiling, cost, "),
         ("[models.a]", "", "c.toml: [models.a]: names no model."),
         ("models = 3", "", "c.toml: models: must be a table, got 3"),
         ("model = 'qwen3-8b'\n[models.a]", "", "c.toml: model: is for a replay of one model."),

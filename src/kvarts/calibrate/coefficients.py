@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.errors import ConfigError
-from kvarts.executor.roofline import COEFFICIENTS, RooflineCost
+from kvarts.executor.constants import COEFFICIENTS, Constants, shipped_constants
+from kvarts.executor.roofline import RooflineCost
 
 __all__ = [
     "BOUNDS",
-    "WIDTHS",
+    "OF_RUNS",
+    "OF_STEPS",
     "at_limit",
+    "beyond_transfer",
     "cost_of",
     "log_bounds",
     "logs_of",
@@ -33,23 +36,27 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "attention_efficiency": (0.1, 1.0),
     "step_us": (50.0, 20_000.0),
     "sequence_us": (0.5, 200.0),
-    "expert_efficiency": (0.1, 1.0),
+    "expert_efficiency": (0.1, 2.0),
     "link_efficiency": (0.02, 1.0),
     "link_us": (1.0, 500.0),
+    "layer_us": (1.0, 500.0),
+    "expert_layer_us": (1.0, 500.0),
+    "expert_half_mb": (0.05, 50.0),
+    "exchange_us": (1.0, 500.0),
+    "eager_layer_us": (5.0, 5_000.0),
+    "eager_expert_layer_us": (5.0, 5_000.0),
+    "fp8_compute": (0.2, 1.2),
+    "fp8_bandwidth": (0.4, 1.2),
+    "fp4_compute": (0.1, 1.2),
+    "fp4_bandwidth": (0.3, 1.2),
 }
-WIDTHS: Mapping[str, float] = {
-    "compute_efficiency": 0.2,
-    "bandwidth_efficiency": 0.1,
-    "attention_efficiency": 0.3,
-    "step_us": 0.7,
-    "sequence_us": 0.7,
-    "expert_efficiency": 0.35,
-    "link_efficiency": 0.4,
-    "link_us": 0.7,
-}
-"""Standard deviations, in logarithms, of the guess that each coefficient starts from. Matrix products reach 0.55 to
-0.85 of the stated arithmetic, memory 0.72 to 0.88 of the stated bandwidth; the constants of an engine are known to a
-factor of two."""
+OF_STEPS = COEFFICIENTS[:8]
+"""Constants that recorded steps of one model are fitted to."""
+OF_RUNS = (*OF_STEPS, "layer_us", "expert_layer_us")
+"""Constants that runs are fitted to. The others are of number formats, kernels and links, and no run tells them apart:
+they stay as the prior has them."""
+TRANSFERS = 2.0
+"""A constant that a fit moves by more standard deviations of the prior than this is taken not to hold elsewhere."""
 UNFELT = 1e-3
 """A direction that changes the residuals by less than this share of the strongest counts as changing nothing."""
 PART = 0.5
@@ -66,10 +73,10 @@ def needs_scipy() -> None:
         raise ConfigError("calibration needs SciPy", hint="Install it: pip install 'kvarts[calibrate]'.") from None
 
 
-def names_of(costs: Sequence[RooflineCost]) -> tuple[str, ...]:
-    """Return the coefficients that any of `costs` depends on, in the order of COEFFICIENTS."""
+def names_of(costs: Sequence[RooflineCost], among: Sequence[str] = OF_RUNS) -> tuple[str, ...]:
+    """Return the coefficients `among` some that any of `costs` depends on."""
     active = {name for cost in costs for name in cost.active_coefficients}
-    return tuple(name for name in COEFFICIENTS if name in active)
+    return tuple(name for name in among if name in active)
 
 
 def log_bounds(names: Sequence[str]) -> tuple[Values, Values]:
@@ -78,9 +85,15 @@ def log_bounds(names: Sequence[str]) -> tuple[Values, Values]:
     return low, high
 
 
-def widths_of(names: Sequence[str]) -> Values:
-    """Return the standard deviations of the guesses."""
-    return np.array([WIDTHS[name] for name in names])
+def widths_of(names: Sequence[str], prior: Constants | None = None) -> Values:
+    """Return the standard deviations of the prior: of the constants that ship, unless another is given."""
+    deviations = (prior or shipped_constants()).deviations
+    return np.array([deviations[name] for name in names])
+
+
+def beyond_transfer(moves: Mapping[str, float], widths: Mapping[str, float]) -> list[str]:
+    """Return the constants that a fit moved, in logarithms, beyond what is known to hold for other models."""
+    return [name for name, move in moves.items() if abs(move) > TRANSFERS * widths[name]]
 
 
 def logs_of(costs: Sequence[RooflineCost], names: Sequence[str]) -> Values:
@@ -97,7 +110,7 @@ def cost_of(cost: RooflineCost, logs: Values, names: Sequence[str]) -> RooflineC
     return msgspec.structs.replace(cost, uncertainty=None, **dict(zip(names, map(float, np.exp(logs)), strict=True)))
 
 
-def uncertainty_of(residuals: Values, jacobian: Values, names: Sequence[str] = COEFFICIENTS[:5]) -> dict[str, float]:
+def uncertainty_of(residuals: Values, jacobian: Values, names: Sequence[str] = OF_STEPS[:5]) -> dict[str, float]:
     """Return the uncertainty of each coefficient as a share of it: that of least squares, to first order.
 
     `jacobian`: shape [residuals, coefficients], by logarithms. The uncertainty is infinite for a coefficient that

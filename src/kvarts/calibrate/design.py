@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.coefficients import logs_of, widths_of
+from kvarts.calibrate.coefficients import logs_of, names_of, widths_of
 from kvarts.calibrate.fitting import KNOWN, Search, covariance_of
 from kvarts.calibrate.measured import Measured
 from kvarts.calibrate.replayed import replayed_of
@@ -112,7 +112,7 @@ def design(config: ReplayConfig, candidates: Sequence[Bench] = CANDIDATES) -> tu
     """
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
-    names = config.cost.active_coefficients
+    names = names_of([config.cost])
     num_steps = sum(_num_steps(bench, config) for bench in candidates)
     if num_steps > MOST_STEPS:  # counted before anything is replayed, and that some times for each coefficient
         raise ConfigError(

@@ -16,12 +16,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.coefficients import cost_of, log_bounds, logs_of, names_of, needs_scipy, widths_of
+from kvarts.calibrate.coefficients import (
+    beyond_transfer,
+    cost_of,
+    log_bounds,
+    logs_of,
+    names_of,
+    needs_scipy,
+    widths_of,
+)
 from kvarts.calibrate.comparison import Comparison
 from kvarts.calibrate.measured import Measured
 from kvarts.calibrate.run import FittedRun, MeasuredRun
 from kvarts.calibrate.series import Series
 from kvarts.errors import ConfigError
+from kvarts.executor.constants import Constants
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.uncertainty import MeasuredOn, Uncertainty
 from kvarts.sim.config import ReplayConfig
@@ -71,7 +80,8 @@ class OfRun(msgspec.Struct, frozen=True):
 class Calibration(msgspec.Struct, frozen=True):
     """The fitted `cost`, of what the first run ran on, and the errors of each run.
 
-    `uncertainty`: the standard deviation of each coefficient, as a share of it; `guessed`: that of its guess.
+    `uncertainty`: the standard deviation of each coefficient, as a share of it; `guessed`: that of its guess; `moves`:
+    how far from that it is, as a logarithm.
     """
 
     cost: RooflineCost
@@ -79,6 +89,12 @@ class Calibration(msgspec.Struct, frozen=True):
     guessed: dict[str, float]
     runs: tuple[OfRun, ...]
     num_replays: int
+    moves: dict[str, float] = {}
+
+    @property
+    def beyond_transfer(self) -> list[str]:
+        """The coefficients that were moved so far that they are not expected to hold for another model."""
+        return beyond_transfer(self.moves, self.guessed)
 
     @property
     def not_identified(self) -> list[str]:
@@ -132,11 +148,13 @@ def calibrate_runs(
     *,
     seed: int = 0,
     guesses: float = 1.0,
+    prior: Constants | None = None,
     on_progress: Callable[[int], object] | None = None,
 ) -> Calibration:
     """Fit the coefficients that `runs` share; the search begins at those of their costs, which are the guesses.
 
-    `guesses`: the weight of the guesses; 0: only the data count. Raise ConfigError without SciPy, for another cost
+    `guesses`: the weight of the guesses; 0: only the data count. `prior`: how sure these are, by default those that
+    ship. Raise ConfigError without SciPy, for another cost
     model, or if a request does not fit in the pool.
     """
     needs_scipy()
@@ -144,7 +162,7 @@ def calibrate_runs(
         raise ConfigError("names no run", field="runs")
     fitted = [FittedRun(run, on_progress) for run in runs]
     costs = [run.cost for run in runs]
-    search = Search(fitted, names_of(costs), guesses)
+    search = Search(fitted, names_of(costs), guesses, prior=prior)
     before = [each.compare(each.run.cost) for each in fitted]
     best = search.run(seed)
     covariance = search.covariance(best)
@@ -167,6 +185,7 @@ def calibrate_runs(
         dict(zip(search.names, map(float, search.widths), strict=True)),
         tuple(of_runs),
         sum(each.num_replays for each in fitted),
+        dict(zip(search.names, map(float, best - search.guess), strict=True)),
     )
 
 
@@ -174,12 +193,17 @@ class Search:
     """The objective, and the search for where it is least."""
 
     def __init__(
-        self, runs: Sequence[FittedRun], names: tuple[str, ...], guesses: float, guess: Values | None = None
+        self,
+        runs: Sequence[FittedRun],
+        names: tuple[str, ...],
+        guesses: float,
+        guess: Values | None = None,
+        prior: Constants | None = None,
     ) -> None:
         self.names = names
-        self.widths = widths_of(names)
+        self.widths = widths_of(names, prior)
         self._runs = runs
-        self._guess = logs_of([each.run.cost for each in runs], names) if guess is None else guess
+        self.guess = logs_of([each.run.cost for each in runs], names) if guess is None else guess
         self._weights = guesses / self.widths
         self._low, self._high = log_bounds(names)
 
@@ -189,8 +213,8 @@ class Search:
         from scipy.stats import norm, qmc
 
         drawn = norm.ppf(np.clip(qmc.Sobol(len(self.names), rng=seed).random(NUM_SPREAD), 1e-3, 1 - 1e-3))
-        spread = [self._clip(self._guess + self.widths * point) for point in drawn]
-        starts = [self._guess, *sorted(spread, key=self.error)[: NUM_STARTS - 1]]
+        spread = [self._clip(self.guess + self.widths * point) for point in drawn]
+        starts = [self.guess, *sorted(spread, key=self.error)[: NUM_STARTS - 1]]
         best = min((self._descend(start, seed) for start in starts), key=self.error)
         box = list(zip(self._low, self._high, strict=True))
         for width in RESTARTS:
@@ -213,7 +237,7 @@ class Search:
     def residuals(self, logs: Values) -> Values:
         """Return the distances from the data and from the guesses, in standard deviations."""
         of_runs = [each.residuals(cost_of(each.run.cost, logs, self.names)) for each in self._runs]
-        return np.concatenate([*of_runs, (logs - self._guess) * self._weights])
+        return np.concatenate([*of_runs, (logs - self.guess) * self._weights])
 
     def error(self, logs: Values) -> float:
         """Return the sum of their squares."""

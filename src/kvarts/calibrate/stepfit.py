@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import (
+    OF_STEPS,
     cost_of,
     log_bounds,
     logs_of,
@@ -122,7 +123,7 @@ def fit_steps(records: list[StepRecord], start: RooflineCost) -> StepFit:
     from scipy.optimize import least_squares
 
     batches = [record.batch() for record in records]
-    names = names_of([start])
+    names = names_of([start], OF_STEPS)
     durations = np.array([record.duration_ns for record in records], np.float64)
 
     def errors(logs: Values) -> Values:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+from msgspec.structs import replace
 
 from kvarts.cli.options import Command, given_by_flags, options_of
 from kvarts.cli.pages import check_opening, open_option, open_page
@@ -14,6 +16,7 @@ from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_json
 from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError
+from kvarts.executor.constants import COEFFICIENTS
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.limits import MOST_COUNT, check_whole
 from kvarts.settings import Given, given_in
@@ -42,15 +45,8 @@ KEYS = (
     "router",
 )
 """Settings of a replay that say what was measured."""
-KEPT = (
-    "tensor_parallel",
-    "compute_efficiency",
-    "bandwidth_efficiency",
-    "attention_efficiency",
-    "step_us",
-    "sequence_us",
-)
-"""What a file with a cost model says also where it is at its default."""
+KEPT = ("tensor_parallel", "graph_tokens", *COEFFICIENTS)
+"""Fields that a file with a cost model holds also where they are at their default, which other releases may change."""
 
 
 @click.command("calibrate", cls=Command, params=[RUNS, *options_of(SECTIONS, KEYS)])
@@ -68,6 +64,15 @@ KEPT = (
 @click.option(
     "--seed", metavar="N", type=int, default=0, show_default=True, help="Of the points the search tries first."
 )
+@click.option("--points", metavar="FILE", type=INPUT,
+              help="Instead of a RUN: a table of measured points, of any models and devices, one line per load. Fits "
+              "the constants that all rooflines share.")  # fmt: skip
+@click.option("--prior", metavar="FILE", type=INPUT,
+              help="Constants to begin from, and how sure they are: a file that --points wrote. "
+              "[those that ship]")  # fmt: skip
+@click.option("--hold-out", metavar="FIELDS",
+              help="For --points: also fit to one half and test on the other, both ways, by source, gpu and model, or "
+              "some of them: source,gpu.")  # fmt: skip
 @click.option("--design", "asks_design", is_flag=True,
               help="Without a RUN: propose the shortest benchmarks that would identify the coefficients of the engine "
               "that options describe.")  # fmt: skip
@@ -83,6 +88,9 @@ def calibrate_command(
     time_unit: str,
     fit_on: int | None,
     seed: int,
+    points: Path | None,
+    prior: Path | None,
+    hold_out: str | None,
     asks_design: bool,
     out: Path | None,
     as_json: bool,
@@ -102,6 +110,16 @@ def calibrate_command(
     from kvarts.cli.calibrate_runs import RunOptions, load_runs
 
     given = given_by_flags(settings, SECTIONS)
+    if hold_out is not None and points is None:
+        raise ConfigError("is for a table of points", field="hold_out", hint="Give the table: --points FILE.")
+    if points is not None:
+        _refuse(
+            "is for runs, and points are none",
+            {"runs": runs, "prompts": prompts, "series": series, "column": columns, "fit_on": fit_on,
+             "design": asks_design, **settings},
+        )  # fmt: skip
+        _fit_points(points, prior, hold_out, out, as_json=as_json)
+        return
     if asks_design:
         for name, unwanted in {
             "runs": runs,
@@ -126,11 +144,13 @@ def calibrate_command(
     check_whole(seed, "seed", least=0, most=MOST_COUNT)
     if fit_on is not None:
         check_whole(fit_on, "fit_on")
+    if is_of_steps and prior is not None:
+        raise ConfigError("is for runs of requests, and RUN is one of steps", field="prior", hint="Leave it out.")
     if is_of_steps:
         text, report, cost = _fit_steps(runs[0], given)
     else:
         options = RunOptions(prompts, trace_block_size, series, _columns_of(columns), time_unit, fit_on)
-        text, report, cost = _fit_requests(load_runs(runs, given, options), seed)
+        text, report, cost = _fit_requests(load_runs(runs, given, options), seed, prior)
     if is_standard_output(out):
         pass
     elif as_json:
@@ -139,6 +159,32 @@ def calibrate_command(
         click.echo(text, nl=False)
     if out is not None:
         write_whole(out, _as_toml(cost, [path.name for path in runs], report).encode())
+        click.echo(f"kvarts: wrote {out}", err=True)
+
+
+def _refuse(why: str, values: dict[str, Any]) -> None:
+    """Raise ConfigError for the first of `values` that was given."""
+    for name, value in values.items():
+        if value:
+            raise ConfigError(why, field=name.removeprefix("set_"), hint="Leave it out.")
+
+
+def _fit_points(points: Path, prior: Path | None, hold_out: str | None, out: Path | None, *, as_json: bool) -> None:
+    from kvarts.cli.calibrate_points import fit_table, parse_hold_out
+    from kvarts.executor.constants import load_constants, shipped_constants
+
+    by = parse_hold_out(hold_out)
+    if out is not None:
+        check_writable(out)
+    constants = shipped_constants() if prior is None else load_constants(prior)
+    with Progress("fitting", None, "points") as progress:
+        text, report, toml = fit_table(points, constants, by, progress.update)
+    if as_json:
+        print_json(report)
+    elif not is_standard_output(out):
+        click.echo(text, nl=False)
+    if out is not None:
+        write_whole(out, toml.encode())
         click.echo(f"kvarts: wrote {out}", err=True)
 
 
@@ -155,17 +201,32 @@ def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
     return columns or None
 
 
-def _fit_requests(runs: list[Any], seed: int) -> tuple[str, dict[str, Any], Any]:
+def _fit_requests(runs: list[Any], seed: int, prior_file: Path | None) -> tuple[str, dict[str, Any], Any]:
     from kvarts.calibrate import calibrate_runs
     from kvarts.calibrate.coefficients import at_limit
 
     for run in runs:
         if run.series is not None and run.series.left_out is not None:
             click.echo(f"kvarts: {run.series.left_out}", err=True)
+    prior = None
+    if prior_file is not None:
+        from kvarts.calibrate.shared import with_constants
+        from kvarts.executor.constants import load_constants
+
+        prior = load_constants(prior_file)
+        runs = [
+            replace(run, config=replace(run.config, cost=with_constants(run.config.cost, prior.values))) for run in runs
+        ]
     with _progress(runs) as progress:
-        found = calibrate_runs(runs, seed=seed, on_progress=progress.update)
+        found = calibrate_runs(runs, seed=seed, prior=prior, on_progress=progress.update)
     lines = [
-        _coefficients(found.cost, found.uncertainty, found.not_identified, "a guess, of which these data say little")
+        _coefficients(
+            found.cost,
+            found.uncertainty,
+            found.not_identified,
+            "a guess, of which these data say little",
+            found.beyond_transfer,
+        )
     ]
     for run, of in zip(runs, found.runs, strict=True):
         of_run = f"{of.num_requests} requests" if len(runs) == 1 else f"{of.name}: {of.num_requests} requests"
@@ -191,6 +252,7 @@ def _fit_requests(runs: list[Any], seed: int) -> tuple[str, dict[str, Any], Any]
         "uncertainty": _finite(found.uncertainty),
         "guessed": found.guessed,
         "not_identified": found.not_identified,
+        "beyond_transfer": found.beyond_transfer,
         "at_limit": at_limit(found.cost, found.uncertainty),
         "num_replays": found.num_replays,
         **{name: first[name] for name in ("before", "after", "fitted", "held_out")},
@@ -263,7 +325,13 @@ def _finite(shares: dict[str, float]) -> dict[str, float | None]:
     return {name: share if share < float("inf") else None for name, share in shares.items()}
 
 
-def _coefficients(cost: Any, uncertainty: dict[str, float], not_identified: list[str], why: str) -> str:
+def _coefficients(
+    cost: Any,
+    uncertainty: dict[str, float],
+    not_identified: list[str],
+    why: str,
+    beyond_transfer: Sequence[str] = (),
+) -> str:
     from kvarts.calibrate.coefficients import at_limit
 
     limited = at_limit(cost, uncertainty)
@@ -272,6 +340,8 @@ def _coefficients(cost: Any, uncertainty: dict[str, float], not_identified: list
         unsure = "these data do not say" if share == float("inf") else f"+- {share:.0%}"
         if name in not_identified and share < float("inf"):
             unsure += f", {why}"
+        if name in beyond_transfer:
+            unsure += ", farther from its prior than holds for other models"
         if name in limited:
             unsure += ", at the limit of the search: is the device what was measured?"
         lines.append(f"  {name:<22}{cost.coefficient(name):>12.4g}   {unsure}")

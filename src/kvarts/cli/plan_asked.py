@@ -41,7 +41,7 @@ class Asked:
         traffic: Trace,
         config: ReplayConfig | None,
         slo_share: float,
-        cost_error: float,
+        cost_error: float | None,
         options: Sequence[str],
         own: Sequence[str],
     ) -> None:

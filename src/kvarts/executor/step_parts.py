@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvarts.executor.layer_cost import LayerCost
 from kvarts.executor.manysteps import are_many, whole_ns
@@ -12,7 +12,7 @@ from kvarts.sched.plan import Batch, Chunk
 if TYPE_CHECKING:
     from kvarts.executor.roofline import RooflineCost
 
-__all__ = ["StepParts", "graph_size"]
+__all__ = ["StepParts", "format_of", "graph_size"]
 
 
 class StepParts:
@@ -23,50 +23,63 @@ class StepParts:
         from kvarts.hardware.fit import local_layer_bytes_per_token
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
-        flops = device.flops_per_s(geometry.weight_dtype) * cost.compute_efficiency / 1e3
-        expert_flops = device.flops_per_s(geometry.expert_dtype) * cost.compute_efficiency / 1e3
-        bandwidth = device.bandwidth_bytes_per_s * cost.bandwidth_efficiency / 1e3
+        of_weights, of_experts = _reached(cost, geometry.weight_dtype), _reached(cost, geometry.expert_dtype)
+        flops = device.flops_per_s(geometry.weight_dtype) * of_weights.compute / 1e3
+        expert_flops = device.flops_per_s(geometry.expert_dtype) * of_experts.compute / 1e3
+        peak = device.bandwidth_bytes_per_s / 1e3
+        bandwidth = peak * cost.bandwidth_efficiency
         number_bytes = float(dtype_bits(geometry.dtype, field="dtype")) / 8
         matrix_bytes = float(dtype_bits(geometry.weight_dtype, field="weight_dtype")) / 8
         expert_bytes = float(dtype_bits(geometry.expert_dtype, field="expert_dtype")) / 8
         self._stages = cost.pipeline_parallel
-        self._graph_tokens = cost.graph_tokens
-        self._eager_ms = cost.eager_us / 1e3
-        self.step_ms = cost.step_us / 1e3
+        self._graph_tokens = 0 if device.is_cpu else cost.graph_tokens
+        self._separates = cost.separate_passes
+        self._num_drafted = cost.speculative_tokens
+        self._num_verified = 1 + cost.speculative_tokens
+        """Tokens that a decode computes in a step: its own, and the drafted ones."""
+        self._tokens_per_step = cost.tokens_per_step
+        self._composes = self._separates or self._num_drafted > 0
+        expert_layers = 0 if geometry.experts is None else geometry.experts.num_layers
+        launch_us = geometry.num_layers * cost.eager_layer_us + expert_layers * cost.eager_expert_layer_us
+        self._eager_ms = (cost.eager_us + (0.0 if device.is_cpu else launch_us)) / 1e3
+        layers_us = geometry.num_layers * cost.layer_us + expert_layers * cost.expert_layer_us
+        self.step_ms = (cost.step_us + layers_us) / 1e3
         self.sequence_ms = cost.sequence_us / 1e3
         # A state is read and written once in a step, however many tokens of the sequence are in it.
         self.sequence_ms += 2 * geometry.state_bytes / ways / bandwidth
-        self._common_read_ms = geometry.common_matrix * matrix_bytes / ways / bandwidth
+        self._common_read_ms = geometry.common_matrix * matrix_bytes / ways / (peak * of_weights.bandwidth)
         self._common_token_ms = 2 * geometry.common_matrix / ways / flops
         self._head_read_ms = geometry.head_matrix * number_bytes / ways / bandwidth
         self._head_sample_ms = 2 * geometry.head_matrix / ways / (device.flops_per_s(geometry.dtype) / 1e3)
         self._head_sample_ms /= cost.compute_efficiency
         self._experts = geometry.experts
         self.num_ranks = cost.num_ranks
-        expert_layers = 0
         if self._experts is not None:
-            expert_layers = self._experts.num_layers
-            numbers = expert_layers * geometry.expert_matrix / (ways * self.num_ranks) / cost.expert_efficiency
-            self._expert_read_ms = numbers * expert_bytes / bandwidth
-            self._expert_token_ms = 2 * numbers * self._experts.per_token / expert_flops
+            every = ways * self.num_ranks
+            numbers = expert_layers * geometry.expert_matrix / every
+            local_mb = geometry.expert_matrix * expert_bytes / (1 if cost.expert_parallel > 1 else every) / 1e6
+            reached = of_experts.bandwidth * cost.expert_efficiency / (1 + cost.expert_half_mb / local_mb)
+            self._expert_read_ms = numbers * expert_bytes / (peak * min(reached, 1.0))
+            self._expert_token_ms = 2 * numbers * self._experts.per_token / (expert_flops * cost.expert_efficiency)
         # What devices exchange. An all-reduce follows attention, and another the rest of the layer, unless experts are
         # divided over ranks: then all tokens are gathered before them, and the results scattered after.
         self._reduce_token_ms = self._exchange_token_ms = self._pass_token_ms = 0.0
-        self.num_collectives = 0
+        num_reduces = num_exchanges = num_passes = 0
         link = device.link_bytes_per_s * cost.coefficient("link_efficiency") / 1e3
         token_bytes = geometry.hidden_size * number_bytes
         if ways > 1:
-            reduces = 2 * geometry.num_layers - (expert_layers if self.num_ranks > 1 else 0)
-            self._reduce_token_ms = reduces * token_bytes * 2 * (ways - 1) / ways / link
-            self.num_collectives += reduces
+            num_reduces = 2 * geometry.num_layers - (expert_layers if self.num_ranks > 1 else 0)
+            self._reduce_token_ms = num_reduces * token_bytes * 2 * (ways - 1) / ways / link
         if self.num_ranks > 1:
             every = ways * self.num_ranks
-            self._exchange_token_ms = 2 * expert_layers * token_bytes * (every - 1) / every / link
-            self.num_collectives += 2 * expert_layers
+            num_exchanges = 2 * expert_layers
+            self._exchange_token_ms = num_exchanges * token_bytes * (every - 1) / every / link
         if self._stages > 1:
-            self._pass_token_ms = (self._stages - 1) * token_bytes / link
-            self.num_collectives += self._stages - 1
-        self._collectives_ms = self.num_collectives * cost.coefficient("link_us") / 1e3
+            num_passes = self._stages - 1
+            self._pass_token_ms = num_passes * token_bytes / link
+        self.num_collectives = num_reduces + num_exchanges + num_passes
+        self._collectives_ms = (num_reduces + num_passes) * cost.coefficient("link_us") / 1e3
+        self._collectives_ms += num_exchanges * cost.coefficient("exchange_us") / 1e3
         # Attention, for one layer: the first that attends.
         first = geometry.attending[0].layer
         kv_bytes = local_layer_bytes_per_token(geometry, first, ways, cost.kv_dtype)
@@ -80,6 +93,7 @@ class StepParts:
             prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
             decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
         self._pair_ms = prompt_operations / ways / attention_flops
+        decode_operations *= self._num_verified
         self._decode_pair_ms = max(decode_operations / ways / attention_flops, self._kv_read_ms)
         self._layers: list[LayerCost] = []
         for group in geometry.attending:
@@ -91,20 +105,32 @@ class StepParts:
                 slowest_ms = max(work * decode_operations / ways / attention_flops, read * self._kv_read_ms)
                 decode = slowest_ms / self._decode_pair_ms
             self._layers.append(LayerCost(layer.span, group.num_layers, work, read, decode * group.num_layers))
+        # A drafted token takes a layer like those of the model, and the output head.
+        self._draft_share = cost.speculative_tokens / geometry.num_layers
+        self._draft_ms = cost.speculative_tokens * self._head_read_ms
+        self._draft_ms += self._draft_share * (layers_us / 1e3 + self._collectives_ms)
         self.has_windows = geometry.has_spans
         self.context_token_ms = self._decode_pair_ms * sum(layer.decode for layer in self._layers)
-        self.is_simple = not (self.has_windows or self._stages > 1 or self._eager_ms)
-        """Whether the time of decodes is linear in the tokens that they know."""
+        self._is_linear = not (self.has_windows or self._stages > 1)
+        """Whether the time of decodes in a graph is linear in the tokens that they know."""
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step; of several ranks, while the others have nothing to do."""
-        chunks = batch.chunks
+        if batch.num_decodes:
+            if not batch.chunks:
+                num_decodes = batch.num_decodes
+                return round(self.decode_ms(num_decodes, batch.decode_known_tokens, self.fixed_ms(num_decodes)) * 1e6)
+            if self._composes:
+                return round(self._composed_ms([batch], lambda batches: self._pass_ms(batches[0])) * 1e6)
+        return round(self._pass_ms(batch) * 1e6)
+
+    def _pass_ms(self, batch: Batch) -> float:
+        """Return the time of one pass over prompts and decodes together."""
         num_decodes = batch.num_decodes
-        if not chunks:
-            return round(self.decode_ms(num_decodes, batch.decode_known_tokens, self.fixed_ms(num_decodes)) * 1e6)
-        num_tokens, num_samples, num_sequences = num_decodes, num_decodes, num_decodes
+        num_tokens = num_samples = num_decodes * self._num_verified
+        num_sequences = num_decodes
         attention_ms = 0.0
-        for chunk in chunks:
+        for chunk in batch.chunks:
             num_tokens += chunk.num_tokens
             num_samples += chunk.is_last
             num_sequences += 1
@@ -112,12 +138,34 @@ class StepParts:
         ms = self.linear_ms(num_tokens, num_samples, num_sequences) + num_sequences * self.sequence_ms
         if num_decodes:
             attention_ms += self.context_ms(num_decodes, batch.decode_known_tokens)
-        return round(self.at_least(ms + attention_ms / self.divided_by(num_sequences), num_tokens) * 1e6)
+            if self._num_drafted:
+                ms += self._drafting_ms(num_decodes, num_decodes)
+        return self.at_least(ms + attention_ms / self.divided_by(num_sequences), num_tokens)
+
+    def _composed_ms(self, batches: Sequence[Batch], pass_ms: Callable[[Sequence[Batch]], float]) -> float:
+        """Return how long a step of prompts and decodes counts for one token of the latter.
+
+        Prompts take what they add to the step, or a pass of their own. The rest makes, with drafts, more than one token
+        of each decode. `batches`: of each rank. `pass_ms`: the time of one pass over batches.
+        """
+        decodes = [
+            Batch((), batch.num_decodes, batch.decode_known_tokens, batch.pool_tokens)
+            for batch in batches
+            if batch.num_decodes
+        ]
+        prompts = [Batch(batch.chunks, 0, 0, batch.pool_tokens) for batch in batches if batch.chunks]
+        if not decodes:
+            return pass_ms(prompts)
+        decodes_ms = pass_ms(decodes)
+        prompts_ms = 0.0
+        if prompts:
+            prompts_ms = pass_ms(prompts) if self._separates else max(0.0, pass_ms(batches) - decodes_ms)
+        return decodes_ms / self._tokens_per_step + prompts_ms
 
     def decode_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of `num_steps` steps of decodes, in each of which every sequence knows a token more."""
         fixed_ms = self.fixed_ms(num_decodes)
-        if not self.is_simple or not are_many(num_steps):
+        if not are_many(num_steps) or not self._is_simple(num_decodes):
             return [
                 round(self.decode_ms(num_decodes, known, fixed_ms) * 1e6)
                 for known in range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
@@ -127,6 +175,8 @@ class StepParts:
         # The operations of `decode_ms`, in the same order, so that both round alike.
         ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * self.context_token_ms
         ms += fixed_ms
+        if self._num_drafted:
+            ms /= self._tokens_per_step
         ms *= 1e6
         return whole_ns(ms)
 
@@ -171,14 +221,26 @@ class StepParts:
 
     def fixed_ms(self, num_decodes: int) -> float:
         """Return the time of a step of decodes without attention."""
-        return self.linear_ms(num_decodes, num_decodes, num_decodes) + num_decodes * self.sequence_ms
+        num_tokens = num_decodes * self._num_verified
+        ms = self.linear_ms(num_tokens, num_tokens, num_decodes) + num_decodes * self.sequence_ms
+        return ms + self._drafting_ms(num_decodes, num_decodes) if self._num_drafted else ms
+
+    def _drafting_ms(self, num_decodes: int, num_routed: int) -> float:
+        """Return the time of drafting for `num_decodes` sequences, of `num_routed` on all ranks."""
+        return self._draft_ms + self._draft_share * self._linear_ms(num_decodes, 0, num_routed, 1)
 
     def decode_ms(self, num_decodes: int, known_tokens: int, fixed_ms: float) -> float:
         """Return the time of a step of decodes that know `known_tokens` tokens together."""
-        if self.is_simple:
-            return self.context_ms(num_decodes, known_tokens) + fixed_ms
-        attention_ms = self.context_ms(num_decodes, known_tokens) / self.divided_by(num_decodes)
-        return self.at_least(fixed_ms + attention_ms, num_decodes)
+        if self._is_simple(num_decodes):
+            ms = known_tokens * self.context_token_ms + fixed_ms
+        else:
+            attention_ms = self.context_ms(num_decodes, known_tokens) / self.divided_by(num_decodes)
+            ms = self.at_least(fixed_ms + attention_ms, num_decodes * self._num_verified)
+        return ms / self._tokens_per_step if self._num_drafted else ms
+
+    def _is_simple(self, num_decodes: int) -> bool:
+        """Return whether the time of so many decodes is linear in the tokens that they know."""
+        return self._is_linear and (num_decodes * self._num_verified <= self._graph_tokens or not self._eager_ms)
 
     def at_least(self, ms: float, num_tokens: int) -> float:
         """Return `ms`, or the time to launch the kernels of a step without a CUDA graph, if that is longer."""
@@ -188,12 +250,18 @@ class StepParts:
 
     def together_ms(self, batches: Sequence[Batch]) -> float:
         """Return the time of a step of ranks in lock step."""
-        counts = [batch.num_tokens for batch in batches]
+        return self._composed_ms(batches, self._together_ms) if self._composes else self._together_ms(batches)
+
+    def _together_ms(self, batches: Sequence[Batch]) -> float:
+        """Return the time of one pass of ranks in lock step."""
+        verified = self._num_verified
+        counts = [batch.num_decodes * verified + sum(chunk.num_tokens for chunk in batch.chunks) for batch in batches]
         num_routed = sum(counts)
+        num_drafting = sum(batch.num_decodes for batch in batches)
         slowest_ms = 0.0
         for batch, num_tokens in zip(batches, counts, strict=True):
             chunks, num_decodes = batch.chunks, batch.num_decodes
-            num_samples = num_decodes + sum(chunk.is_last for chunk in chunks)
+            num_samples = num_decodes * verified + sum(chunk.is_last for chunk in chunks)
             ms = self._linear_ms(num_tokens, num_samples, num_routed, 1)
             ms += (num_decodes + len(chunks)) * self.sequence_ms
             ms += sum(self.chunk_ms(chunk) for chunk in chunks)
@@ -202,22 +270,30 @@ class StepParts:
             slowest_ms = max(slowest_ms, ms)
         largest = max(counts, default=0)
         ms = slowest_ms + self._exchanged_ms(largest, num_routed, 1) + self.step_ms
+        if num_drafting and self._num_drafted:
+            ms += self._drafting_ms(max(batch.num_decodes for batch in batches), num_drafting)
         return self.at_least(ms, largest)
 
     def decodes_together_ms(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
         """Return the times of steps of decodes of ranks in lock step, as `together_ms` does one by one."""
-        num_routed = sum(num_decodes for num_decodes, _ in decodes)
-        largest = max(num_decodes for num_decodes, _ in decodes)
-        exchanged_ms = self._exchanged_ms(largest, num_routed, 1)
-        fixed = [
-            (num, known, self._linear_ms(num, num, num_routed, 1) + num * self.sequence_ms) for num, known in decodes
-        ]
+        verified = self._num_verified
+        num_drafting = sum(num_decodes for num_decodes, _ in decodes)
+        num_routed = num_drafting * verified
+        largest = max(num_decodes for num_decodes, _ in decodes) * verified
+        after_ms = self._exchanged_ms(largest, num_routed, 1) + self.step_ms
+        if self._num_drafted:
+            after_ms += self._drafting_ms(largest // verified, num_drafting)
+        fixed = []
+        for num, known in decodes:
+            ms = self._linear_ms(num * verified, num * verified, num_routed, 1) + num * self.sequence_ms
+            fixed.append((num, known, ms))
         times_ms = []
         for step in range(num_steps):
             slowest_ms = 0.0
             for num, known, fixed_ms in fixed:
                 slowest_ms = max(slowest_ms, fixed_ms + self.context_ms(num, known + step * num))
-            times_ms.append(self.at_least(slowest_ms + exchanged_ms + self.step_ms, largest))
+            ms = self.at_least(slowest_ms + after_ms, largest)
+            times_ms.append(ms / self._tokens_per_step if self._num_drafted else ms)
         return times_ms
 
     def context_ms(self, num_decodes: int, known_tokens: int) -> float:
@@ -241,6 +317,31 @@ class StepParts:
             work_ms, read_ms = pairs * self._pair_ms * layer.work, read * self._kv_read_ms * layer.read
             ms += layer.num_layers * (work_ms if work_ms > read_ms else read_ms)
         return ms
+
+
+class Reached(NamedTuple):
+    """Shares of a device's peaks in a number format: of its arithmetic, and of its bandwidth."""
+
+    compute: float
+    bandwidth: float
+
+
+def format_of(dtype: str) -> str:
+    """Return which coefficients a number format has: fp8 for 8 bits a number, fp4 for fewer, else an empty text."""
+    from kvarts.hardware.dtypes import dtype_bits
+
+    bits = dtype_bits(dtype, field="dtype")
+    return "" if bits >= 16 else "fp8" if bits >= 8 else "fp4"
+
+
+def _reached(cost: RooflineCost, dtype: str) -> Reached:
+    compute, bandwidth = cost.compute_efficiency, cost.bandwidth_efficiency
+    narrow = format_of(dtype)
+    if narrow == "fp8":
+        return Reached(compute * cost.fp8_compute, bandwidth * cost.fp8_bandwidth)
+    if narrow == "fp4":
+        return Reached(compute * cost.fp4_compute, bandwidth * cost.fp4_bandwidth)
+    return Reached(compute, bandwidth)
 
 
 def graph_size(num_tokens: int, largest: int) -> int:

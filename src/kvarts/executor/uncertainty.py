@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.executor.constants import COEFFICIENTS
 from kvarts.limits import check_whole
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ SLOWER = {
     "sequence_us": 1.0,
     "link_efficiency": -1.0,
     "link_us": 1.0,
+    "exchange_us": 1.0,
+    "layer_us": 1.0,
+    "expert_layer_us": 1.0,
 }
 Finite = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
@@ -64,8 +68,6 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         import numpy as np
-
-        from kvarts.executor.roofline import COEFFICIENTS
 
         count = len(self.coefficients)
         check_whole(count, "uncertainty.coefficients", most=len(COEFFICIENTS))

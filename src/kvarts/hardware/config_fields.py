@@ -116,6 +116,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "mixtral": {},
+    "minimax_m2": {},
     "qwen2": {"has_qkv_bias": True},
     "qwen3": {"has_qk_norm": True},
     "qwen3_moe": {"has_qk_norm": True},

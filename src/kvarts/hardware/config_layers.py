@@ -284,6 +284,10 @@ def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -
         return _gemma_3n(config, len(layers))
     if config.model_type == "gemma4_text":
         return _gemma_4(config, layers, head_dim)
+    if config.model_type == "minimax_m2" and config.use_qk_norm:
+        # Norms of all queries and all keys of a layer together.
+        num_heads = config.num_attention_heads + (config.num_key_value_heads or config.num_attention_heads)
+        return Extra(small=len(layers) * num_heads * head_dim)
     return Extra()
 
 

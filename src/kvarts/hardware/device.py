@@ -5,7 +5,7 @@ A file describes a device in TOML::
     memory = "96GiB"
     bandwidth = "1597GB/s"
     link = "64GB/s"          # one way, to another such device
-    link_kind = "pcie"       # without peer access; nvlink stands for any link with it
+    link_kind = "pcie"       # without peer access; pcie-peer with it; nvlink stands for any link of its own
     source = "where these are stated"
     [tflops]                 # dense, 10^12 operations a second
     bfloat16 = 503.8
@@ -31,17 +31,24 @@ __all__ = ["Device", "device_names", "load_device"]
 GIB = 1 << 30
 CPU_FIELDS = {"cores": "2", "bandwidth": "20GB/s", "memory": "16GiB", "ghz": "2.5", "flops_per_cycle": "32"}
 
-LinkKind = Literal["nvlink", "pcie"]
-# What collectives reach of the stated rate of a link, and the constant time of one in microseconds, before anything is
-# measured. Over PCIe without peer access, data go through host memory: NCCL then reaches about a fifth.
-LINK_GUESSES: dict[LinkKind, tuple[float, float]] = {"nvlink": (0.8, 6.0), "pcie": (0.2, 30.0)}
+SHORT_NAMES = {
+    "a100": "a100-80gb",
+    "h100": "h100-80gb",
+    "h100-sxm": "h100-80gb",
+    "h200": "h200-141gb",
+    "b200": "b200-180gb",
+    "rtx-pro-6000-blackwell": "rtx-pro-6000",
+}
+"""Names that people type for presets."""
+
+LinkKind = Literal["nvlink", "pcie-peer", "pcie"]
 
 
 class Device(msgspec.Struct, frozen=True):
     """One device. `tflops`: dense matrix arithmetic by number format, in 10^12 operations a second.
 
     `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for links
-    with peer access, of any maker, `pcie` for those without.
+    of their own, of any maker; `pcie-peer` for PCIe with peer access, `pcie` without.
     """
 
     name: str
@@ -53,14 +60,9 @@ class Device(msgspec.Struct, frozen=True):
     link_kind: LinkKind = "nvlink"
 
     @property
-    def link_efficiency(self) -> float:
-        """The share of the link's rate that collectives reach: a guess."""
-        return LINK_GUESSES[self.link_kind][0]
-
-    @property
-    def link_us(self) -> float:
-        """The constant time of a collective in microseconds: a guess."""
-        return LINK_GUESSES[self.link_kind][1]
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU, which launches no kernels."""
+        return self.name.startswith("cpu:")
 
     def flops_per_s(self, dtype: str) -> float:
         """Return operations a second on numbers stored as `dtype`; formats without a unit of their own use 16 bits."""
@@ -73,9 +75,11 @@ def device_names() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """Return a preset by its name, a device that a TOML file describes, or a CPU: `cpu:cores=8,bandwidth=80GB/s`.
+    """Return a preset, by its name or a short one (h200), a device that a TOML file describes, or a CPU.
 
-    Raise ConfigError for anything else, MissingFileError and InputError for the file. A CPU has `memory` (16GiB), `ghz`
+    A CPU is `cpu:cores=8,bandwidth=80GB/s`.
+
+    Raise ConfigError for anything else, MissingFileError and InputError for the file. It has `memory` (16GiB), `ghz`
     (2.5) and `flops_per_cycle` a core (32: two 256-bit multiply-adds in 32 bits).
     """
     kind, _, rest = name.partition(":")
@@ -83,6 +87,7 @@ def load_device(name: str) -> Device:
         return _cpu(name, rest)
     if name.lower().endswith(".toml"):
         return _from_file(Path(name))
+    name = SHORT_NAMES.get(name.lower(), name)
     preset = _presets().get(name.lower())
     if preset is None:
         raise ConfigError(

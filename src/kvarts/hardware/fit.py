@@ -112,6 +112,7 @@ def fit_memory(
     data_parallel: int = 1,
     pipeline_parallel: int = 1,
     kv_dtype: str | None = None,
+    num_draft_layers: int = 0,
 ) -> MemoryFit:
     """Return how many pages of `page_size` tokens fit. Raise ConfigError if not even one page fits beside the weights.
 
@@ -142,6 +143,9 @@ def fit_memory(
     activation_bytes += 2 * 4 * max_num_seqs * geometry.vocab_size // tensor_parallel
     weight_bytes = local_weight_bytes(geometry, **ways)
     page_bytes = page_size * local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, pipeline_parallel)
+    if num_draft_layers:
+        weight_bytes += -(-weight_bytes * num_draft_layers // geometry.num_layers)
+        page_bytes += -(-page_bytes * num_draft_layers // geometry.num_layers)
     kv_bytes = int(memory_fraction * device.memory_bytes) - weight_bytes - activation_bytes - CONTEXT_BYTES
     state_bytes = local_state_bytes(geometry, max_num_seqs, tensor_parallel, pipeline_parallel)
     fit = MemoryFit(

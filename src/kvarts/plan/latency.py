@@ -18,21 +18,33 @@ from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig, RouterName
 from kvarts.units import as_percent
 
-__all__ = ["COST_ERROR", "LatencyPlan", "Step"]
+__all__ = ["COST_ERROR", "LatencyPlan", "Step", "cost_error_of"]
 
 MOST_RATE = 64.0
 RATE_TOLERANCE = 0.05
 NUM_POINTS = 5
 NEARLY_ALL = 0.99
 COST_ERROR = 0.15
-"""How far a roofline with no measurements was off on the measured run that docs/accuracy.md has."""
+"""How far costs are taken to be off where nothing says it."""
+NINE_IN_TEN = 1.28
+"""Standard deviations within which steps are no slower in 9 of 10 worlds."""
+
+
+def cost_error_of(cost: object) -> float:
+    """Return by which share steps may take longer in 9 of 10 worlds: by the held-out errors of the constants that ship.
+
+    Of a cost model that has other constants, or none, it is COST_ERROR.
+    """
+    error = getattr(cost, "held_out", {}).get("tpot")
+    return COST_ERROR if error is None else round(min(0.9, NINE_IN_TEN * error.one_sigma), 2)
 
 
 class LatencyPlan:
     """Replays of one trace under `config`, of which the pages are all the KV memory that a replica can have.
 
     `command`: answers the command line that replays a step at a rate. `slo_share`: which share of the requests must
-    keep the SLO. `router`: for more than one replica. `cost_error`: how far costs may be off, as a share of them.
+    keep the SLO. `router`: for more than one replica. `cost_error`: how far costs may be off, as a share of them;
+    left out, what cost_error_of says.
     """
 
     def __init__(
@@ -43,7 +55,7 @@ class LatencyPlan:
         command: Callable[[dict[str, Any]], str],
         slo_share: float = 0.99,
         router: str = "prefix",
-        cost_error: float = COST_ERROR,
+        cost_error: float | None = None,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
         if getattr(config.cost, "num_ranks", 1) > 1:
@@ -53,7 +65,7 @@ class LatencyPlan:
         self._plan = plan
         self._config = config
         self._slo_share = slo_share
-        self._cost_error = cost_error
+        self._cost_error = cost_error_of(config.cost) if cost_error is None else cost_error
         self._replays = Replays(plan, config, command=command, router=router, on_replay=on_replay)
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
         self._others = {

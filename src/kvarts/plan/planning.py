@@ -10,7 +10,7 @@ import msgspec
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.latency import COST_ERROR, LatencyPlan
+from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.lead import lead
 from kvarts.plan.tiers import Tier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.settings import SettingError
@@ -138,7 +138,7 @@ def make_plan(
     count_outputs: bool = False,
     policies: Sequence[str] = (),
     slo_share: float = SLO_SHARE,
-    cost_error: float = COST_ERROR,
+    cost_error: float | None = None,
     router: str = "prefix",
     prices: Mapping[str, float] | None = None,
     kv_bytes_per_token: int | None = None,

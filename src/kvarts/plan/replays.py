@@ -122,7 +122,17 @@ class Replays:
     def spread(self, step: Step) -> dict[str, Any] | None:
         """Return one standard deviation of each statistic of latency; None where the cost model does not say it."""
         if self._uncertain is self._config:
-            return None
+            errors = getattr(self._config.cost, "held_out", {})
+            point = self.at(step)
+            found = {
+                f"{metric}_ms": {
+                    name: None if value is None else value * error.one_sigma
+                    for name, value in point[f"{metric}_ms"].items()
+                }
+                for metric, error in errors.items()
+                if f"{metric}_ms" in point
+            }
+            return found or None
         case = self._case(step, None, None, None)
         config = msgspec.structs.replace(self._config_for(case), cost=self._uncertain.cost)
         spread: dict[str, Any] = replay(self._plan.trace, config).summary["uncertainty"]

@@ -76,6 +76,9 @@ class Report:
         self.spread: Mapping[str, Distribution] | None = None
         """One standard deviation of each statistic of latency in milliseconds, where it is known how uncertain the cost
         model is. It is said before the summary is asked for."""
+        self.error_shares: Mapping[str, float] = {}
+        """Without a spread: one standard deviation of latencies as a share of them, by metric, from measurements of
+        other engines."""
 
     # Columns ----------------------------------------------------------------------------------------------
 
@@ -218,6 +221,8 @@ class Report:
             peaks.append(peak)
         peak_used = max(peaks)
         working_set = working_set_pages(self._trace, config.page_size)
+        times_ns = {"ttft_ms": ttft_ns, "tpot_ms": tpot_ns, "e2e_ms": e2e_ns}
+        distributions = {name: distribution_ms(values_ns) for name, values_ns in times_ns.items()}
         return {
             "version": REPORT_VERSION,
             "trace": self.trace_name,
@@ -233,12 +238,12 @@ class Report:
             **({"warnings": list(warnings)} if (warnings := self._trace.said()) else {}),
             "num_input_tokens": input_tokens,
             "num_output_tokens": output_tokens,
-            "ttft_ms": distribution_ms(ttft_ns),
+            "ttft_ms": distributions["ttft_ms"],
             "itl_ms": self._itl(),
-            "tpot_ms": distribution_ms(tpot_ns),
-            "e2e_ms": distribution_ms(e2e_ns),
+            "tpot_ms": distributions["tpot_ms"],
+            "e2e_ms": distributions["e2e_ms"],
             "queue_ms": distribution_ms(queue_ns),
-            **({} if self.spread is None else {"uncertainty": {name: dict(row) for name, row in self.spread.items()}}),
+            **self._uncertainty(distributions),
             "request_throughput_per_s": _ratio(num_completed, duration_s),
             "input_throughput_tokens_per_s": _ratio(input_tokens, duration_s),
             "output_throughput_tokens_per_s": _ratio(output_tokens, duration_s),
@@ -268,6 +273,18 @@ class Report:
             **self._longest_rejected(),
             "replicas": self._replicas(raw, done, peaks),
         }
+
+    def _uncertainty(self, distributions: Mapping[str, Distribution]) -> dict[str, Any]:
+        """Return one standard deviation of each statistic of latency, where it is known."""
+        if self.spread is not None:
+            return {"uncertainty": {name: dict(row) for name, row in self.spread.items()}}
+        found = {
+            name: {
+                statistic: None if value is None else value * share for statistic, value in distributions[name].items()
+            }
+            for name, share in self.error_shares.items()
+        }
+        return {"uncertainty": found} if found else {}
 
     def to_json(self) -> bytes:
         """Return the summary and the advice as indented JSON, with a line end."""

@@ -130,7 +130,7 @@ class Scheduler:
         config = self.config
         if request.num_prompt_tokens < 1 or request.max_tokens < (0 if request.computes_only else 1):
             raise ConfigError(f"request {request.index} must have at least one prompt token and one output token")
-        reason = self._never_fits(request)
+        reason = self.never_fits(request)
         if reason is not None:
             request.become(RequestState.REJECTED)
             return reason
@@ -146,7 +146,7 @@ class Scheduler:
             self.blocked = NOT_BLOCKED
         return None
 
-    def _never_fits(self, request: Request) -> str | None:
+    def never_fits(self, request: Request) -> str | None:
         """Return the reason why the pages of `request` can never be there; None if they can."""
         cache = self.cache
         num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)

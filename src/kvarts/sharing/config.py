@@ -77,6 +77,7 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     groups: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number(self.weight, "weight", least=1e-12, most=1e12)
         check_whole(self.priority, "priority", least=-MOST_COUNT)
         if self.kv_bytes_per_token is not None:

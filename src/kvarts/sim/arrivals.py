@@ -38,7 +38,8 @@ class Arrivals:
     """The traffic of one model. Its `engines`, all of one configuration, stand behind `router`.
 
     Owner of the numbers that requests get in arrival order. `priority` is added to that of each request. `sessions`:
-    what is kept of them; left out, a turn is a request as any other.
+    what is kept of them; left out, a turn is a request as any other. `delay_ns`: how long before it reaches an engine
+    a request was sent.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Arrivals:
         *,
         priority: int = 0,
         sessions: SessionsKept | None = None,
+        delay_ns: int = 0,
     ) -> None:
         self.source = source
         self.router = router
@@ -63,6 +65,7 @@ class Arrivals:
         # In the profile of the mocker, every generated token differs from all others.
         self._know_output = engines[0].config.profile != "mocker"
         self._num_arrived = 0
+        self._delay_ns = delay_ns
 
     def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
         """Return the request that arrives next, at `now_ns`, and its row of the trace."""
@@ -74,7 +77,7 @@ class Arrivals:
             self._trace.content(row, page_size=self._page_size, owner=index, know_output=self._know_output),
             num_prompt_tokens=row.num_prompt_tokens,
             max_tokens=row.num_output_tokens,
-            arrival_ns=now_ns,
+            arrival_ns=now_ns - self._delay_ns,
             priority=row.priority + self._priority,
             request_id=row.request_id or str(row.row),
         )

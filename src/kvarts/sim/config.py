@@ -14,6 +14,7 @@ from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
 from kvarts.rooms import from_room
 from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
+from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
@@ -196,6 +197,26 @@ class ReplayConfig(
         ),
     ] = None
     speedup: Annotated[float, setting("Open loop: divide arrival times and session delays by X.", metavar="X")] = 1.0
+    engine: Annotated[
+        EngineName,
+        setting(
+            "Engine whose defaults hold where nothing else is given: tokens per step, requests, fraction of memory, "
+            "asynchronous scheduling, front end."
+        ),
+    ] = "none"
+    async_scheduling: Annotated[
+        bool,
+        setting(
+            "Plan the next step while one runs, as vLLM does since 0.14: a request that arrives joins one step later."
+        ),
+    ] = False
+    frontend_ms: Annotated[
+        float,
+        setting(
+            "Time of the front end (HTTP, tokenizer) before a request reaches the engine; it counts as TTFT.",
+            metavar="MS",
+        ),
+    ] = 0.0
     slo: Slo = Slo()
     step_by_step: Annotated[
         bool, setting("Never do many steps at once. The outcome is the same, only slower: for checking.")
@@ -239,6 +260,8 @@ class ReplayConfig(
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
+        engine_of(self.engine)
+        check_number(self.frontend_ms, "frontend_ms", most=MOST_MS)
         check_number(self.cost_factor, "cost_factor", above=True, most=MOST_COST_FACTOR)
         if self.concurrency is not None and self.speedup != 1.0:
             raise SettingError(
@@ -257,6 +280,11 @@ class ReplayConfig(
                     field,
                     hint="Give a class, or a function that makes one: each replica gets its own.",
                 )
+
+    @property
+    def frontend_ns(self) -> int:
+        """The time of the front end."""
+        return round(self.frontend_ms * 1e6)
 
     @property
     def certain(self) -> ReplayConfig:
@@ -367,14 +395,18 @@ class ReplayConfig(
         """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a replica.
 
         With a cost model that says how uncertain it is, `traffic` is replayed some ten times more: the report then
-        says how uncertain latencies are.
+        says how uncertain latencies are. With the constants that ship, it says that from the errors that they have on
+        measurements that they were not fitted to.
         """
         from kvarts.sim.replay import replay_one, trace_of
         from kvarts.sim.spread import spread_of
 
         pairs = self.cost.alternatives() if hasattr(self.cost, "alternatives") else []
         if not pairs:
-            return replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
+            report = replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
+            errors = getattr(self.cost, "held_out", {})
+            report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
+            return report
         trace = trace_of(traffic)
         report = replay_one(trace, self, on_progress=on_progress, observers_of=observers_of)
         report.spread = spread_of(
@@ -392,6 +424,9 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
+        for field in ("engine", "async_scheduling", "frontend_ms"):
+            if values[field] in ("none", False, 0.0):
+                del values[field]
         placement = values.pop("placement")
         if placement is not None:
             values = {**msgspec.to_builtins(placement), **values}
@@ -424,6 +459,19 @@ LATER_FIELDS = (
     "link_us",
     "graph_tokens",
     "eager_us",
+    "separate_passes",
+    "speculative_tokens",
+    "acceptance",
+    "exchange_us",
+    "layer_us",
+    "expert_layer_us",
+    "expert_half_mb",
+    "fp8_compute",
+    "fp8_bandwidth",
+    "fp4_compute",
+    "fp4_bandwidth",
+    "eager_layer_us",
+    "eager_expert_layer_us",
 )
 """Fields of a RooflineCost that a report names only where they are not at their default."""
 
@@ -432,7 +480,9 @@ def _stated(cost: msgspec.Struct) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(cost)
     values.pop("uncertainty", None)  # what follows from it is in the report
     for field in msgspec.structs.fields(cost):
-        if field.name in LATER_FIELDS and values[field.name] == field.default:
+        make = field.default_factory
+        default = make() if callable(make) else field.default
+        if field.name in LATER_FIELDS and getattr(cost, field.name) == default:
             del values[field.name]
     return values
 
@@ -465,7 +515,13 @@ def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> Repl
     A section with a table that is a field of ReplayConfig becomes its value where anything in it was given. Raises
     ConfigError that names what was given, where it was given.
     """
-    config = build_replay(given, sections, resolve_hardware(given))
+    if "engine" in given:
+        given = with_engine(given, DeviceSettings, ReplayConfig)
+    facts = resolve_hardware(given)
+    engine = engine_of(given["engine"]) if "engine" in given else None
+    if engine is not None and hasattr(facts.get("cost"), "separate_passes"):
+        facts["cost"] = msgspec.structs.replace(facts["cost"], separate_passes=engine.separate_passes)
+    config = build_replay(given, sections, facts)
     try:
         config.check_tiers()
     except ConfigError as error:

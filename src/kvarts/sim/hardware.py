@@ -13,7 +13,7 @@ import msgspec
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError, parts_of
-from kvarts.limits import MOST_BYTES, MOST_REPLICAS, check_whole
+from kvarts.limits import MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, check_whole
 from kvarts.settings import AtLeastOne, Given, SettingError, setting, settings_of
 from kvarts.units import meant_size, parse_bytes
 
@@ -55,6 +55,37 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_dtype: Annotated[str | None, setting("Number format of KV.", metavar="DTYPE", default="that of the model")] = (
         None
     )
+    speculative_tokens: Annotated[
+        int,
+        setting("Tokens drafted after each decode, by layers such as MTP, and verified in its step.", metavar="N"),
+    ] = 0
+    acceptance: Annotated[
+        str | None,
+        setting(
+            "For each drafted token, the share of drafts in which it and all before it are accepted: 0.8,0.6,0.4.",
+            metavar="RATES",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_whole(self.speculative_tokens, "speculative_tokens", least=0, most=MOST_DRAFTED)
+        if bool(self.speculative_tokens) != (self.acceptance is not None):
+            raise SettingError(
+                "go together",
+                "speculative_tokens",
+                "acceptance",
+                of=self,
+                hint="Give {speculative_tokens} 3 and {acceptance} 0.8,0.6,0.4, or neither.",
+            )
+        _ = self.rates
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The numbers of `acceptance`. Raises SettingError where they are none."""
+        try:
+            return tuple(float(text) for text in self.acceptance.split(",")) if self.acceptance is not None else ()
+        except ValueError:
+            raise SettingError(f"{brief(self.acceptance)} is not a list such as 0.8,0.6,0.4", "acceptance") from None
 
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,12 +142,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """A model on a device: what a step costs, and the bytes of KV a token takes on each of the devices.
 
-    `geometry`: None where only numbers are known of the model.
+    `geometry`: None where only numbers are known of the model. `num_draft_layers`: layers that draft, beside it.
     """
 
     cost: CostSpec
     kv_bytes_per_token: int
     geometry: Geometry | None = None
+    num_draft_layers: int = 0
 
     def state_bytes(self, engine: EngineConfig, on: DeviceSettings) -> int:
         """Return the bytes that states of all sequences that may run take of the memory for KV."""
@@ -143,6 +175,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
             kv_dtype=kv_dtype,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
+            num_draft_layers=self.num_draft_layers,
         )
 
 
@@ -175,6 +208,8 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
         "weight_dtype": model.weight_dtype,
         "kv_dtype": model.kv_dtype,
     }
+    if model.speculative_tokens or cost is None:
+        facts |= {"speculative_tokens": model.speculative_tokens, "acceptance": model.rates}
     try:
         if cost is None:
             cost = RooflineCost(**facts)
@@ -184,7 +219,10 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
         field = (error.field or "").removeprefix("cost.")
         raise ConfigError(error.what, hint=error.hint, path=error.path, field=field or None) from error
     token_bytes = local_kv_bytes_per_token(geometry, on.tensor_parallel, model.kv_dtype, on.pipeline_parallel)
-    return Placed(cost=cost, kv_bytes_per_token=token_bytes, geometry=geometry)
+    drafts = isinstance(cost, RooflineCost) and cost.speculative_tokens > 0
+    if drafts:
+        token_bytes += -(-token_bytes // geometry.num_layers)  # the layer that drafts keeps KV as well
+    return Placed(cost=cost, kv_bytes_per_token=token_bytes, geometry=geometry, num_draft_layers=int(drafts))
 
 
 def kv_bytes_of(on: DeviceSettings) -> int | None:

@@ -103,7 +103,10 @@ class Ranks:
         assert not self._is_under_way
         self._is_under_way = True
         busy = [(replica, executor) for replica, executor in self._ranks if replica.has_work]
+        others_join = [replica for replica, _ in busy if replica.join(now_ns)]
         num_steps = self._num_alike(busy, now_ns)
+        if others_join:
+            num_steps = min(num_steps, 1)
         if num_steps > 0:
             until_ns = min(until_ns, self._holds_until_ns(busy, now_ns))
             self.now_ns = self._leap(busy, now_ns, until_ns, num_steps)
@@ -116,7 +119,7 @@ class Ranks:
                 replica.engine.now_ns = now_ns
                 self._idle.append(replica)
         if not computing:
-            self.now_ns = self._holds_until_ns(busy, now_ns) if self.has_work else now_ns
+            self.now_ns = self._holds_until_ns(busy, now_ns) if self.has_work and not others_join else now_ns
             assert self.now_ns < NEVER_NS, "L8: there is work, and nothing can be computed"
             self.is_pausing = True
             return self.now_ns
@@ -154,7 +157,7 @@ class Ranks:
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the last step would end if many alike could start now: no request ends before. Else None."""
         busy = [pair for pair in self._ranks if pair[0].has_work]
-        num_steps = self._num_alike(busy, now_ns)
+        num_steps = 0 if any(replica.num_joining for replica, _ in busy) else self._num_alike(busy, now_ns)
         next_ns = self._holds_until_ns(busy, now_ns)
         if not num_steps or next_ns <= now_ns:
             return None

@@ -109,7 +109,7 @@ def replay_one(
 ) -> Report:
     """Replay the traffic of one model through the engines that `config` describes, and report. `replay` says more."""
     trace = trace_of(traffic)
-    source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup)
+    source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup, delay_ns=config.frontend_ns)
     tiers = config.tiers
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     memory = None if config.kv_groups == "off" else config.memory.to_builtins()
@@ -127,7 +127,15 @@ def replay_one(
             replicas += group
             runners.append(runner)
     sessions = None if config.sessions is None else config.sessions.open(config, trace, source, replicas)
-    arrivals = Arrivals(trace, source, make_router(config.router, ranks), replicas, requests, sessions=sessions)
+    arrivals = Arrivals(
+        trace,
+        source,
+        make_router(config.router, ranks),
+        replicas,
+        requests,
+        sessions=sessions,
+        delay_ns=config.frontend_ns,
+    )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
     return Report(
@@ -175,4 +183,4 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         audit=config.audit,
         holds_pages=config.sessions is not None and config.sessions.holds_pages,
     )
-    return Replica(engine, executor, step_by_step=config.step_by_step)
+    return Replica(engine, executor, step_by_step=config.step_by_step, plans_ahead=config.async_scheduling)

@@ -22,6 +22,7 @@ from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
+from kvarts.sim.joining import Joining
 
 __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
 
@@ -33,16 +34,20 @@ MOST_STEPS = 1 << 16
 class Replica:
     """An engine in virtual time: its executor says how long steps take.
 
-    Owner of what is under way: a step, a leap or a pause. `step_by_step`: never do many steps at once.
+    Owner of what is under way: a step, a leap or a pause. `step_by_step`: never do many steps at once. `plans_ahead`:
+    the next step is planned while one runs, see Joining.
     """
 
-    def __init__(self, engine: Engine, executor: VirtualExecutor, *, step_by_step: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, executor: VirtualExecutor, *, step_by_step: bool = False, plans_ahead: bool = False
+    ) -> None:
         self.engine = engine
         self.config = engine.config
         self.scheduler: Scheduler = engine.scheduler
         self._executor = executor
         self._tiers = engine.tiers
         self._leaps = not step_by_step
+        self._joining = Joining() if plans_ahead else None
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
         self._num_leapt = 0
@@ -59,7 +64,12 @@ class Replica:
     @property
     def has_work(self) -> bool:
         """Whether there is something to do or to wait for: requests, or transfers."""
-        return self.engine.has_work
+        return self.engine.has_work or self.num_joining > 0
+
+    @property
+    def num_joining(self) -> int:
+        """The number of requests that wait for a step that is not planned yet."""
+        return 0 if self._joining is None else self._joining.num_requests
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return how many parts of each KV group were evicted; none where pages are counted whole."""
@@ -75,11 +85,26 @@ class Replica:
         """Queue `request` at `now_ns`; or return the reason why it can never run. Ends a pause."""
         if self.is_pausing:
             self.wake(now_ns)
+        if self._joining is not None and self.has_work:
+            reason = self.scheduler.never_fits(request)
+            if reason is None:
+                self._joining.add(request)
+                return None
         return self.engine.submit(request, now_ns)
 
     def cancel(self, request: Request) -> None:
         """Drop `request` between steps. Its pages are free at once."""
-        self.engine.cancel(request)
+        if self._joining is None or not self._joining.drop(request):
+            self.engine.cancel(request)
+
+    def join(self, now_ns: int) -> bool:
+        """Queue the requests that join the step planned at `now_ns`; return whether others wait for the next one."""
+        if self._joining is None or not self._joining.num_requests:
+            return False
+        is_idle = not (self.scheduler.running.num_running or self.scheduler.num_waiting)
+        for request in self._joining.take_all() if is_idle else self._joining.take_due():
+            self.engine.submit(request, now_ns)
+        return self._joining.num_requests > 0
 
     def flush(self) -> None:
         """Hand all waiting events to the readers of the log."""
@@ -93,12 +118,15 @@ class Replica:
         assert not self._is_under_way
         self._is_under_way = True
         engine, tiers = self.engine, self._tiers
+        others_join = self.join(now_ns)
         if tiers is not None and tiers.advance_to(now_ns):
             self.scheduler.blocked = Blocked.NOT
             if not engine.has_work:
                 return self._pause(now_ns)
         elif self._leaps:
             num_steps = self.scheduler.horizon(now_ns)
+            if num_steps > 1 and others_join:
+                num_steps = 1
             if num_steps > 0:
                 if tiers is not None and tiers.next_ns < until_ns:
                     until_ns = tiers.next_ns
@@ -109,8 +137,8 @@ class Replica:
         if engine.prepare(now_ns):
             engine.carry_out(now_ns)
             return engine.now_ns
-        next_ns = self._next_ns(now_ns) if engine.has_work else now_ns
-        return self._pause(next_ns)
+        # Requests that join have no step under way to wait for.
+        return self._pause(self._next_ns(now_ns) if engine.has_work and not others_join else now_ns)
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order."""
@@ -143,13 +171,14 @@ class Replica:
                 finished += self.finish()
             now_ns = engine.now_ns
             # Most of `has_work` is spelled out, because this runs before every step.
-            if now_ns >= until_ns or not (running.num_running or waiting.num_waiting or engine.has_work):
+            if now_ns >= until_ns or not (running.num_running or waiting.num_waiting or self.has_work):
                 return
             self.start(now_ns, until_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the last step would end if many alike could start now: no request ends before. Else None."""
-        num_steps = min(self.scheduler.horizon(now_ns) if self._leaps else 0, self.scheduler.cache.most_certain_steps)
+        can_leap = self._leaps and not self.num_joining
+        num_steps = min(self.scheduler.horizon(now_ns) if can_leap else 0, self.scheduler.cache.most_certain_steps)
         next_ns = self._next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
             return None

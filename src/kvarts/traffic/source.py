@@ -328,8 +328,25 @@ class ClosedLoop(_Loop):
         return not self._num_free or super()._is_turn_next()
 
 
-def source_of(trace: Trace, *, concurrency: int | None, speedup: float) -> Source:
-    """Return a closed loop if a `concurrency` is given, else an open one."""
-    if concurrency is not None:
-        return ClosedLoop(trace, concurrency=concurrency)
-    return OpenLoop(trace, speedup=speedup)
+class Delayed:
+    """Another source, of which every request reaches an engine `delay_ns` after it was sent."""
+
+    def __init__(self, source: Source, delay_ns: int) -> None:
+        self._source = source
+        self._delay_ns = delay_ns
+        self.is_reactive = source.is_reactive
+        self.pop = source.pop
+        self.done = source.done
+        self.has_turns_after = source.has_turns_after
+
+    def next_ns(self) -> int | None:
+        """Return when the next request reaches an engine."""
+        next_ns = self._source.next_ns()
+        return None if next_ns is None else next_ns + self._delay_ns
+
+
+def source_of(trace: Trace, *, concurrency: int | None, speedup: float, delay_ns: int = 0) -> Source:
+    """Return a closed loop if a `concurrency` is given, else an open one; requests are `delay_ns` under way."""
+    source: Source
+    source = OpenLoop(trace, speedup=speedup) if concurrency is None else ClosedLoop(trace, concurrency=concurrency)
+    return Delayed(source, delay_ns) if delay_ns else source

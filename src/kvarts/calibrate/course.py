@@ -1,0 +1,161 @@
+"""The course of a replay: the batches that an engine computed, and how much each counts in the means of its latencies.
+
+An engine under a closed or an offline load makes the same decisions however long its steps take, so its means are sums
+of step times with fixed weights: mean TPOT is the sum over requests of (last token - first token) / (tokens - 1), over
+their number, and each step between these two tokens counts once. Fitting then prices batches, and replays nothing.
+Under an open load, or with a front end that takes a while, that holds as long as step times change little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log1p
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvarts.calibrate.points import Point
+from kvarts.errors import ConfigError
+from kvarts.executor.roofline import RooflineCost
+from kvarts.report.requests import COMPLETED
+from kvarts.sched.plan import Batch
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay_one
+
+__all__ = ["Course", "course_of"]
+
+Values = npt.NDArray[np.float64]
+Times = npt.NDArray[np.int64]
+
+
+class _Recorded:
+    """A roofline that keeps what it was asked and answered, in order: one entry for each step, or leap over steps."""
+
+    def __init__(self, cost: RooflineCost) -> None:
+        self._cost = cost
+        self.asked: list[tuple[Batch, ...]] = []
+        self.answered_ns: list[int] = []
+        self.num_ranks = cost.num_ranks
+
+    def _keep(self, batches: tuple[Batch, ...], durations_ns: list[int]) -> list[int]:
+        self.asked.append(batches)
+        self.answered_ns.append(durations_ns[0])
+        return durations_ns
+
+    def step_ns(self, batch: Batch) -> int:
+        return self._keep((batch,), [self._cost.step_ns(batch)])[0]
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
+        durations_ns = self._cost.decode_ns(num_decodes, known_tokens, pool_tokens, num_steps)
+        return self._keep((Batch((), num_decodes, known_tokens, pool_tokens),), durations_ns)
+
+    def together_ns(self, batches: Sequence[Batch]) -> int:
+        return self._keep(tuple(batches), [self._cost.together_ns(batches)])[0]
+
+    def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
+        durations_ns = self._cost.decodes_together_ns(decodes, num_steps)
+        return self._keep(tuple(Batch((), num, known, 1) for num, known in decodes), durations_ns)
+
+
+class Course(NamedTuple):
+    """What an engine computed for `point`: steps that are nearly alike are one entry.
+
+    `batches`: those of one such step, one per rank. `weights`: what the steps count in TPOT, TTFT, E2E and the whole
+    time, shape [entries, 4]. `delay_ms`: the time of the front end. `cost`: what the replay was priced with.
+    """
+
+    point: Point
+    batches: list[tuple[Batch, ...]]
+    weights: Values
+    output_tokens: int
+    delay_ms: float
+    cost: RooflineCost
+
+    def predicted(self, cost: RooflineCost) -> dict[str, float]:
+        """Return the means under `cost`, by the fields of Point that they are compared with."""
+        steps_ms = np.array(list(map(cost.together_ns, self.batches)), np.float64) / 1e6
+        tpot, ttft, e2e, total = (steps_ms @ self.weights).tolist()
+        return {
+            "tok_s_gpu": self.output_tokens / ((total + self.delay_ms) / 1e3) / self.point.num_gpus,
+            "ttft_ms": ttft + self.delay_ms,
+            "tpot_ms": tpot,
+            "e2e_ms": e2e + self.delay_ms,
+        }
+
+
+def course_of(point: Point, config: ReplayConfig) -> Course:
+    """Replay `point` on one engine of `config`, and return its course. Raise ConfigError if a request is refused."""
+    cost: RooflineCost = config.cost
+    recorded = _Recorded(cost)
+    report = replay_one(point.trace(), msgspec.structs.replace(config, cost=recorded))
+    spans = [log.spans for log in report.step_logs]
+    starts, first = np.unique(np.concatenate([each["start_ns"] for each in spans]), return_index=True)
+    ends = np.concatenate([each["start_ns"] + each["duration_ns"] for each in spans])[first]
+    num_steps = np.concatenate([each["num_steps"] for each in spans])[first]
+    assert len(starts) == len(recorded.asked), "a replay asks once for each step and each leap"
+    columns = report.request_columns
+    if (columns["status"] != COMPLETED).any():
+        raise ConfigError("has requests that do not fit in the memory of the device", field="point")
+    sent, first_ns, last_ns = (columns[name] for name in ("arrival_ns", "first_token_ns", "last_token_ns"))
+    arrived = sent + config.frontend_ns
+    outputs = columns["output_tokens"]
+    share = np.full(len(arrived), 1.0 / len(arrived))
+    several = outputs > 1
+    of_token = 1.0 / np.maximum(outputs - 1, 1)[several] / max(1, several.sum())
+    counted = [
+        _weights(starts, ends, first_ns[several], last_ns[several], of_token),
+        _weights(starts, ends, arrived, first_ns, share),
+        _weights(starts, ends, arrived, last_ns, share),
+        np.ones(len(starts)),
+    ]
+    weights = np.column_stack(counted) * num_steps[:, None]
+    merged: dict[tuple[int, ...], list[int]] = {}
+    for place, batches in enumerate(recorded.asked):
+        merged.setdefault(_kind(batches), []).append(place)
+    answered = np.array(recorded.answered_ns, np.float64)
+    typical = []
+    for places in merged.values():
+        steps = num_steps[places]
+        mean_ns = (answered[places] * steps).sum() / steps.sum()
+        place = places[int(np.argmin(np.abs(answered[places] - mean_ns)))]
+        typical.append(_middle(recorded.asked[place], int(num_steps[place])))
+    summed = np.array([weights[places].sum(axis=0) for places in merged.values()])
+    return Course(point, typical, summed, int(outputs.sum()), config.frontend_ms, cost)
+
+
+def _weights(starts: Times, ends: Times, begins: Times, stops: Times, shares: Values) -> Values:
+    """Return how much each step counts: the sum of the shares of requests that are between `begins` and `stops`.
+
+    A request that arrives while a step is under way waits for the rest of it.
+    """
+    changes = np.zeros(len(starts) + 1)
+    first = np.searchsorted(starts, begins, "left")
+    np.add.at(changes, first, shares)
+    np.add.at(changes, np.searchsorted(starts, stops, "left"), -shares)
+    weights: Values = np.cumsum(changes)[:-1]
+    before = np.maximum(first - 1, 0)
+    rest = (ends[before] - begins) / np.maximum(ends[before] - starts[before], 1)
+    np.add.at(weights, before, np.where(first > 0, np.clip(rest, 0.0, 1.0), 0.0) * shares)
+    return weights
+
+
+def _middle(batches: tuple[Batch, ...], num_steps: int) -> tuple[Batch, ...]:
+    """Return the batches of the step in the middle of `num_steps` of a leap."""
+    later = (num_steps - 1) // 2
+    return tuple(
+        Batch(each.chunks, each.num_decodes, each.decode_known_tokens + later * each.num_decodes, 1) for each in batches
+    )
+
+
+def _kind(batches: tuple[Batch, ...]) -> tuple[int, ...]:
+    """Return what steps have in common that are priced as one: the sizes of their work, to some per cent."""
+    kind: list[int] = []
+    for batch in batches:
+        chunk_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
+        before = sum(chunk.start * chunk.num_tokens for chunk in batch.chunks)
+        sizes = (chunk_tokens, 0.25), (batch.num_decodes, 0.12), (batch.decode_known_tokens, 0.3), (before, 1.0)
+        kind += [round(log1p(size) / step) for size, step in sizes]
+        kind.append(bool(batch.chunks))
+    return tuple(kind)

@@ -1,0 +1,48 @@
+"""Asynchronous scheduling in virtual time: a request joins one step later than it could.
+
+An engine that plans step n + 1 while step n runs, as vLLM does since 0.14, has made that plan before a request that
+arrives during step n can be in it. The request joins step n + 2. An idle engine has made no plan, and loses no step.
+"""
+
+from __future__ import annotations
+
+from kvarts.request import Request
+
+__all__ = ["Joining"]
+
+
+class Joining:
+    """Requests that arrived while steps were planned ahead. Owner of which step they join."""
+
+    __slots__ = ("_arrived", "_due")
+
+    def __init__(self) -> None:
+        self._arrived: list[Request] = []
+        self._due: list[Request] = []
+        """Those that were already here when the last step was planned."""
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that have not joined."""
+        return len(self._arrived) + len(self._due)
+
+    def add(self, request: Request) -> None:
+        """Let `request` join the step after the next."""
+        self._arrived.append(request)
+
+    def take_due(self) -> list[Request]:
+        """Return the requests that join the step that is planned now, in order of arrival."""
+        due, self._due, self._arrived = self._due, self._arrived, []
+        return due
+
+    def take_all(self) -> list[Request]:
+        """Return all requests, in order of arrival: nothing is under way, so that they join at once."""
+        return self.take_due() + self.take_due()
+
+    def drop(self, request: Request) -> bool:
+        """Forget `request`; return whether it was here."""
+        for requests in (self._arrived, self._due):
+            if request in requests:
+                requests.remove(request)
+                return True
+        return False

@@ -1,0 +1,220 @@
+"""What is around the steps of an engine: planning ahead, the front end, engines by name, drafts, and how sure it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.errors import ConfigError
+from kvarts.executor.constants import shipped_constants
+from kvarts.executor.roofline import RooflineCost
+from kvarts.plan.latency import COST_ERROR, cost_error_of
+from kvarts.sched.plan import Batch
+from kvarts.sim.config import ReplayConfig, make_config
+from kvarts.sim.engines import ENGINES
+from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace, TraceRequest
+from kvarts.traffic.workload import UniformLength, Workload
+
+from builders.case import Case, cases
+from builders.laws import assert_fast_as_slow
+
+STEP_NS = 10_000_000
+WORKLOAD = Workload(
+    num_sessions=60,
+    new_tokens=UniformLength(20, 900),
+    output_tokens=UniformLength(2, 80),
+    sessions_per_s=30.0,
+    seed=3,
+)
+MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
+
+# Planning ahead -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.laws
+@given(cases(max_requests=16), st.sampled_from([{}, {"concurrency": 2}, {"frontend_ms": 3.0}]))
+def test_fast_forward_equals_step_by_step(case: Case, changes: dict[str, Any]) -> None:
+    assert_fast_as_slow(case, async_scheduling=True, **changes)
+
+
+def naive_admissions(rows: list[tuple[int, int]]) -> list[int]:
+    """When each (arrival, tokens) is admitted where every step takes STEP_NS and nothing is ever full.
+
+    The plan of a step that follows another is made when that one starts.
+    """
+    admitted = [-1] * len(rows)
+    left: dict[int, int] = {}
+    now_ns, planned_ns = 0, 0
+    while min(admitted) < 0 or left:
+        if not left:
+            now_ns = max(now_ns, min(at for (at, _), since in zip(rows, admitted, strict=True) if since < 0))
+            planned_ns = now_ns
+        for index, (arrival_ns, num_tokens) in enumerate(rows):
+            if admitted[index] < 0 and arrival_ns <= planned_ns:
+                admitted[index] = now_ns
+                left[index] = num_tokens
+        planned_ns = now_ns
+        now_ns += STEP_NS
+        left = {index: count - 1 for index, count in left.items() if count > 1}
+    return admitted
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, max_size=8))
+def test_a_request_joins_one_step_later_than_it_could(steps: list[tuple[int, int]]) -> None:
+    """Arrivals in halves of a step, so that they fall within steps and between them."""
+    rows = sorted((half * STEP_NS // 2, tokens) for half, tokens in steps)
+    trace = Trace(
+        [TraceRequest(index, at, (range(index, index + 1),), 1, tokens) for index, (at, tokens) in enumerate(rows)]
+    )
+    config = ReplayConfig(cost=lambda batch: STEP_NS / 1e6, async_scheduling=True)
+    columns = replay(trace, config).request_columns
+    first = rows[0][0]
+    expected = naive_admissions([(at - first, tokens) for at, tokens in rows])
+    assert (columns["first_admitted_ns"] - columns["arrival_ns"][0]).tolist() == expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"concurrency": 7}, {"replicas": 3, "router": "least-loaded"}])
+def test_a_busy_engine_makes_requests_wait_longer(changes: dict[str, Any]) -> None:
+    late, soon = (
+        replay(WORKLOAD, make_config({**MODEL, **changes, "async_scheduling": ahead})).summary
+        for ahead in (True, False)
+    )
+    assert late["num_completed"] == soon["num_completed"] == 60
+    assert late["ttft_ms"]["mean"] > 1.1 * soon["ttft_ms"]["mean"]
+
+
+def test_ranks_in_lock_step_plan_ahead_as_well() -> None:
+    settings = {"model": "qwen3-30b-a3b", "device": "h100", "data_parallel": 2, "expert_parallel": 2}
+    fast, slow, soon = (
+        replay(WORKLOAD, make_config({**settings, "concurrency": 8, **changes}))
+        for changes in (
+            {"async_scheduling": True},
+            {"async_scheduling": True, "step_by_step": True},
+            {"async_scheduling": False},
+        )
+    )
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    assert fast.summary["ttft_ms"]["mean"] > soon.summary["ttft_ms"]["mean"]
+
+
+# The front end --------------------------------------------------------------------------------------------
+
+
+def test_the_front_end_comes_before_the_engine() -> None:
+    """Requests that arrive at known times are all shifted; in a closed loop the engine has fewer of them."""
+    with_it, without = (
+        replay(WORKLOAD, make_config({**MODEL, "frontend_ms": ms, "cost": "linear:step_ms=7"})) for ms in (20.0, 0.0)
+    )
+    ttft = [
+        [first - arrival for first, arrival in zip(rows["first_token_ms"], rows["arrival_ms"], strict=True)]
+        for rows in (with_it.requests, without.requests)
+    ]
+    assert ttft[0] == pytest.approx([value + 20.0 for value in ttft[1]], abs=1e-6)
+    with_it, without = (
+        replay(WORKLOAD, make_config({**MODEL, "frontend_ms": ms, "concurrency": 8})) for ms in (200.0, 0.0)
+    )
+    assert with_it.summary["duration_ms"] > without.summary["duration_ms"] + 200.0
+    assert with_it.summary["tpot_ms"]["mean"] < without.summary["tpot_ms"]["mean"]
+
+
+# Engines by name ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_an_engine_is_a_set_of_defaults(name: str) -> None:
+    config = make_config({**MODEL, "engine": name})
+    known = ENGINES[name]  # type: ignore[index]
+    assert (config.max_num_batched_tokens, config.max_num_seqs) == (known.max_batched_tokens, known.max_seqs)
+    assert (config.async_scheduling, config.frontend_ms) == (known.async_scheduling, known.frontend_ms)
+    assert config.cost.separate_passes == known.separate_passes == (name == "sglang")
+    assert config.to_builtins()["engine"] == name
+    own = make_config({**MODEL, "engine": name, "max_seqs": 7, "async_scheduling": False, "memory_fraction": 0.5})
+    assert (own.max_num_seqs, own.async_scheduling) == (7, False)
+    assert own.num_pages < config.num_pages
+    alone = make_config({"engine": name, "cost": "linear:step_ms=5"})
+    assert alone.max_num_seqs == known.max_seqs
+
+
+def test_without_an_engine_nothing_is_said_of_one() -> None:
+    for settings in ({**MODEL}, {**MODEL, "engine": "none"}):
+        config = make_config(settings)
+        assert not config.async_scheduling and config.frontend_ms == 0.0
+        assert not {"engine", "async_scheduling", "frontend_ms"} & set(config.to_builtins())
+    with pytest.raises(ConfigError, match="engine"):
+        make_config({**MODEL, "engine": "llama.cpp"})
+
+
+def test_prompts_and_decodes_in_passes_of_their_own_take_longer() -> None:
+    costs = [RooflineCost(llm="llama-3.1-8b", device="h100-80gb", separate_passes=apart) for apart in (False, True)]
+    mixed, apart = (replay(WORKLOAD, ReplayConfig(cost=cost)).summary["ttft_ms"]["mean"] for cost in costs)
+    assert apart > mixed
+
+
+# Drafts ---------------------------------------------------------------------------------------------------
+
+
+def test_drafts_make_more_tokens_of_a_step() -> None:
+    plain = RooflineCost(llm="deepseek-v3", device="h200", tensor_parallel=8)
+    drafting = msgspec.structs.replace(plain, speculative_tokens=3, acceptance=(0.8, 0.6, 0.4))
+    assert drafting.tokens_per_step == pytest.approx(2.8)
+    batch = Batch((), 8, 8000, 1)
+    gain = plain.step_ns(batch) / drafting.step_ns(batch)
+    assert 1.3 < gain < 2.8, "verifying and drafting cost something"
+    none = msgspec.structs.replace(drafting, acceptance=(0.0, 0.0, 0.0))
+    assert none.step_ns(batch) > plain.step_ns(batch)
+
+
+def test_a_replay_with_drafts_needs_fewer_steps_time_and_more_memory() -> None:
+    settings = {"model": "deepseek-v3", "device": "b200", "tensor_parallel": 8}
+    drafts = {"speculative_tokens": 3, "acceptance": "0.8,0.6,0.4"}
+    plain, drafting = make_config(settings), make_config({**settings, **drafts})
+    assert 0.94 * plain.num_pages < drafting.num_pages < plain.num_pages
+    fast, slow = (
+        replay(WORKLOAD, make_config({**settings, **drafts, "step_by_step": slowly})) for slowly in (False, True)
+    )
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    assert fast.summary["tpot_ms"]["mean"] < 0.7 * replay(WORKLOAD, plain).summary["tpot_ms"]["mean"]
+    assert fast.summary["config"]["cost"]["speculative_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"speculative_tokens": 2}, "go together"),
+        ({"acceptance": "0.8"}, "go together"),
+        ({"speculative_tokens": 1, "acceptance": "much"}, "'much' is not a list such as"),
+        ({"speculative_tokens": 2, "acceptance": "0.8"}, "has 1 rates for 2 speculative tokens"),
+        ({"speculative_tokens": 2, "acceptance": "0.5,0.6"}, "never rise: got 0.6 after 0.5"),
+        ({"speculative_tokens": 1, "acceptance": "1.5"}, "must be from 0 to 1"),
+        ({"speculative_tokens": -1, "acceptance": "0.5"}, "speculative_tokens"),
+    ],
+)
+def test_drafts_that_cannot_be_are_named(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config({**MODEL, **settings})
+    assert says in str(caught.value)
+
+
+# How sure it is -------------------------------------------------------------------------------------------
+
+
+def test_a_report_says_how_sure_it_is_from_errors_of_others() -> None:
+    summary = replay(WORKLOAD, make_config(MODEL)).summary
+    for row in shipped_constants().held_out_of("dense").values():
+        for statistic, value in summary[f"{row.metric}_ms"].items():
+            assert summary["uncertainty"][f"{row.metric}_ms"][statistic] == pytest.approx(value * row.one_sigma)
+    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb", step_us=123.0)
+    assert "uncertainty" not in replay(WORKLOAD, ReplayConfig(cost=cost)).summary
+    assert "uncertainty" not in replay(WORKLOAD).summary
+
+
+def test_plans_look_as_far_as_one_engine_in_ten() -> None:
+    cost = RooflineCost(llm="qwen3-30b-a3b", device="h100-80gb")
+    assert cost_error_of(cost) == pytest.approx(1.28 * cost.held_out["tpot"].one_sigma, abs=0.006)
+    assert cost_error_of(msgspec.structs.replace(cost, step_us=1.0)) == COST_ERROR
+    assert cost_error_of(ReplayConfig().cost) == COST_ERROR
