@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvarts.audit.auditor import Auditor as Auditor
     from kvarts.audit.auditor import Finding as Finding
     from kvarts.audit.ledger import PageLedger as PageLedger
+    from kvarts.calibrate import calibrate as calibrate
     from kvarts.config import EngineConfig as EngineConfig
     from kvarts.content import Content as Content
     from kvarts.errors import ConfigError as ConfigError
@@ -105,6 +106,7 @@ _HOMES = {
     "TraceRequest": "kvarts.traffic.trace",
     "Verdict": "kvarts.verify.verifier",
     "Workload": "kvarts.traffic.workload",
+    "calibrate": "kvarts.calibrate",
     "hit_ledger": "kvarts.explain.hits",
     "load_journal": "kvarts.explain.reading",
     "load_mooncake": "kvarts.traffic.mooncake",
