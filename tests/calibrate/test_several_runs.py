@@ -14,11 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 from kvarts.calibrate import Measured, MeasuredRun, calibrate_runs, compare, fitting, load_measured, load_series
+from kvarts.calibrate.coefficients import names_of
 from kvarts.calibrate.design import CANDIDATES, design
 from kvarts.calibrate.replayed import load_replayed, replayed_of
 from kvarts.calibrate.run import FittedRun
 from kvarts.cli.main import cli
 from kvarts.errors import InputError, KvartsError
+from kvarts.executor.constants import shipped_constants
 from kvarts.executor.cost import parse_cost
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.uncertainty import FAR, NEAR, OWN, MeasuredOn, Uncertainty
@@ -29,11 +31,11 @@ DENSE = {"model": "llama-3.1-8b", "device": "rtx-pro-6000", "pages": 4000, "max_
 SPLIT = {**DENSE, "model": "qwen3-32b", "tensor_parallel": 2}
 THIRD = {**DENSE, "model": "qwen3-8b", "tensor_parallel": 2}
 TRUTH = {
-    "compute_efficiency": 0.6,
-    "bandwidth_efficiency": 0.86,
-    "attention_efficiency": 0.55,
-    "step_us": 1500.0,
-    "sequence_us": 14.0,
+    "compute_efficiency": 0.73,
+    "bandwidth_efficiency": 0.82,
+    "attention_efficiency": 0.64,
+    "step_us": 600.0,
+    "sequence_us": 9.0,
     "link_efficiency": 0.28,
     "link_us": 40.0,
 }
@@ -91,7 +93,7 @@ def test_what_a_run_does_not_say_stays_guessed() -> None:
     run = run_of(DENSE, 12)
     found = calibrate_runs([run])
     assert "sequence_us" in found.not_identified
-    assert found.cost.sequence_us == pytest.approx(10.0, rel=0.3)
+    assert found.cost.sequence_us == pytest.approx(shipped_constants().values["sequence_us"], rel=0.3)
     assert "link_efficiency" not in found.uncertainty
     assert found.cost.link_efficiency is None
     for name, share in found.uncertainty.items():
@@ -353,7 +355,7 @@ def test_a_design_says_what_each_benchmark_adds(monkeypatch: pytest.MonkeyPatch)
     assert proposals
     names = [name for proposal in proposals for name in proposal.identifies]
     assert len(set(names)) == len(names)
-    assert sorted([*names, *unknown]) == sorted(make_config(DENSE).cost.active_coefficients)
+    assert sorted([*names, *unknown]) == sorted(names_of([make_config(DENSE).cost]))
     for before, after in pairwise(proposals):
         for name in names:
             assert after.uncertainty[name] < 1.1 * before.uncertainty[name]
