@@ -15,7 +15,6 @@ from kvarts.cli.pages import open_option
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
-from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json
 from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
@@ -24,6 +23,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs
 from kvarts.limits import MOST_PAGES, brief
+from kvarts.plan.policy import check_policy, with_policy
 from kvarts.samples import sample_of
 from kvarts.sim.config import resolve_replay
 
@@ -275,10 +275,10 @@ def _sampled(
     given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
 ) -> dict[str, Any]:
     """Return an estimate. Mooncake's form without sessions is read as a stream; other forms as a whole."""
-    from kvarts.cli.sample import reading_of
     from kvarts.plan.sampled import SampledCurve
     from kvarts.traffic.forms import is_stream
     from kvarts.traffic.mooncake import MooncakeReader
+    from kvarts.traffic.settings import reading_of
     from kvarts.traffic.trace import Trace
     from kvarts.traffic.trace_file import TraceFile
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.cli.plan_command import command_line
-from kvarts.cli.plan_policy import find_on_path
 from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
+from kvarts.plan.commands import command_line
+from kvarts.plan.policy import find_on_path
 from kvarts.settings import SettingError, parts_of_error
 
 if TYPE_CHECKING:

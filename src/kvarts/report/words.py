@@ -9,6 +9,7 @@ from typing import Any
 from kvarts.report.run_values import RunReport, Spread
 from kvarts.units import as_duration as duration
 from kvarts.units import as_memory, parse_bytes
+from kvarts.units import as_number as number
 from kvarts.units import as_percent as percent
 
 __all__ = ["LATENCIES", "LIMITS", "NAME_ONE", "count", "duration", "facts", "in_memory", "memory_unit", "number"]
@@ -159,13 +160,6 @@ def in_memory(pages: float, config: Mapping[str, Any]) -> str:
     """Return what pages take: ` (55.5 GiB)`; nothing where no model says what a page takes."""
     page_bytes = page_bytes_of(config)
     return "" if page_bytes is None else f" ({as_memory(pages * page_bytes)})"
-
-
-def number(value: float | None) -> str:
-    """Return a rate with as many digits as say something."""
-    if value is None:
-        return "-"
-    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def count(value: int | None) -> str:

@@ -248,7 +248,7 @@ class ReplayConfig(
         """
         names = ("admission", "eviction", "slo", *(("router",) if callable(settings.get("router")) else ()))
         objects = {name: settings.pop(name) for name in names if name in settings}
-        sections = [*SECTIONS, *_optional_sections()]
+        sections = [*SECTIONS, *optional_sections()]
         given = given_by_keywords({"model": model, "device": device, **settings}, sections)
         return msgspec.structs.replace(resolve_replay(given, sections), **objects)
 
@@ -500,7 +500,7 @@ OPTIONAL = (("offload.config", "OffloadConfig", "offload"), ("session.replayed.c
 """Modules of rooms that may be missing, with structs of settings and their tables."""
 
 
-def _optional_sections() -> list[Section]:
+def optional_sections() -> list[Section]:
     """Return the settings of the optional rooms that are installed."""
     found = []
     for module, struct, table in OPTIONAL:
