@@ -1,15 +1,17 @@
-"""Rooms of the installation: optional ones, imported when a setting needs them, and those that can be called."""
+"""Rooms of the installation that may be missing, rooms that can be called, and code that a user names."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kvarts.errors import ConfigError
 
-__all__ = ["CallableRoom", "from_room"]
+__all__ = ["CallableRoom", "code_named", "from_room"]
 
 
 def from_room(module: str, name: str, *, field: str) -> Any:
@@ -20,6 +22,26 @@ def from_room(module: str, name: str, *, field: str) -> Any:
         if error.name is None or not f"kvarts.{module}".startswith(error.name):
             raise
         raise ConfigError(f"needs kvarts.{module}, which is not installed", field=field) from error
+
+
+def code_named(name: str) -> Callable[..., Any]:
+    """Return what `module:Class` names, also in a module of the working directory.
+
+    Raise ConfigError for what is not of that form, cannot be imported, or cannot be called.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{name!r} is not module:Class")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        made = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name!r} cannot be imported: {error}") from error
+    if not callable(made):
+        raise ConfigError(f"{name!r} is not callable")
+    found: Callable[..., Any] = made
+    return found
 
 
 class CallableRoom(ModuleType):

@@ -12,7 +12,6 @@ from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
 from kvarts.plan.commands import command_line
-from kvarts.plan.policy import find_on_path
 from kvarts.settings import SettingError, parts_of_error
 
 if TYPE_CHECKING:
@@ -87,10 +86,9 @@ class Asked:
                 policies=policies,
                 slo_share=self._slo_share,
                 cost_error=self._cost_error,
-                router=self._given["router"] if "router" in self._given else "prefix",  # noqa: SIM401  (no dict)
+                router=self._given["router"] if "router" in self._given else None,  # noqa: SIM401  (no dict)
                 prices=prices,
                 kv_bytes_per_token=None if self._config is None else self._token_bytes(),
-                find_policy=find_on_path,
                 commands=self,
                 on_replay=self._on_replay,
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["KEY", "SECTION", "PolicySettings", "check_policy", "find_on_path", "with_policy"]
+__all__ = ["KEY", "SECTION", "PolicySettings", "check_policy", "with_policy"]
 
 KEY = "eviction"
 
@@ -50,22 +48,15 @@ def with_policy(config: ReplayConfig, given: Given, trace: Trace) -> ReplayConfi
     return msgspec.structs.replace(config, eviction=_find(given, trace)) if KEY in given else config
 
 
-def find_on_path(name: str, trace: Trace) -> Any:
-    """Return what makes the order that `name` says, also from a module of the working directory."""
+def _find(given: Given, trace: Trace) -> Any:
     from kvarts.plan.league import find_policy
 
-    if "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # where a policy of one's own is most often
-    return find_policy(name, trace)
-
-
-def _find(given: Given, trace: Trace) -> Any:
     if ":" in given[KEY] and given.source_of(KEY).path is not None:
         # Files are passed around; opening one must not run what lies beside it.
         raise given.error(
             KEY, "names code, which no file may", hint=f"Give it on the command line: --eviction {given[KEY]}."
         )
     try:
-        return find_on_path(given[KEY], trace)
+        return find_policy(given[KEY], trace)
     except ConfigError as error:
         raise given.error(KEY, error.what, hint=error.hint) from error

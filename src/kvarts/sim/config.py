@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 import msgspec
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
+from kvarts.errors import ConfigError, did_you_mean
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
-from kvarts.rooms import from_room
+from kvarts.rooms import code_named, from_room
 from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
 from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
@@ -184,8 +184,10 @@ class ReplayConfig(
         RouterName | RouterMaker,
         setting(
             "Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to compute "
-            "plus pages in use or waited for.",
-            kind=RouterName,
+            "plus pages in use or waited for; on the command line also module:Class. "
+            "round-robin, least-loaded or prefix.",
+            metavar="NAME",
+            kind=str,
         ),
     ] = "round-robin"
     concurrency: Annotated[
@@ -256,7 +258,11 @@ class ReplayConfig(
         super().__post_init__()
         check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
         if not callable(self.router) and self.router not in get_args(RouterName):
-            raise SettingError(f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}", "router")
+            raise SettingError(
+                f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}",
+                "router",
+                hint=did_you_mean(str(self.router), get_args(RouterName)) or "Of your own: a class, or module:Class.",
+            )
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
@@ -544,6 +550,8 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         values["groups"] = facts["groups"]
         if not facts["groups"]:
             values["kv_groups"] = "off"  # every layer of this model keeps every token
+    if "router" in given and ":" in given["router"]:
+        values["router"] = _own_router(given)
     if "data_parallel" in facts:
         replicas = 1
         if "replicas" in given:
@@ -551,6 +559,20 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         check_whole(replicas, "replicas", most=MOST_REPLICAS)
         values["replicas"] = replicas * facts["data_parallel"]
     return given.build(ReplayConfig, facts=facts, **values)
+
+
+def _own_router(given: Given) -> RouterMaker:
+    """Return the class that was named. Raise ConfigError for one that cannot be imported, or that a file names."""
+    name = given["router"]
+    if given.source_of("router").path is not None:
+        # Files are passed around; opening one must not run what lies beside it.
+        raise given.error(
+            "router", "names code, which no file may", hint=f"Give it on the command line: --router {name}."
+        )
+    try:
+        return code_named(name)
+    except ConfigError as error:
+        raise given.error("router", error.what, hint="See kvarts.sim.router.Router for what a router has.") from error
 
 
 def make_config(
