@@ -215,7 +215,8 @@ def _fit_steps(path: Path, given: Given) -> _Found:
     config = resolve_replay(given.over(given_in({"pages": 1}, SECTIONS)))
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
-    found = kvarts.calibrate(path, config)
+    with Progress(f"fitting {path}"):
+        found = kvarts.calibrate(path, config)
     if (left_out := getattr(found, "left_out", None)) is not None:
         click.echo(f"kvarts: {left_out}", err=True)
     return found
@@ -225,7 +226,8 @@ def _design(given: Given, *, as_json: bool) -> None:
     from kvarts.calibrate.design import design
 
     config = resolve_replay(given)
-    proposals, unknown = design(config)
+    with Progress("designing"):
+        proposals, unknown = design(config)
     if as_json:
         print_json({"benchmarks": [msgspec.to_builtins(each) for each in proposals], "not_identified": unknown})
         return
@@ -281,9 +283,10 @@ def compare_command(
     if html_file is not None:
         check_writable(html_file)
     check_opening(html_file, opens=opens)
-    ours = load_replayed(replayed)
-    theirs = load_measured(measured, columns=_columns_of(columns), time_unit=time_unit)
-    curve = None if series is None else load_series(series)
+    with Progress(f"reading {replayed} and {measured}"):
+        ours = load_replayed(replayed)
+        theirs = load_measured(measured, columns=_columns_of(columns), time_unit=time_unit)
+        curve = None if series is None else load_series(series)
     if curve is not None and curve.left_out is not None:
         click.echo(f"kvarts: {curve.left_out}", err=True)
     comparison = compare(theirs, ours, curve)

@@ -17,6 +17,7 @@ from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.config import EngineConfig
@@ -212,12 +213,16 @@ def plan_command(
     if shares:
         if pictures.paths:
             raise ConfigError("has nothing to draw here", field="share", hint="Leave out --html and --plot.")
-        _print(divided(shares, given, _page_size(given)), as_json, tables.render_shares)
+        with Progress("planning"):
+            plan = divided(shares, given, _page_size(given))
+        _print(plan, as_json, tables.render_shares)
         return
     if rate is not None:
         if pictures.paths:
             raise ConfigError("has nothing to draw", field="sample", hint="Leave out --html and --plot.")
-        _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, tables.render_sample)
+        with Progress("planning"):
+            plan = _sampled(given, trace, sizes, rate, count_outputs)
+        _print(plan, as_json, tables.render_sample)
         return
     check_policy(given)
     config = None

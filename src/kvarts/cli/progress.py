@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from threading import Event, Thread
 from time import monotonic
 from types import TracebackType
@@ -56,7 +57,8 @@ class Progress:
             wait_s = EVERY_S
             of_all = "" if self._total is None else f" of {self._total:,}"
             done = f"{self._num_done:,}{of_all} {self._unit}" if self._unit else f"{monotonic() - self._begun_s:.0f} s"
-            click.echo(f"kvarts: {self._what}: {done}", err=True)
+            with suppress(OSError, ValueError):  # narration that cannot be written changes nothing
+                click.echo(f"kvarts: {self._what}: {done}", err=True)
 
     def _draw(self) -> None:
         if self._ended.wait(BAR_AFTER_S):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvarts.cli.progress import Progress
 from kvarts.samples import PREFIX, SAMPLES
 from kvarts.settings import Flags, Given, Section
 from kvarts.traffic.settings import load_given
@@ -24,7 +25,8 @@ SAMPLE_SETTINGS = {"model": "llama-3.1-8b", "device": "h100-80gb"}
 
 def load_traffic(given: Given, trace: Path | None) -> Trace:
     """Load the trace named on the command line, or what the file describes, or the sample."""
-    found = load_given(given, trace)
+    with Progress("reading the trace" if trace is None else f"reading {trace}"):
+        found = load_given(given, trace)
     if found is None:
         click.echo(f"kvarts: replaying {SAMPLES[SAMPLE].what}; give a TRACE to replay your own", err=True)
         found = load_given(given, f"{PREFIX}{SAMPLE}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts.cli.outputs import Outputs
 from kvarts.cli.printing import print_bytes
+from kvarts.cli.progress import Progress
 from kvarts.cli.sharing_table import render_shared_table
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole, writing
@@ -61,7 +62,8 @@ class SharedRun:
 
     def load(self) -> tuple[dict[str, Trace], Sequence[Trace]]:
         """Load the trace of each model."""
-        traces = {name: load_trace(self._paths[name], **reading_of(self._given)) for name in self.config.models}
+        with Progress("reading traces"):
+            traces = {name: load_trace(self._paths[name], **reading_of(self._given)) for name in self.config.models}
         return traces, list(traces.values())
 
 
