@@ -50,7 +50,7 @@ def test_a_file_a_value_and_the_command_are_fitted_alike(
     )
     assert (tmp_path / "cost.toml").read_text() == found.to_toml()
     assert getattr(parse_cost(str(tmp_path / "cost.toml")), "link_us", None) == found.cost.link_us
-    assert repr(found).startswith("<Calibration of llama-3.1-8b on rtx-4090: requests.jsonl: ")
+    assert repr(found).startswith("<Calibration of llama-3.1-8b on rtx-4090; requests.jsonl: ")
     assert found.to_text().startswith("llama-3.1-8b on rtx-4090\n")
 
 

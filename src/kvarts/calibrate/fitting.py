@@ -170,8 +170,8 @@ class Calibration(msgspec.Struct, frozen=True):
         return cost_toml(self.cost, self.uncertainty, [of.name for of in self.runs])
 
     def __repr__(self) -> str:
-        errors = [f"{of.name}: {of.overall.verdict}" for of in self.runs]
-        return f"<Calibration of {self.cost.llm} on {self.cost.device}: {' '.join(errors)}>"
+        errors = [f"{of.name}: {of.overall.verdict.rstrip('.')}" for of in self.runs]
+        return f"<Calibration of {self.cost.llm} on {self.cost.device}; {'; '.join(errors)}>"
 
 
 def most_replays(num_runs: int, num_coefficients: int) -> int:
