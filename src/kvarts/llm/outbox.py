@@ -94,12 +94,15 @@ class Outbox:
     def _wake(self) -> None:
         """Wake all that were marked, for half of the time at most: with more to do, more is done at once."""
         early_s = self._not_before_s - monotonic()
-        if early_s > 0.0:
-            if not self._is_put_off:
-                self._is_put_off = True
-                assert self._loop is not None
-                self._loop.call_later(early_s, self._wake)
-            return
+        if early_s <= 0.0:
+            self._wake_marked()
+        elif not self._is_put_off:
+            self._is_put_off = True
+            assert self._loop is not None
+            # Its time is the loop's: uvloop rounds to whole milliseconds. Whenever it comes, what waits is woken.
+            self._loop.call_later(early_s, self._wake_marked)
+
+    def _wake_marked(self) -> None:
         self._is_put_off = False
         began_s = thread_time()
         due_s = self._due_s
