@@ -62,8 +62,9 @@ class FakeLoop:
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
         self.soon.append(callback)
 
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> object:
         self.later.append((delay_s, callback))
+        return object()
 
     def run(self) -> None:
         callbacks, self.soon = self.soon, []
