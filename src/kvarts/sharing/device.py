@@ -23,7 +23,6 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Blocked
-from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.watcher import TreeWatcher
@@ -117,7 +116,7 @@ class SharedDevice:
         model: str,
         *,
         page_bytes: int = 0,
-        parts: BlockPages | GroupPages | None = None,
+        parts: GroupPages | None = None,
         weight: float = 1.0,
         guaranteed_bytes: int = 0,
         floor: int = 0,

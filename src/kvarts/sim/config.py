@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
-    from kvarts.kv.tiered_pages import TieredPages
+    from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.transfer import PrefillTimes
     from kvarts.report.report import Report
     from kvarts.sched.group_loads import GroupTiers
@@ -103,8 +103,12 @@ class TiersBelow(Protocol):
         Raise ConfigError for tiers that know whole pages only.
         """
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether what is stored depends on what is evicted next."""
+
     def open_group_tiers(
-        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below the cache of a device with KV groups."""
 
