@@ -406,7 +406,10 @@ def note_blocks(done: Step, events: Sequence[Any], copies: Counter[tuple[int, st
 def in_one_form(step: Step | None) -> Step | None:
     """Return `step` with what has no order in one order."""
     if step is not None:
-        step.stored.sort()
+        # A page that is evicted while a decode fills a copy of it is there before the step and after it.
+        passing = set(step.stored) & set(step.removed)
+        step.stored = sorted(set(step.stored) - passing)
+        step.removed = [name for name in step.removed if name not in passing]
         step.preempted.sort()
         step.ended.sort()
     return step
@@ -418,6 +421,23 @@ class Difference(msgspec.Struct):
     step: int
     kvarts: Step | None
     vllm: Step | None
+
+    def is_of_uncomputed_page(self, workload: Workload) -> bool:
+        """Return whether all that differs is a page of a preempted request that vLLM finds though it is not computed.
+
+        vLLM makes a page findable when it plans the token that fills it. A request of a lower priority that is
+        preempted later in the same step never computes that token.
+        """
+        ours, theirs = self.kvarts, self.vllm
+        if ours is None or theirs is None or set(self.fields()) - {"stored", "removed"}:
+            return False
+        names = set()
+        for index in theirs.preempted:
+            ask = workload.asks[index]
+            content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
+            names.update(key.hex() for key in BlockKeys(content))
+        extra = set(theirs.stored) - set(ours.stored)
+        return bool(extra) and not set(ours.stored) - set(theirs.stored) and {key for _, key in extra} <= names
 
     def fields(self) -> list[str]:
         """Return the names of what differs."""
@@ -493,17 +513,22 @@ def main() -> None:
     num_differing = 0
     for row in args.row or ROWS:
         counts: Counter[str] = Counter()
-        differing = 0
+        differing = num_uncomputed = 0
         began = time.monotonic()
         for seed in range(args.seed, args.seed + args.workloads):
             workload = draw_workload(row, seed)
-            if compare(workload, config, counts) is not None:
+            difference = compare(workload, config, counts)
+            if difference is not None and difference.is_of_uncomputed_page(workload):
+                num_uncomputed += 1
+            elif difference is not None:
                 differing += 1
                 if differing <= args.most_told:
                     print(f"{row}, seed {seed}:\n{told(*shrunk(workload, config))}", flush=True)
             if (seed + 1 - args.seed) % 500 == 0:
                 print(f"{row}: {seed + 1 - args.seed}, {differing} differ", file=sys.stderr, flush=True)
         num_differing += differing
+        if num_uncomputed:
+            counts["workloads up to a page that vLLM finds and has not computed"] = num_uncomputed
         said = ", ".join(f"{number:,} {name}" for name, number in counts.items())
         print(
             f"{row} ({ROWS[row]}): {args.workloads:,} workloads, {differing} differ; {said}; "
