@@ -191,7 +191,7 @@ class Auditor:
                 self._settle()
                 self._load(event)
             case ChunkComputed():
-                self._serve()
+                self._settle()
                 self._compute(event)
             case DraftTaken():
                 self._settle()

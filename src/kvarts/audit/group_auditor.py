@@ -166,7 +166,7 @@ class GroupAuditor:
                 self._settle()
                 self._admit(event)
             case ChunkComputed():
-                self._serve()
+                self._settle()
                 self._compute(event)
             case StepDone():
                 self._pass_steps(event.step - 1)

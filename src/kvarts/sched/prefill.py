@@ -71,7 +71,7 @@ class Prefill:
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of each chunked request; return what is left of `budget`.
 
-        Preempt for their pages. A request that has to preempt itself ends the step for those after it. One that does
+        Preempt for their pages, then make findable what decodes fill. A request that has to preempt itself ends the step for those after it. One that does
         not get all its tokens uses up all.
         """
         planned: dict[int, Planned] = {}
@@ -99,6 +99,8 @@ class Prefill:
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
                         break
             planned[request.admission] = Planned(request, start + num_tokens, num_blocks)
+        if self._running.num_sharing:
+            self.publish_filled(1)  # all of them still compute, and of equal pages theirs are the first
         for chunk in planned.values():
             request = chunk.request
             num_known = request.num_prompt_tokens + request.num_output_tokens

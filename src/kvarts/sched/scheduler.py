@@ -273,7 +273,7 @@ class Scheduler:
         if self.running.chunked and budget > 0 and goes_on:
             # A part of a budget may be just enough for the decodes.
             budget = self._prefill.resume(budget, now_ns, chunks)
-        if self.running.num_sharing:
+        elif self.running.num_sharing:
             self._prefill.publish_filled(1)
         admitted: tuple[int, ...] = ()
         if self.waiting_with_pages:
