@@ -18,7 +18,6 @@ import random
 import sys
 import tempfile
 import time
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -55,15 +54,18 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import EventReader
 from kvarts.events import Admitted, ChunkComputed, Event, Finished, PagesRemoved, PagesStored, Preemption
-from kvarts.executor.cost import LinearCost, PolynomialCost
+from kvarts.executor.cost import CostModel, LinearCost, PolynomialCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
 from kvarts.traffic.mooncake import load_mooncake
+from kvarts.traffic.trace import Trace
+from kvarts.traffic.trace_request import TraceRequest
 
 STEP_NS = 1_000_000
+NEVER = 1 << 62
 MAX_MODEL_LEN = 262_144
 FULL: tuple[str, int | None] = ("full", None)
 MODEL = {
@@ -91,6 +93,38 @@ class Ask(msgspec.Struct):
     priority: int = 0
 
 
+class TracedAsk:
+    """A request of a trace, whose tokens are spelled out when it arrives. No other has the tokens that it generates."""
+
+    priority = 0
+
+    def __init__(self, trace: Trace, row: TraceRequest, index: int) -> None:
+        self.step = NEVER
+        self.trace = trace
+        self.row = row
+        self.output = Repeated(10**9 + index, row.num_output_tokens)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The ids of its prompt's tokens."""
+        content = self.trace.content(self.row, page_size=1, owner=0)
+        return content.tokens(0, self.row.num_prompt_tokens).tolist()
+
+
+class Repeated:
+    """A token, so many times."""
+
+    def __init__(self, token: int, count: int) -> None:
+        self.token = token
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> int:
+        return self.token
+
+
 class Workload(msgspec.Struct):
     """Requests in the order of arrival, and the engine that they meet. `groups`: kinds of KV groups, with their span."""
 
@@ -98,10 +132,11 @@ class Workload(msgspec.Struct):
     num_pages: int
     max_num_batched_tokens: int
     max_num_seqs: int
-    asks: list[Ask]
+    asks: list[Any]
     groups: list[tuple[str, int | None]] = msgspec.field(default_factory=lambda: [FULL])
     policy: str = "fcfs"
     with_events: bool = True
+    cost: CostModel = LinearCost(step_ms=STEP_NS / 1e6)
 
 
 class Step(msgspec.Struct):
@@ -237,7 +272,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     readers: list[EventReader] = [recorder]
     engine = build_engine(
         config,
-        SimExecutor(LinearCost(step_ms=STEP_NS / 1e6)),
+        SimExecutor(workload.cost),
         memory=memory_of(workload.groups),
         num_blocks=workload.num_pages * len(workload.groups),
         readers=readers,
@@ -246,11 +281,21 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     scheduler = engine.scheduler
     step = 0
     while arriving or engine.has_work:
-        while arriving and workload.asks[arriving[-1].index].step <= step:
-            request = arriving.pop()
-            assert engine.submit(request, step * STEP_NS) is None
+        if isinstance(workload.asks[0], TracedAsk):
+            if not engine.has_work:
+                engine.now_ns = max(engine.now_ns, arriving[-1].arrival_ns)
+            now_ns = engine.now_ns
+            while arriving and arriving[-1].arrival_ns <= now_ns:
+                request = arriving.pop()
+                workload.asks[request.index].step = step
+                assert engine.submit(request, now_ns) is None
+        else:
+            now_ns = step * STEP_NS
+            while arriving and workload.asks[arriving[-1].index].step <= step:
+                request = arriving.pop()
+                assert engine.submit(request, now_ns) is None
         recorder.step = Step()
-        if engine.begin(step * STEP_NS):
+        if engine.begin(now_ns):
             decoding = [each.index for each in scheduler.running if each.state is RequestState.DECODING]
             num_free = scheduler.cache.num_free
             engine.end()
@@ -267,6 +312,11 @@ def requests_of(workload: Workload) -> list[Request]:
     """Return the requests as kvarts has them, the last one first."""
     requests = []
     for index, ask in enumerate(workload.asks):
+        if isinstance(ask, TracedAsk):
+            content = ask.trace.content(ask.row, page_size=workload.page_size, owner=index)
+            num_prompt = ask.row.num_prompt_tokens
+            requests.append(Request(index, content, num_prompt, len(ask.output), ask.row.arrival_ns))
+            continue
         content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
         request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
         requests.append(request)
@@ -456,8 +506,8 @@ def compare(workload: Workload, config: Any, counts: Counter[str]) -> Difference
         counts["preemptions"] += len(ours.preempted)
         counts["tokens hit"] += sum(ours.admitted.values())
         counts["blocks evicted"] += len(ours.removed)
-        if number > 1000 * len(asks):
-            raise AssertionError("no progress")
+        if number % 10_000 == 9_999:
+            print(f"{number + 1:,} steps, {dict(counts)}", file=sys.stderr, flush=True)
     counts["requests"] += len(asks)
     return None
 
@@ -506,13 +556,33 @@ def main() -> None:
     parser.add_argument("--workloads", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-told", type=int, default=3, help="differences that are shrunk and printed")
+    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's form, instead of rows")
+    parser.add_argument("--pages", type=int, default=28_392, help="of 16 tokens, for the trace")
     args = parser.parse_args()
     init_none_hash(sha256)
     config = make_config()
     print(f"vLLM {vllm.__version__}", flush=True)
+    if args.trace is not None:
+        counts: Counter[str] = Counter()
+        trace = load_mooncake(args.trace)
+        workload = Workload(
+            page_size=16,
+            num_pages=args.pages,
+            max_num_batched_tokens=8192,
+            max_num_seqs=256,
+            asks=[TracedAsk(trace, row, index) for index, row in enumerate(trace)],
+            with_events=False,
+            cost=PolynomialCost(),
+        )
+        difference = compare(workload, config, counts)
+        said = ", ".join(f"{number:,} {name}" for name, number in counts.items())
+        print(f"{args.trace.name}: {'differs' if difference else 'equal in every step'}; {said}", flush=True)
+        if difference is not None:
+            print(told(msgspec.structs.replace(workload, asks=[]), difference))
+        sys.exit(1 if difference else 0)
     num_differing = 0
     for row in args.row or ROWS:
-        counts: Counter[str] = Counter()
+        counts = Counter()
         differing = num_uncomputed = 0
         began = time.monotonic()
         for seed in range(args.seed, args.seed + args.workloads):
