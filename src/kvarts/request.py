@@ -50,7 +50,7 @@ NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
         _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED, _S.WAITING}),
         _S.LOADED: frozenset({_S.PREFILLING, _S.CANCELLED}),
         _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
-        _S.DECODING: frozenset({_S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
+        _S.DECODING: frozenset({_S.PREFILLING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
         _S.ABANDONED: frozenset({_S.CANCELLED}),
         _S.FINISHED: frozenset(),
         _S.CANCELLED: frozenset(),

@@ -325,7 +325,7 @@ class NaiveEngine:
                 if victim is request:
                     break
             if request not in self.running:
-                continue
+                break  # as in vLLM, none that was admitted after it computes
             request.pages += [self.take_page() for _ in range(need)]
             took[request.seq] = (request, want)
             budget -= want

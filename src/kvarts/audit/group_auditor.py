@@ -166,7 +166,7 @@ class GroupAuditor:
                 self._settle()
                 self._admit(event)
             case ChunkComputed():
-                self._serve()
+                self._settle()
                 self._compute(event)
             case StepDone():
                 self._pass_steps(event.step - 1)
@@ -401,6 +401,11 @@ class GroupAuditor:
 
     def _preempt(self, event: Preemption) -> None:
         ledger, known = self.ledger, self._requests[event.victim]
+        order = list(self._decoding)
+        if event.victim == event.asker and event.victim in self._decoding and not event.model:
+            # As in vLLM, that ends the step: decodes that were admitted later compute nothing, and chunks follow.
+            for request in order[order.index(event.victim) + 1 :]:
+                del self._decoding[request]
         self._look()
         if not known.is_running:
             self._find("was preempted, and does not run", event.victim)
@@ -414,7 +419,7 @@ class GroupAuditor:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
         self._close(event.victim, known)
         known.computed = 0
-        self._takers = [request for request in self._takers if request != event.victim]
+        self._takers = [request for request in self._takers if request in self._decoding]
         self._serve_takers()
 
     def _finish(self, request: int) -> None:

@@ -226,6 +226,13 @@ class GroupPages(PartPages):
         """Let a settled sequence compute a token in every step from the next on."""
         self.parts.start_decoding(cast(PartHolding, holding).parts, admission)
 
+    def stop_decoding(self, holding: Holding, num_pages: int) -> None:
+        """Stop following a decode, if the cache does."""
+        parts = cast(PartHolding, holding).parts
+        if parts.is_decoding:
+            self.parts.decodes.leave(parts)
+            parts.num_taken = num_pages
+
     def publish_due(self) -> None:
         """Make pages findable that decodes fill in this step, and that others may find."""
         self.parts.fill_pages()

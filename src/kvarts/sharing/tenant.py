@@ -82,7 +82,7 @@ class Tenant:
     def wants_tokens(self) -> bool:
         """Whether it could compute more than a token for each decode."""
         scheduler = self.scheduler
-        if scheduler.running.chunked is not None or (self.tiers is not None and self._has_loaded):
+        if scheduler.running.chunked or (self.tiers is not None and self._has_loaded):
             return True
         can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
         return bool(can_admit) and scheduler.blocked in (Blocked.NOT, Blocked.BUDGET)
