@@ -243,6 +243,13 @@ class SharedDevice:
                 num_bytes += max(member.kept_bytes(), part.claimed_bytes if is_earlier else 0)
         return num_bytes
 
+    def forget(self, model: str, request: int) -> None:
+        """Drop what is claimed for `request` of `model`, which waits no longer."""
+        member = self._member(model)
+        if member.claimant == request:
+            member.claimant = -1
+            member.part.make_claim(0, is_new=True)
+
     def retry_blocked(self, but: str = "") -> None:
         """Let the models that wait for pages try again, since pages went out of use."""
         for model, member in self._members.items():

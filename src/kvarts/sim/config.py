@@ -11,7 +11,7 @@ import msgspec
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError, did_you_mean
-from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
+from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
 from kvarts.rooms import code_named, from_room
 from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
 from kvarts.sim.engines import EngineName, engine_of, with_engine
@@ -38,6 +38,7 @@ __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
+MOST_RETRIES = 1000
 if TYPE_CHECKING:
     StepTimes = Any  # a CostModel, or a callable: which of them is asked where it is used
     EvictionMaker = Callable[[], EvictionOrder]
@@ -223,6 +224,14 @@ class ReplayConfig(
             metavar="MS",
         ),
     ] = 0.0
+    client_timeout_s: Annotated[
+        float | None,
+        setting("Clients give up a request that has not ended so long after they sent it.", metavar="S"),
+    ] = None
+    retries: Annotated[
+        int, setting("How often clients send again what they gave up after --client-timeout-s.", metavar="N")
+    ] = 0
+    retry_after_s: Annotated[float, setting("How long after giving up clients send again.", metavar="S")] = 0.0
     slo: Slo = Slo()
     step_by_step: Annotated[
         bool, setting("Never do many steps at once. The outcome is the same, only slower: for checking.")
@@ -272,6 +281,12 @@ class ReplayConfig(
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
         engine_of(self.engine)
         check_number(self.frontend_ms, "frontend_ms", most=MOST_MS)
+        if self.client_timeout_s is not None:
+            check_number(self.client_timeout_s, "client_timeout_s", above=True, most=MOST_SECONDS)
+        check_whole(self.retries, "retries", least=0, most=MOST_RETRIES)
+        check_number(self.retry_after_s, "retry_after_s", most=MOST_SECONDS)
+        if self.retries and self.client_timeout_s is None:
+            raise SettingError("has no effect without {client_timeout_s}", "retries", hint="Give {client_timeout_s}.")
         check_number(self.cost_factor, "cost_factor", above=True, most=MOST_COST_FACTOR)
         if self.concurrency is not None and self.speedup != 1.0:
             raise SettingError(
@@ -295,6 +310,24 @@ class ReplayConfig(
     def frontend_ns(self) -> int:
         """The time of the front end."""
         return round(self.frontend_ms * 1e6)
+
+    @property
+    def client_timeout_ns(self) -> int | None:
+        """How long after sending a request clients give it up; None for never."""
+        return None if self.client_timeout_s is None else round(self.client_timeout_s * 1e9)
+
+    def source(self, trace: Trace) -> Source:
+        """Return when the requests of `trace` arrive."""
+        from kvarts.traffic.source import source_of
+
+        return source_of(
+            trace,
+            concurrency=self.concurrency,
+            speedup=self.speedup,
+            delay_ns=self.frontend_ns,
+            retries=self.retries,
+            retry_after_ns=round(self.retry_after_s * 1e9),
+        )
 
     @property
     def certain(self) -> ReplayConfig:
@@ -434,8 +467,8 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
-        for field in ("engine", "async_scheduling", "frontend_ms"):
-            if values[field] in ("none", False, 0.0):
+        for field in ("engine", "async_scheduling", "frontend_ms", "client_timeout_s", "retries", "retry_after_s"):
+            if values[field] in ("none", False, 0.0, None):
                 del values[field]
         placement = values.pop("placement")
         if placement is not None:

@@ -34,6 +34,9 @@ class Routed(Protocol):
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
 
+    def cancel(self, request: Request, now_ns: int) -> None:
+        """Drop `request` at `now_ns`, between steps."""
+
 
 class Router(Protocol):
     """Chooses replicas. Promises: looks at the replicas and changes nothing in them."""
