@@ -37,5 +37,5 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]
     engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]
-    Driver([Arrivals(trace, OpenLoop(trace), RoundRobin(), engines, requests)], engines).run()
+    Driver([Arrivals(trace, OpenLoop(trace), RoundRobin(len(engines)), engines, requests)], engines).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])

@@ -8,14 +8,14 @@ What keeps it is looked for by bisection, so both the step that is recommended a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.ladder import MOST_REPLICAS, between, first_from, first_that, ladder_of, lowest_known
 from kvarts.plan.options import cheapest_option, other_option
 from kvarts.plan.replays import Replays, Step
 from kvarts.settings import SettingError
-from kvarts.sim.config import ReplayConfig, RouterName
+from kvarts.sim.config import ReplayConfig
 from kvarts.units import as_percent
 
 __all__ = ["COST_ERROR", "LatencyPlan", "Step", "cost_error_of"]
@@ -24,6 +24,8 @@ MOST_RATE = 64.0
 RATE_TOLERANCE = 0.05
 NUM_POINTS = 5
 NEARLY_ALL = 0.99
+ROUTERS = ("round-robin", "least-loaded", "prefix")
+"""Routers that are compared where nothing says which."""
 COST_ERROR = 0.15
 """How far costs are taken to be off where nothing says it."""
 NINE_IN_TEN = 1.28
@@ -152,7 +154,7 @@ class LatencyPlan:
         num_pages = self._config.num_pages
         routers = []
         start = 1
-        for name in sorted(get_args(RouterName), key=lambda name: name != self._replays.router):
+        for name in sorted(ROUTERS, key=lambda name: name != self._replays.router):
 
             def keeps(replicas: int, name: str = name) -> bool:
                 return self._keeps(Step(replicas, num_pages), router=name)

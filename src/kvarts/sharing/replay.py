@@ -74,7 +74,7 @@ def replay_several(
         source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
         log = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=_tiers_of(of_model))
         engines = [device.tenants[name] for device in opened]
-        router = make_router(of_model.router)
+        router = make_router(of_model, engines, tells_pages=False)
         arrivals.append(Arrivals(traces[name], source, router, engines, log, priority=share.priority))
     loops = []
     for each in opened:
