@@ -97,7 +97,10 @@ class SpanTree:
         return found
 
     def split(self, span: Span, page: int) -> Span:
-        """Split `span` before `page`; return the head, which is new. The tail keeps its identity."""
+        """Split `span` before `page`; return the head, which is new. The tail keeps its identity.
+
+        It is dropped if nothing is known of it and nothing follows.
+        """
         parent = span.parent
         assert parent is not None and span.start < page < span.end
         head = self._new(span.content, span.key, span.start, page, parent)
@@ -105,6 +108,8 @@ class SpanTree:
         span.start, span.parent, span.key = page, head, span.content.key(page)
         head.children[span.key] = span
         self.divide(head, span)
+        if not any(span.counts):
+            self.prune(span)
         return head
 
     def divide(self, head: Span, tail: Span) -> None:
