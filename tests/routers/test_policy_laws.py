@@ -111,7 +111,7 @@ def allowed(name: str, driven: Driven, tokens: tuple[int, ...]) -> set[int]:
             return about(naive.dynamo_costs(tokens), least=True)
         case "dynamo-kv:overlap_score_credit=0.5,prefill_load_scale=2,decode_active_request_weight=3":
             return about(naive.dynamo_costs(tokens, credit=0.5, scale=2, weight=3), least=True)
-        case "dynamo-kv:overlap_score_decay=0.5":
+        case "dynamo-kv:overlap_score_credit_decay=0.5":
             return about(naive.dynamo_costs(tokens, decay=0.5), least=True)
         case "llm-d":
             return about(naive.llm_d(tokens), least=False)
@@ -138,7 +138,7 @@ NAMES = [
     "prefix",
     "dynamo-kv",
     "dynamo-kv:overlap_score_credit=0.5,prefill_load_scale=2,decode_active_request_weight=3",
-    "dynamo-kv:overlap_score_decay=0.5",
+    "dynamo-kv:overlap_score_credit_decay=0.5",
     "llm-d",
     "llm-d:prefix=1,queue=3",
     "sglang-cache-aware",

@@ -32,7 +32,7 @@ names = st.sampled_from(
         *POLICIES,
         "llm-d:precise=2,kv=1",
         "llm-d:running=1,tokens=2,cold=1",
-        "dynamo-kv:temperature=0.5,overlap_score_decay=1",
+        "dynamo-kv:temperature=0.5,overlap_score_credit_decay=1",
     ]
 )
 routings: st.SearchStrategy[dict[str, Any]] = st.builds(

@@ -19,7 +19,7 @@ class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Prefill blocks are the prompt tokens in flight and of the request that are not cached, in blocks. Hits: blocks on
     the device times `overlap_score_credit`, and those in host memory and on disk times their weights. The credit of a
-    worker shrinks with `overlap_score_decay` as it has more to prefill than the worker with the least. Blocks in flight
+    worker shrinks with `overlap_score_credit_decay` as it has more to prefill than the worker with the least. Blocks in flight
     are the distinct blocks of all requests of the worker, this one included. Equal costs: by chance; with a
     `temperature`, all choices are, more likely the cheaper ones.
 
@@ -27,7 +27,7 @@ class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     overlap_score_credit: float = 1.0
-    overlap_score_decay: float = 0.0
+    overlap_score_credit_decay: float = 0.0
     prefill_load_scale: float = 1.0
     decode_active_request_weight: float = 0.0
     host_weight: float = 0.75
@@ -92,9 +92,9 @@ class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return 0 if found is None else found[0] * view.page_size
 
     def _credit(self, asked: Asked, view: View, worker: int) -> float:
-        if not self.overlap_score_decay:
+        if not self.overlap_score_credit_decay:
             return self.overlap_score_credit
         prefill = view.prefill_tokens
         more = (prefill[worker] - min(map(prefill.__getitem__, view.workers))) / view.page_size
         share = more / ceil(asked.num_tokens / view.page_size)
-        return self.overlap_score_credit / (1 + self.overlap_score_decay * share)
+        return self.overlap_score_credit / (1 + self.overlap_score_credit_decay * share)

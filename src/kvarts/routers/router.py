@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,8 @@ class PolicyRouter:
         self._waiting: list[tuple[float, int, Request, Asked, Found | None]] = []
         """Requests held here, a heap in the order of the queue: place, number, request, and what it found then."""
         self._num_held = 0
-        self._may_release = False
+        self._news: list[tuple[Callable[[int], object], int]] = []
+        """Of a router with a queue: what it was told since requests last left it, each of which may let some go."""
 
     # Placing ----------------------------------------------------------------------------------------------
 
@@ -92,13 +93,13 @@ class PolicyRouter:
     def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
         """Return the requests that waited here and go to a worker now, in that order."""
         found: list[tuple[Request, int]] = []
-        if not self._may_release:
-            return found
-        self._may_release = False
-        while self._waiting and not self._all_busy():
-            _, _, request, asked, on_arrival = heappop(self._waiting)
-            self.view.found = on_arrival  # a router looks for the prefix once
-            found.append((request, self._place(msgspec.structs.replace(asked, now_ns=now_ns))))
+        news, self._news = self._news, []
+        for note, request_or_worker in news:
+            note(request_or_worker)
+            while self._waiting and not self._all_busy():
+                _, _, request, asked, on_arrival = heappop(self._waiting)
+                self.view.found = on_arrival  # a router looks for the prefix once
+                found.append((request, self._place(msgspec.structs.replace(asked, now_ns=now_ns))))
         return found
 
     @property
@@ -110,13 +111,11 @@ class PolicyRouter:
 
     def prefilled(self, request: int) -> None:
         """Note that the prompt of a request is computed."""
-        if self.view.prefilled(request):
-            self._may_release = True
+        self._note(self.view.prefilled, request)
 
     def ended(self, request: int) -> None:
         """Note that a request ended, or was refused by its worker."""
-        self.view.ended(request)
-        self._may_release = True
+        self._note(self.view.ended, request)
 
     def report(
         self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
@@ -160,14 +159,21 @@ class PolicyRouter:
 
     def join(self) -> int:
         """Add a worker; return its number."""
-        self._may_release = True
-        return self.view.join()
+        worker = self.view.join()
+        self._note(lambda _: None, worker)
+        return worker
 
     def leave(self, worker: int) -> None:
         """Send nothing to `worker` any more."""
         self.view.leave(worker)
 
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _note(self, note: Callable[[int], object], request: int) -> None:
+        if self.holds_requests:
+            self._news.append((note, request))
+        else:
+            note(request)
 
     def _asked(self, request: Request, session: str | None, now_ns: int) -> Asked:
         content, num_tokens = request.content, request.num_prompt_tokens

@@ -174,14 +174,13 @@ class View:
         self._recent.append((asked.now_ns, worker))
         self._num_recent[worker] += 1
 
-    def prefilled(self, request: int) -> bool:
-        """Note that the prompt of a request is computed; return whether that was not known."""
+    def prefilled(self, request: int) -> None:
+        """Note that the prompt of a request is computed."""
         worker, content, num_blocks, to_compute = self._placed.get(request, (-1, None, 0, 0))
         if content is None or not to_compute:
-            return False
+            return
         self.prefill_tokens[worker] -= to_compute
         self._placed[request] = worker, content, num_blocks, 0
-        return True
 
     def ended(self, request: int) -> None:
         """Note that a request is no longer on its worker: it finished, or was refused."""
