@@ -330,9 +330,7 @@ def make_config() -> Any:
     """Return a configuration of vLLM, of which each workload changes what it has of its own."""
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODEL))
-    model = ModelConfig(
-        model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN
-    )
+    model = ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN)
     scheduler = SchedulerConfig(
         max_num_seqs=1,
         max_num_batched_tokens=8192,

@@ -50,13 +50,14 @@ ROOMS = {
     "explain": ("explain",),
     "connect": ("connect",),
     "kv_events": ("serve/kv_events",),
+    "routers": ("routers",),
     "openai_api": ("openai_api",),
     "session": ("session", "serve", "client", "proto", "openai_api/sessions"),
     "llm": ("llm", "executor/torch"),
 }
 """Each room that can be deleted, and its folders, in the order in which the drill of all deletes them."""
 
-NEEDED_BY = {"llm": ("kv_events", "session", "openai_api"), "session": ("kv_events",)}
+NEEDED_BY = {"routers": ("plan",), "llm": ("kv_events", "session", "openai_api"), "session": ("kv_events",)}
 """Rooms that stand on another, and go with it."""
 
 COMMANDS = {

@@ -45,7 +45,7 @@ NEW: Final = RequestState.NEW
 ABANDONED: Final = RequestState.ABANDONED
 NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
     {
-        _S.NEW: frozenset({_S.WAITING, _S.REJECTED}),
+        _S.NEW: frozenset({_S.WAITING, _S.REJECTED, _S.CANCELLED}),
         _S.WAITING: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
         _S.PREEMPTED: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
         _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED, _S.WAITING}),

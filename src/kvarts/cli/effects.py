@@ -60,6 +60,12 @@ NEEDS = (
     Need(("--memory-fraction",), unless=("--pages", "--kv-memory"), commands=("replay", "plan", "mock")),
     Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
     Need(("--router",), ("--replicas", "--data-parallel"), commands=("replay", "calibrate")),
+    Need(
+        ("--router-staleness", "--router-event-lag", "--router-seed", "--router-queue-threshold"),
+        ("--router",),
+        commands=("replay", "calibrate"),
+    ),
+    Need(("--router-queue",), ("--router-queue-threshold",)),
     Need(("--slo-share", "--cost-error"), SLO, commands=("plan",)),
     Need(("--trace-block-size",), ("--prompts",), commands=("calibrate",)),
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),

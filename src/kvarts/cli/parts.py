@@ -26,6 +26,7 @@ PARTS: tuple[str, ...] = (
     "offload",
     "plan_policy",
     "record",
+    "routers",
     "session_replay",
     "sharing",
 )

@@ -19,7 +19,8 @@ from kvarts.sim.trials import ReplayTrials
 from kvarts.units import parse_rate
 
 if TYPE_CHECKING:
-    from kvarts.sim.config import ReplayConfig, RouterMaker
+    from kvarts.sim.config import ReplayConfig
+from kvarts.sim.router import RouterMaker
     from kvarts.sim.replay import Traffic
 
 __all__ = ["SLO_SHARE", "TOKEN_BYTES", "Commands", "NoCommands", "Plan", "make_plan"]

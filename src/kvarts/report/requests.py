@@ -9,9 +9,11 @@ from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
-__all__ = ["CANCELLED", "COMPLETED", "FAILED", "REJECTED", "RequestLog"]
+__all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "RequestLog"]
 
 COMPLETED, REJECTED, FAILED, CANCELLED = 0, 1, 2, 3
+NO_REPLICA = -1
+"""Of a request that its client gave up while it waited in the router."""
 
 _REQUEST_FIELDS = (
     "index",

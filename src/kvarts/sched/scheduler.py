@@ -147,6 +147,11 @@ class Scheduler:
             self.blocked = NOT_BLOCKED
         return None
 
+    def take_computed(self) -> list[int]:
+        """Return the requests, by index, whose prompt was computed since the last call; they are kept from then on."""
+        computed, self._prefill.computed = self._prefill.computed, []
+        return computed or []
+
     def never_fits(self, request: Request) -> str | None:
         """Return the reason why the pages of `request` can never be there; None if they can."""
         cache = self.cache

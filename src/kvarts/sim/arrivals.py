@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvarts.report.requests import RequestLog
-from kvarts.request import Request
+from kvarts.report.requests import NO_REPLICA, RequestLog
+from kvarts.request import Request, RequestState
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sim.router import Routed, Router
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
@@ -69,6 +70,9 @@ class Arrivals:
         self._num_arrived = 0
         self._delay_ns = delay_ns
         self._timeout_ns = timeout_ns
+        self._polled_ns = -1
+        self._held: dict[Request, TraceRequest] = {}
+        """Requests that wait in the router, and their rows."""
 
     def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
         """Return the request that arrives next, at `now_ns`, and its row of the trace."""
@@ -86,13 +90,77 @@ class Arrivals:
         )
         return request, row
 
-    def choose(self, request: Request, row: TraceRequest, now_ns: int) -> int:
-        """Return the number of the engine that `request`, which arrives at `now_ns`, goes to."""
+    def choose(self, request: Request, row: TraceRequest, now_ns: int) -> int | None:
+        """Return the number of the engine that `request`, which arrives at `now_ns`, goes to.
+
+        None: it waits in the router, see `take_placed`.
+        """
+        router = self.router
         if self._sessions is not None:
             replica = self._sessions.replica_of(row, now_ns)
             if replica is not None:
+                if router.is_told:
+                    router.placed(request, row.session_id, replica, now_ns)
                 return replica
-        return self.router.choose(request, self.engines) if len(self.engines) > 1 else 0
+        if len(self.engines) == 1 and not router.holds_requests:
+            return 0
+        index = router.place(request, row.session_id, now_ns)
+        if index is None:
+            self._held[request] = row
+        return index
+
+    def poll_ns(self, now_ns: int) -> int:
+        """Return the time by `now_ns` as of which metrics are to be read; NEVER_NS if those that were read will do."""
+        router = self.router
+        if not router.reads_metrics:
+            return NEVER_NS
+        staleness_ns = router.staleness_ns
+        if not staleness_ns:
+            return now_ns
+        tick_ns = now_ns - now_ns % staleness_ns
+        return tick_ns if tick_ns > self._polled_ns else NEVER_NS
+
+    def poll(self, now_ns: int) -> None:
+        """Read the metrics of all engines, which have reached `now_ns`."""
+        self._polled_ns = now_ns
+        report, pages_for = self.router.report, self.engines[0].config.pages_for
+        for index, engine in enumerate(self.engines):
+            scheduler = engine.scheduler
+            waiting, cache = scheduler.waiting, scheduler.cache
+            num_used = cache.num_used
+            report(
+                index,
+                scheduler.running.num_running,
+                scheduler.num_waiting,
+                num_used,
+                pages_for(waiting.num_waiting_tokens),
+                num_used / cache.pool.total,
+            )
+
+    def tell(self, now_ns: int) -> None:
+        """Tell the router what happened in the engines, which have reached `now_ns`."""
+        router = self.router
+        if router.reads_prefills:
+            for engine in self.engines:
+                for request in engine.scheduler.take_computed():
+                    router.prefilled(request)
+        router.catch_up(now_ns)
+
+    def take_placed(self, now_ns: int) -> list[tuple[Request, TraceRequest, int]]:
+        """Return the requests that waited in the router and go to an engine now, with their rows."""
+        return [(request, self._held.pop(request), index) for request, index in self.router.take_placed(now_ns)]
+
+    def holds(self, request: Request) -> bool:
+        """Return whether `request` waits in the router."""
+        return request in self._held
+
+    def withdraw(self, request: Request, now_ns: int) -> None:
+        """Drop `request`, which waits in the router: its client gives it up at `now_ns`."""
+        row = self._held.pop(request)
+        self.router.withdraw(request)
+        request.become(RequestState.CANCELLED)
+        request.cancelled_ns = now_ns
+        self._note_cancelled(request, row, NO_REPLICA)
 
     def submit(self, request: Request, row: TraceRequest, index: int, now_ns: int) -> str | None:
         """Queue `request` in an engine, at `now_ns`; or return the reason why it can never run."""
@@ -105,6 +173,8 @@ class Arrivals:
     def end(self, request: Request, row: TraceRequest, index: int) -> None:
         """Take note that `request` ended in an engine."""
         self.log.end(request, row, index)
+        if self.router.is_told:
+            self.router.ended(request.index)
         if self._sessions is not None:
             self._sessions.end(request, row, request.last_token_ns, is_refused=False)
         self.source.done(row, request.last_token_ns)
@@ -118,6 +188,11 @@ class Arrivals:
 
     def cancel(self, request: Request, row: TraceRequest, index: int) -> None:
         """Take note that `request` was dropped by an engine, because its client gave it up."""
+        if self.router.is_told:
+            self.router.ended(request.index)
+        self._note_cancelled(request, row, index)
+
+    def _note_cancelled(self, request: Request, row: TraceRequest, index: int) -> None:
         end_ns = request.last_token_ns if request.cancelled_ns < 0 else request.cancelled_ns
         self.log.cancel(request, row, index, end_ns)
         if self._sessions is not None:
@@ -130,6 +205,8 @@ class Arrivals:
     def reject(self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int) -> None:
         """Take note that `request` was refused, because of `reason`, at `now_ns`."""
         self.log.reject(request, row, index, reason)
+        if self.router.is_told:
+            self.router.ended(request.index)
         if self._sessions is not None:
             self._sessions.end(request, row, now_ns, is_refused=True)
         self.source.done(row, now_ns)
