@@ -20,8 +20,8 @@ from kvarts.units import parse_rate
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
-from kvarts.sim.router import RouterMaker
     from kvarts.sim.replay import Traffic
+    from kvarts.sim.router import RouterMaker
 
 __all__ = ["SLO_SHARE", "TOKEN_BYTES", "Commands", "NoCommands", "Plan", "make_plan"]
 
