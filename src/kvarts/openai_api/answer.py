@@ -158,13 +158,18 @@ class Choice:
     def update(self, generation: Generation) -> None:
         """Send what is new after a step."""
         tokens = generation.tokens
-        num_tokens = len(tokens)
-        if num_tokens == self._num_tokens:
+        num_tokens, num_before = len(tokens), self._num_tokens
+        if num_tokens == num_before:
             return
         text = generation.final_text
-        if not self._num_tokens and generation.params.prompt_logprobs is not None and self._engine is not None:
-            self.prompt_logprobs = self._engine.prompt_logprobs(generation.request.index)
-        self._count(num_tokens)
+        if num_before:
+            now_s = monotonic()
+            self._meter.next_tokens(num_tokens - num_before, now_s - self._last_s)
+            self._last_s = now_s
+        else:
+            if generation.params.prompt_logprobs is not None and self._engine is not None:
+                self.prompt_logprobs = self._engine.prompt_logprobs(generation.request.index)
+            self._count(num_tokens)
         logprobs: list[TokenLogprob] = []
         if self._has_logprobs:
             logprobs = self._new_logprobs(tokens, self.logprobs())

@@ -120,7 +120,7 @@ class CompletionForm:
         if not self._echoes:
             return b""
         told = self._echoed(number, prompt_logprobs)
-        return self._piece(number, self._echoes[number].text, None, None if told is None else encode(told), None)
+        return self._piece(number, self._echoes[number].text, None, encode(told), None)
 
     def piece(
         self,
@@ -131,16 +131,18 @@ class CompletionForm:
         usage: Mapping[str, Any] | None,
     ) -> bytes:
         """Return the chunk of a piece."""
-        told = encode(self._logprobs(number, logprobs)) if logprobs else None
+        if finish_reason is None and usage is None and not logprobs:  # most are such
+            return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (self._head, number, encode(text))
+        told = encode(self._logprobs(number, logprobs)) if logprobs else b"null"
         return self._piece(number, text, finish_reason, told, usage)
 
     def _piece(
-        self, number: int, text: str, finish_reason: str | None, logprobs: bytes | None, usage: Mapping[str, Any] | None
+        self, number: int, text: str, finish_reason: str | None, logprobs: bytes, usage: Mapping[str, Any] | None
     ) -> bytes:
         reason = b"null" if finish_reason is None else encode(finish_reason)
         tail = b"}]}\n\n" if usage is None else b'}],"usage":' + encode(usage) + b"}\n\n"
         return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._head, number, encode(text), logprobs or b"null", reason, tail
+            self._head, number, encode(text), logprobs, reason, tail
         )  # fmt: skip
 
     def last(self, usage: Mapping[str, Any]) -> bytes:
@@ -239,6 +241,10 @@ class ChatForm:
     ) -> bytes:
         """Return the chunk of a piece. What is made into something else comes at its end, all at once."""
         if self._shape is None:
+            if finish_reason is None and usage is None and not logprobs:  # most are such
+                return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n' % (
+                    self._head, number, encode(text)
+                )  # fmt: skip
             delta = b'{"content":' + encode(text) + b"}"
         else:
             change, reason_now = self._shaped(self._shape, number, text, is_last=finish_reason is not None)
