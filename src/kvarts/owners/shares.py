@@ -42,7 +42,7 @@ class Shares:
         """Units that all owners hold together."""
         self._num_kept_free = 0
         """Units that are kept for owners that do not use them."""
-        self.total = -1
+        self.total = total - 1  # any other: there is none yet
         self.resize(total)
 
     def resize(self, total: int) -> None:
