@@ -18,6 +18,7 @@ from kvarts.sampling import Logprobs
 __all__ = ["ChatForm", "CompletionForm", "Echo", "Form", "Whole", "usage_of"]
 
 encode = msgspec.json.encode
+MOST_TEXTS = 256
 
 
 class Whole:
@@ -28,6 +29,12 @@ class Whole:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: Logprobs | None = None
         self.finish_reason = ""
+
+    def add(self, text: str) -> None:
+        """Add text. A long one is kept as one piece: a text of a few characters takes ten times their memory."""
+        self.texts.append(text)
+        if len(self.texts) > MOST_TEXTS:
+            self.texts = ["".join(self.texts)]
 
     @property
     def text(self) -> str:
@@ -40,7 +47,7 @@ class Whole:
         num_values = sum(1 + len(top) for _, _, top in self.logprobs)
         if self.prompt_logprobs is not None:
             num_values += sum(1 + len(top) for top in self.prompt_logprobs.top)
-        return 4 * len(self.texts) + 64 * num_values
+        return sum(map(len, self.texts)) + 64 * num_values
 
 
 class Form(Protocol):
