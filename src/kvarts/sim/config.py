@@ -183,9 +183,9 @@ class ReplayConfig(
     router: Annotated[
         RouterName | RouterMaker,
         setting(
-            "Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to compute "
-            "plus pages in use or waited for; on the command line also module:Class. "
-            "round-robin, least-loaded or prefix.",
+            "Which replica a request goes to: round-robin; least-loaded, with the fewest requests; or prefix, with the "
+            "fewest prompt pages left to compute plus pages in use or waited for. On the command line also "
+            "module:Class.",
             metavar="NAME",
             kind=str,
         ),
