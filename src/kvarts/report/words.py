@@ -127,18 +127,17 @@ def opening(config: Mapping[str, Any]) -> list[str]:
     rules = RULES.get(config.get("profile", ""), f"rules of {config.get('profile', 'vLLM')}")
     engine = config.get("engine", "none")
     rules += "" if engine == "none" else f", defaults of {ENGINES.get(engine, engine)}"
-    lines = []
+    times = f"step times: {COSTS.get(kind, kind)}"
     if model is not None and device is not None:
-        lines = [
-            f"{_stored(model, of_cost)} on {_devices(device, of_cost)}",
-            f"{rules}; step times: {COSTS.get(kind, kind)}",
-        ]
-        if len(whole := "; ".join(lines)) <= WIDTH:
-            lines = [whole]
+        lines = [f"{_stored(model, of_cost)} on {_devices(device, of_cost)}", f"{rules}; {times}"]
     elif kind == "polynomial" and config.get("profile") != "mocker":
-        lines += [f"No --model: generic step times ({COSTS[kind]}); {rules}", f"  {NAME_ONE}"]
+        lines = [f"No --model: generic step times ({COSTS[kind]})", rules]
     else:
-        lines.append(f"No --model; {rules}; step times: {COSTS.get(kind, kind)}")
+        lines = ["No --model", f"{rules}; {times}"]
+    if len(whole := "; ".join(lines)) <= WIDTH:
+        lines = [whole]
+    if lines[0].startswith("No --model:"):
+        lines.append(f"  {NAME_ONE}")
     if "pages" in config:
         lines.append(_memory(config))
     return lines
