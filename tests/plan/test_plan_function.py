@@ -13,6 +13,7 @@ import kvarts
 from kvarts import ConfigError, Plan, ReplayConfig, Trace, load_trace
 from kvarts.plan.page import render_page
 from kvarts.routers.own import RoundRobin
+from kvarts.units import as_duration
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -84,6 +85,8 @@ def test_a_plan_says_what_it_is(plan: Plan) -> None:
     assert repr(plan) == f"<Plan for <few>: {plan.advice}>" and "is the least that keeps the SLO" in plan.advice
     shown = plan._repr_html_()
     assert "<table>" in shown and "<few>" not in shown
+    uncertain = plan.options[0]["uncertainty"]["ttft_ms"]["p99"]
+    assert f"+- {as_duration(uncertain)}" in shown
 
 
 @needs_pandas

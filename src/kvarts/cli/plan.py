@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
+from kvarts.cli.parts import load_parts
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
@@ -47,7 +48,8 @@ results = grouped("Results")
 
 def _options() -> list[click.Parameter]:
     by_flag: dict[str, click.Option] = {}
-    for option in options_of(all_sections()):
+    several = [section for part in load_parts() if not part.of_one_model for section in part.sections]
+    for option in options_of(section for section in all_sections() if section not in several):
         by_flag.setdefault(option.opts[0], option)
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
 
@@ -201,6 +203,9 @@ def plan_command(
 
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))
+    if several := given.names("models"):
+        hint = "Plan for each alone, or divide memory among traces with --share."
+        raise given.error(f"[models.{several[0]}]", "a plan is for one model", hint=hint)
     pictures = Pictures(html_file, plot_files, opens=opens)
     if trace is None and config_file is None and not shares:
         given = over_sample_settings(given, sections)

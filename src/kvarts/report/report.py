@@ -24,10 +24,10 @@ from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, Reque
 from kvarts.report.run_config import RunConfig
 from kvarts.report.run_values import RunReport
 from kvarts.report.steps import StepLog
-from kvarts.report.words import facts
+from kvarts.report.words import facts, plus_minus
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.working_set import working_set_pages
-from kvarts.units import as_duration, as_percent
+from kvarts.units import as_percent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,10 +148,11 @@ class Report:
     def __repr__(self) -> str:
         summary = self.summary
         ttft, hits = summary["ttft_ms"], summary["prefix_hit_ratio"]
+        unsure = summary.get("uncertainty", {}).get("ttft_ms", {})
         ended = f"{summary['num_completed']:,} of {summary['num_requests']:,} requests completed"
         return (
             f"<Report on {self.trace_name}: {ended}; "
-            f"TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "
+            f"TTFT p50 {plus_minus(ttft['p50'], unsure.get('p50'))}, p99 {plus_minus(ttft['p99'], unsure.get('p99'))}; "
             f"{as_percent(hits)} prefix hits; limited by {summary['limited_by']['cause'].replace('_', ' ')}>"
         )
 
