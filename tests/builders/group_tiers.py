@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Grouped:
     keeps: str
     offload: OffloadConfig
 
-    def replayed(self, readers: Sequence[EventReader] = (), **changes: Any) -> Report:
+    def replayed(self, readers_of: Callable[[int], Sequence[EventReader]] = lambda _: (), **changes: Any) -> Report:
         values = {
             "kv_groups": self.keeps,
             "groups": self.groups,
@@ -43,7 +43,7 @@ class Grouped:
             "cost": COST,
         }
         values |= changes
-        return replay(self.case.trace(), self.case.config(**values), observers_of=lambda _: readers)
+        return replay(self.case.trace(), self.case.config(**values), observers_of=readers_of)
 
 
 @st.composite
