@@ -84,7 +84,7 @@ def test_one_of_two_models_counts_its_groups() -> None:
 
 
 def test_host_memory_keeps_what_the_device_evicts() -> None:
-    prompts = [" ".join([word] * 4000) for word in "abcdefgh"]
+    prompts = [" ".join([word] * 4001) for word in "abcdefgh"]
     tier = ("--kv-groups", "tails", "--host-memory", "8GiB", "--h2d", "10TB/s", "--d2h", "10TB/s")
     with mocked(*GEMMA, *tier) as url:
         for prompt in (*prompts, prompts[0]):

@@ -147,7 +147,7 @@ class GroupAuditor:
             case _:
                 self._expect_nothing()
         match event:
-            case DraftJudged() | Finished() | Cancelled() | Preemption():
+            case DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
                 pass
             case _:
                 self._look_at_held()
