@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
-from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import Cache
@@ -79,7 +78,13 @@ class TierSettings(Protocol):
         """Whether what is stored depends on what is evicted next."""
 
     def open_group_tiers(
-        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None,
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below `cache`."""
 
@@ -119,8 +124,7 @@ def build_engine(
     bookkeeping. `drafter`: guesses how sequences go on, for an executor that says which guesses are right; those of
     virtual time compute no tokens, and have none. `holds_pages`: pages are kept in use between requests.
 
-    Raise ConfigError for an audit if the room `audit` is not installed, and for a reader of page and request events of
-    an engine with KV groups and tiers: pages that a load brings in part have no event.
+    Raise ConfigError for an audit if the room `audit` is not installed.
     """
     if offload is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
@@ -129,7 +133,8 @@ def build_engine(
     if memory is not None and num_blocks is None:
         num_blocks = memory.num_blocks(config.num_pages)
     with_tiers = memory is not None and offload is not None and bool(offload.group_tiers(memory, config.page_size))
-    if audit and cache is None and not with_tiers:
+    is_lazy = with_tiers and offload is not None and offload.is_lazy
+    if audit and cache is None:
         if memory is None:
             auditor = from_room("audit.auditor", "Auditor", field="audit")(
                 config.num_pages,
@@ -140,17 +145,11 @@ def build_engine(
                 page_counts=lambda: cache,
             )
         else:
-            auditor = _group_auditor(memory, num_blocks, config.page_size, lambda: cache)
+            auditor = _group_auditor(memory, num_blocks, config.page_size, lambda: cache, stores_go_first=is_lazy)
         readers = (*readers, auditor)
     if log is None:
         log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
-    if with_tiers and tell is not None:
-        raise ConfigError(
-            "is not told of KV groups with tiers below the device yet: pages are loaded in part",
-            field="readers",
-            hint="Leave out what reads events of pages, or the tiers.",
-        )
     if moves_pages is None:
         moves_pages = executor.needs_page_ids
     is_shared = pages is not None
@@ -166,7 +165,7 @@ def build_engine(
                 tell=tell,
                 with_ids=executor.needs_page_ids or holds_pages or (with_tiers and moves_pages),
                 has_below=with_tiers,
-                watches_list=offload is not None and offload.is_lazy,
+                watches_list=is_lazy,
             )
     pins = None
     if pages is None:
@@ -186,8 +185,8 @@ def build_engine(
 
         assert offload is not None
         tiered = cast("GroupPages", cache)
-        of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, prefill=prefill)
-        loads = GroupLoads(of_groups, tiered, waiting, page_size)
+        of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, tell=tell, prefill=prefill)
+        loads = GroupLoads(of_groups, tiered, waiting, page_size, tell)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:
@@ -254,7 +253,12 @@ def _page_cache(
 
 
 def _group_auditor(
-    memory: GroupMemory, num_blocks: int | None, page_size: int, part_counts: Callable[[], Cache | None]
+    memory: GroupMemory,
+    num_blocks: int | None,
+    page_size: int,
+    part_counts: Callable[[], Cache | None],
+    *,
+    stores_go_first: bool,
 ) -> EventReader:
     groups = tuple(
         from_room("audit.part_ledger", "AuditedGroup", field="audit")(
@@ -264,7 +268,12 @@ def _group_auditor(
     )
     make_auditor = from_room("audit.group_auditor", "GroupAuditor", field="audit")
     auditor: EventReader = make_auditor(
-        groups, num_blocks, page_size, keeps_all=memory.keeps == "all", part_counts=part_counts
+        groups,
+        num_blocks,
+        page_size,
+        keeps_all=memory.keeps == "all",
+        stores_go_first=stores_go_first,
+        part_counts=part_counts,
     )
     return auditor
 

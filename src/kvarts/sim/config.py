@@ -19,7 +19,7 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolv
 
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
-    from kvarts.event_log import EventReader
+    from kvarts.event_log import EventReader, Tell
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
@@ -110,7 +110,13 @@ class TiersBelow(Protocol):
         """Whether what is stored depends on what is evicted next."""
 
     def open_group_tiers(
-        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None,
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below the cache of a device with KV groups."""
 
