@@ -304,9 +304,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raise OutputError for a directory that cannot hold them.
         """
-        from kvarts.offload.pagefiles import HEAD, PageFiles
+        from kvarts.offload.pagefiles import PageFiles, file_bytes
 
-        page_bytes = HEAD.size + self.kv_bytes_per_token * page_size
+        page_bytes = file_bytes(32, self.kv_bytes_per_token * page_size)
         return PageFiles(directory, max_bytes=self.num_disk_pages(page_size) * page_bytes)
 
     def with_known(self, known_keys: Iterable[bytes], namespace: str | None = None) -> FilesBelow:

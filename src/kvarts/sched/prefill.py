@@ -74,8 +74,8 @@ class Prefill:
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of each chunked request; return what is left of `budget`.
 
-        Preempt for their pages, then make findable what decodes fill. A request that has to preempt itself ends the step for those after it. One that does
-        not get all its tokens uses up all.
+        Preempt for their pages, then make findable what decodes fill. A request that has to preempt itself ends the
+        step for those after it. One that does not get all its tokens uses up all.
         """
         planned: dict[int, Planned] = {}
         cache, chunked = self._cache, self._running.chunked
