@@ -52,6 +52,7 @@ class PolicyRouter:
         self.is_told = True
         self.holds_requests = self._queue_tokens is not None
         self.reads_metrics = needs.metrics
+        self.reads_events = needs.pages != "no"
         self.reads_prefills = needs.prefills or self.holds_requests
         self.index: EventIndex | None = None
         if needs.pages != "no" and directory is None:

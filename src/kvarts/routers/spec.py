@@ -13,7 +13,6 @@ from kvarts.routers.dynamo import DynamoKv
 from kvarts.routers.llmd import LlmD
 from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionStackPrefix, SglangCacheAware
 from kvarts.routers.own import LeastLoaded, PowerOfTwo, PrefixAware, RoundRobin, Session
-from kvarts.routers.view import Policy
 from kvarts.settings import SettingError
 
 __all__ = ["POLICIES", "is_own", "policy_of"]
@@ -42,8 +41,8 @@ def is_own(text: str) -> bool:
     return bool(colon) and name not in POLICIES and "=" not in rest
 
 
-def policy_of(router: str | Callable[[], Any]) -> Policy:
-    """Return a new policy: by name, or what a class or a function without arguments makes.
+def policy_of(router: str | Callable[[], Any]) -> Any:
+    """Return a new Policy: by name, or what a class or a function without arguments makes.
 
     Raise ConfigError for the field `router`.
     """
@@ -71,10 +70,10 @@ def policy_of(router: str | Callable[[], Any]) -> Policy:
         raise SettingError(f"{name}: {error}", "router", hint="Write NAME:key=value,key=value.") from error
     except ConfigError as error:
         raise SettingError(f"{name}: {error.field} {error.what}", "router", hint=error.hint) from error
-    return made.open() if hasattr(made, "open") else made  # type: ignore[no-any-return]
+    return made.open() if hasattr(made, "open") else made
 
 
-def _imported(text: str) -> Policy:
+def _imported(text: str) -> Any:
     module, _, name = text.partition(":")
     try:
         found = getattr(import_module(module), name)
@@ -86,8 +85,8 @@ def _imported(text: str) -> Policy:
     return _checked(found(), text)
 
 
-def _checked(policy: Any, name: str) -> Policy:
+def _checked(policy: Any, name: str) -> Any:
     if not callable(getattr(policy, "choose", None)):
         hint = "See kvarts.routers.view.Policy for what a policy has."
         raise SettingError(f"{name} has no choose", "router", hint=hint)
-    return policy  # type: ignore[no-any-return]
+    return policy

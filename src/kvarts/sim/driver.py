@@ -10,6 +10,7 @@ end, the engines move together from event to event.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import Protocol
 
 from mypy_extensions import mypyc_attr
@@ -54,6 +55,12 @@ class Runner(Protocol):
         Add the requests that finished to `finished`.
         """
 
+    def run_towards(self, until_ns: int, finished: list[Request]) -> int:
+        """Do steps as `run_until` does, or leave them for later as long as nothing ends in them by `until_ns`.
+
+        Return until when no request ends and no prompt is computed; NEVER_NS without work.
+        """
+
     def quiet_until(self, now_ns: int) -> int | None:
         """Return until when no request can end if many steps could start now; None if only one could."""
 
@@ -93,6 +100,9 @@ class Driver:
         self._ends_ns = [NEVER_NS] * len(runners)
         self._quiet_ns = [NEVER_NS] * len(runners)
         """For each runner with a step under way: the time until which no request ends there, if none arrives there."""
+        self._due: list[tuple[int, int]] = []
+        """A heap of runners that were left behind, each with the time until which nothing ends there."""
+        self._due_ns = [NEVER_NS] * len(runners)
         self._roused = set(range(len(runners)))
         """Runners to which something came or ended since they were looked at; the others have nothing to start."""
 
@@ -114,12 +124,16 @@ class Driver:
     def _run_by_arrival(self) -> None:
         while (now_ns := self._look_ahead()) != NEVER_NS:
             of_model = self._arriving
-            if of_model.router.is_told or of_model.router.reads_metrics:
+            router = of_model.router
+            if router.is_told or router.reads_metrics:
                 poll_ns = of_model.poll_ns(now_ns)
                 if poll_ns != NEVER_NS:
                     self._run_all(poll_ns)
                     of_model.poll(poll_ns)
-                self._run_all(now_ns)
+                if router.reads_events:
+                    self._run_all(now_ns)
+                elif router.is_told:
+                    self._run_due(now_ns)
                 of_model.tell(now_ns)
             self._arrive(now_ns)
         for index in range(len(self._runners)):
@@ -128,6 +142,22 @@ class Driver:
     def _run_all(self, until_ns: int) -> None:
         for index in range(len(self._runners)):
             self._run_alone(index, until_ns)
+
+    def _run_due(self, until_ns: int) -> None:
+        """Let everything end that ends by `until_ns`; a runner in which nothing does may stay behind."""
+        due, due_ns, finished = self._due, self._due_ns, self._finished
+        while due and due[0][0] <= until_ns:
+            at_ns, index = heappop(due)
+            if due_ns[index] != at_ns:
+                continue  # it was looked at since
+            next_ns = due_ns[index] = self._runners[index].run_towards(until_ns, finished)
+            if next_ns <= until_ns:
+                next_ns = due_ns[index] = until_ns + 1
+            if next_ns != NEVER_NS:
+                heappush(due, (next_ns, index))
+            if finished:
+                self._end(index, finished)
+                finished.clear()
 
     def _run_alone(self, index: int, until_ns: int) -> None:
         finished = self._finished
@@ -205,6 +235,9 @@ class Driver:
         index = engine // self._num_ranks
         if not self._is_reactive:
             self._run_alone(index, now_ns)
+            if self._due_ns[index] != now_ns:
+                self._due_ns[index] = now_ns
+                heappush(self._due, (now_ns, index))
         runner = self._runners[index]
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS

@@ -54,6 +54,8 @@ class Router(Protocol):
     """Whether it wants to be told when prompts are computed."""
     reads_metrics: bool
     """Whether it wants metrics."""
+    reads_events: bool
+    """Whether it reads what the workers do, as it happens."""
     staleness_ns: int
     """How old metrics get before they are read again; 0: they are read whenever a request arrives."""
     holds_requests: bool
@@ -119,6 +121,7 @@ class RoundRobin:
     is_told = False
     reads_prefills = False
     reads_metrics = False
+    reads_events = False
     staleness_ns = 0
     holds_requests = False
 
