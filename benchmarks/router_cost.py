@@ -18,7 +18,6 @@ from kvarts import ReplayConfig, Trace, load_trace, replay
 from kvarts.routers.spec import POLICIES
 from kvarts.traffic.editing import repeated
 
-
 GRID_NS = 3_000_000_000
 """Times of the trace are multiples of this."""
 

@@ -15,7 +15,7 @@ class LookingRouter(RoundRobin):
     """Chooses the engine with the fewest prompt pages to compute, pages in use and pages waited for; device only."""
 
     is_told = True
-    reads_events = True  # so that the engines are where they are when a request arrives
+    reads_metrics = True  # so that the engines are where they are when a request arrives
 
     def __init__(self, engines: Sequence[Routed]) -> None:
         super().__init__(len(engines))

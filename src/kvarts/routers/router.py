@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -140,10 +140,12 @@ class PolicyRouter:
         if worker in self._feeds:
             self._feeds[worker].follow(log)
 
-    def catch_up(self, now_ns: int) -> None:
-        """Let take effect what the readers have read and what reaches the router by `now_ns`."""
-        for feed in self._feeds.values():
-            feed.read()
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
+        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
+        feeds = self._feeds
+        if feeds:
+            for worker in sorted(set(workers)):
+                feeds[worker].read()
         events, index = self._events, self.index
         while events and events[0][0] <= now_ns:
             _, _, worker, event = heappop(events)

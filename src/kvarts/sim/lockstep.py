@@ -154,7 +154,7 @@ class Ranks:
                 return
             self.start(self.now_ns, until_ns)
 
-    def run_towards(self, until_ns: int, finished: list[Request]) -> int:
+    def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
         """Do steps as `run_until` does; return `until_ns`, from which on something may end."""
         self.run_until(until_ns, finished)
         return until_ns

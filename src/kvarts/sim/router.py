@@ -6,7 +6,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mypy_extensions import mypyc_attr
@@ -91,8 +91,8 @@ class Router(Protocol):
     def follow(self, worker: int, log: EventLog) -> None:
         """Take note that the reader of `worker` reads `log`, and may look at events that wait in it."""
 
-    def catch_up(self, now_ns: int) -> None:
-        """Let take effect what the readers have read and what reaches the router by `now_ns`."""
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
+        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
 
 
 class RoutingSettings(Protocol):
@@ -165,7 +165,7 @@ class RoundRobin:
     def follow(self, worker: int, log: EventLog) -> None:
         """Note nothing."""
 
-    def catch_up(self, now_ns: int) -> None:
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Do nothing."""
 
 
