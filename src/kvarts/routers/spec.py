@@ -15,7 +15,7 @@ from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionSta
 from kvarts.routers.own import LeastLoaded, PowerOfTwo, PrefixAware, RoundRobin, Session
 from kvarts.settings import SettingError
 
-__all__ = ["POLICIES", "is_own", "policy_of"]
+__all__ = ["POLICIES", "is_own", "policy_of", "split_names"]
 
 POLICIES: dict[str, type[msgspec.Struct]] = {
     "round-robin": RoundRobin,
@@ -39,6 +39,17 @@ def is_own(text: str) -> bool:
     """Return whether a name is `module:Class`, a policy that does not ship."""
     name, colon, rest = text.partition(":")
     return bool(colon) and name not in POLICIES and "=" not in rest
+
+
+def split_names(text: str) -> list[str]:
+    """Return the routers of a list with commas between them, which may have options with commas between these."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and "=" in part and ":" not in part:
+            names[-1] += f",{part}"
+        else:
+            names.append(part.strip())
+    return names
 
 
 def policy_of(router: str | Callable[[], Any]) -> Any:
