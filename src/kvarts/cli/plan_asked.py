@@ -133,6 +133,36 @@ class Asked:
             "users": users,
         }
 
+    def routers(self, names: str, ages: str | None) -> dict[str, Any]:
+        """Return the comparison of routers. `names` and `ages`: lists with commas."""
+        from kvarts.plan.routers import RoutersPlan
+        from kvarts.routers.spec import split_names
+
+        if self._config is None:
+            raise ConfigError(
+                "needs a model and a device, or a cost", field="--routers", hint="Give --model and --device."
+            )
+        try:
+            with Progress("planning", None, "replays") as progress:
+                routers = RoutersPlan(
+                    self._traffic,
+                    self._config,
+                    split_names(names),
+                    [] if ages is None else [age.strip() for age in ages.split(",")],
+                    command=self.replay,
+                    on_replay=progress.update,
+                ).to_builtins()
+        except SettingError as error:
+            of_names = ("router", "routers")
+            error.fields = tuple("routers" if field in of_names else "router_ages" for field in error.fields)
+            raise self._as_options(error) from error
+        return {
+            "trace": self._traffic.name,
+            "setting": f"pages of {self._config.page_size} tokens, {self._config.num_pages:,} a replica",
+            "config": self._config.to_builtins(),
+            "routers": routers,
+        }
+
     def _users_command(self, users: int, copies: int) -> str:
         if copies == 1:
             return self.replay({"concurrency": users})

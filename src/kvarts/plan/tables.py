@@ -8,7 +8,7 @@ from kvarts.plan.series import usual_points
 from kvarts.report.words import NAME_ONE, number, opening, page_bytes_of, wrapped
 from kvarts.units import as_duration, as_percent
 
-__all__ = ["render", "render_sample", "render_shares", "render_users"]
+__all__ = ["render", "render_routers", "render_sample", "render_shares", "render_users"]
 
 GIB = 1 << 30
 LATENCY_HEADING = f"{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>10}{'SLO':>8}"
@@ -67,6 +67,30 @@ def _group_heading(plan: dict[str, Any]) -> str:
 def _of_groups(point: dict[str, Any]) -> str:
     """Return the hits with KV groups, where they are counted."""
     return f"{as_percent(point['group_hit_ratio']):>10}" if "group_hit_ratio" in point else ""
+
+
+def render_routers(plan: dict[str, Any]) -> str:
+    """Return the table of routers, with a line end."""
+    routers = plan["routers"]
+    has_slo = any(bound is not None for bound in routers["slo"].values())
+    width = max(len("router"), *(len(point["router"]) for point in routers["points"]))
+    lines = [
+        f"{plan['trace']} on {routers['replicas']} replicas; {plan['setting']}",
+        "",
+        f"{'router':<{width}}{'age':>8}{'hits':>8}{'TTFT':>10}{'p99':>10}{'TPOT p99':>10}{'most/mean':>10}"
+        + f"{'SLO kept':>10}" * has_slo,
+    ]
+    lines += [
+        f"{point['router']:<{width}}{point['age'] or '-':>8}{as_percent(point['hit_ratio']):>8}"
+        f"{as_duration(point['ttft_ms']['mean']):>10}{as_duration(point['ttft_ms']['p99']):>10}"
+        f"{as_duration(point['tpot_ms']['p99']):>10}{number(point['most_to_mean_tokens']):>10}"
+        + f"{as_percent(point['slo_ratio']):>10}"
+        * has_slo
+        for point in routers["points"]
+    ]
+    best = min(routers["points"], key=lambda point: point["ttft_ms"]["mean"] or 0.0)
+    lines += ["", "shortest mean TTFT:", f"  {best['command']}"]
+    return "\n".join(lines) + "\n"
 
 
 def render_users(plan: dict[str, Any]) -> str:

@@ -19,8 +19,8 @@ class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Prefill blocks are the prompt tokens in flight and of the request that are not cached, in blocks. Hits: blocks on
     the device times `overlap_score_credit`, and those in host memory and on disk times their weights. The credit of a
-    worker shrinks with `overlap_score_credit_decay` as it has more to prefill than the worker with the least. Blocks in flight
-    are the distinct blocks of all requests of the worker, this one included. Equal costs: by chance; with a
+    worker shrinks with `overlap_score_credit_decay` as it has more to prefill than the worker with the least. Blocks in
+    flight are the distinct blocks of all requests of the worker, this one included. Equal costs: by chance; with a
     `temperature`, all choices are, more likely the cheaper ones.
 
     `role`: of a decode pool only the blocks count, one by one, of a prefill pool only what is to be prefilled.

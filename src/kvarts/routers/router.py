@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,7 @@ class PolicyRouter:
         self.is_told = True
         self.holds_requests = self._queue_tokens is not None
         self.reads_metrics = needs.metrics
+        self.reads_events = needs.pages != "no"
         self.reads_prefills = needs.prefills or self.holds_requests
         self.index: EventIndex | None = None
         if needs.pages != "no" and directory is None:
@@ -144,10 +145,12 @@ class PolicyRouter:
         if worker in self._feeds:
             self._feeds[worker].follow(log)
 
-    def catch_up(self, now_ns: int) -> None:
-        """Let take effect what the readers have read and what reaches the router by `now_ns`."""
-        for feed in self._feeds.values():
-            feed.read()
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
+        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
+        feeds = self._feeds
+        if feeds:
+            for worker in sorted(set(workers)):
+                feeds[worker].read()
         events, index = self._events, self.index
         while events and events[0][0] <= now_ns:
             _, _, worker, event = heappop(events)

@@ -13,10 +13,9 @@ from kvarts.routers.dynamo import DynamoKv
 from kvarts.routers.llmd import LlmD
 from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionStackPrefix, SglangCacheAware
 from kvarts.routers.own import LeastLoaded, PowerOfTwo, PrefixAware, RoundRobin, Session
-from kvarts.routers.view import Policy
 from kvarts.settings import SettingError
 
-__all__ = ["POLICIES", "policy_of"]
+__all__ = ["POLICIES", "policy_of", "split_names"]
 
 POLICIES: dict[str, type[msgspec.Struct]] = {
     "round-robin": RoundRobin,
@@ -36,8 +35,19 @@ STALENESS_NS = {"llm-d": 50_000_000}
 """How old metrics may get by default: llm-d polls them every 50 ms. Others: as of now."""
 
 
-def policy_of(router: str | Callable[[], Any]) -> Policy:
-    """Return a new policy: by name, or what a class or a function without arguments makes.
+def split_names(text: str) -> list[str]:
+    """Return the routers of a list with commas between them, which may have options with commas between these."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and "=" in part and ":" not in part:
+            names[-1] += f",{part}"
+        else:
+            names.append(part.strip())
+    return names
+
+
+def policy_of(router: str | Callable[[], Any]) -> Any:
+    """Return a new Policy: by name, or what a class or a function without arguments makes.
 
     Raise ConfigError for the field `router`.
     """
@@ -65,10 +75,10 @@ def policy_of(router: str | Callable[[], Any]) -> Policy:
         raise SettingError(f"{name}: {error}", "router", hint="Write NAME:key=value,key=value.") from error
     except ConfigError as error:
         raise SettingError(f"{name}: {error.field} {error.what}", "router", hint=error.hint) from error
-    return made.open() if hasattr(made, "open") else made  # type: ignore[no-any-return]
+    return made.open() if hasattr(made, "open") else made
 
 
-def _imported(text: str) -> Policy:
+def _imported(text: str) -> Any:
     try:
         return _made(code_named(text), text)
     except ConfigError as error:
@@ -76,7 +86,7 @@ def _imported(text: str) -> Policy:
         raise SettingError(error.what, "router", hint=error.hint or hint) from error
 
 
-def _made(maker: Callable[[], Any], name: str) -> Policy:
+def _made(maker: Callable[[], Any], name: str) -> Any:
     try:
         made = maker()
     except TypeError as error:
@@ -85,8 +95,8 @@ def _made(maker: Callable[[], Any], name: str) -> Policy:
     return _checked(made, name)
 
 
-def _checked(policy: Any, name: str) -> Policy:
+def _checked(policy: Any, name: str) -> Any:
     if not callable(getattr(policy, "choose", None)):
         hint = "See kvarts.routers.view.Policy for what a policy has."
         raise SettingError(f"{name} has no choose", "router", hint=hint)
-    return policy  # type: ignore[no-any-return]
+    return policy

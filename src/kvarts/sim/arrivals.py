@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvarts.report.requests import NO_REPLICA, RequestLog
@@ -137,14 +137,14 @@ class Arrivals:
                 num_used / cache.pool.total,
             )
 
-    def tell(self, now_ns: int) -> None:
-        """Tell the router what happened in the engines, which have reached `now_ns`."""
+    def tell(self, now_ns: int, runners: Iterable[int]) -> None:
+        """Tell the router what happened by `now_ns` in engines, those of `runners`, by their numbers."""
         router = self.router
         if router.reads_prefills:
-            for engine in self.engines:
-                for request in engine.scheduler.take_computed():
+            for index in sorted(set(runners)):
+                for request in self.engines[index].scheduler.take_computed():
                     router.prefilled(request)
-        router.catch_up(now_ns)
+        router.catch_up(now_ns, runners)
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, TraceRequest, int]]:
         """Return the requests that waited in the router and go to an engine now, with their rows."""

@@ -66,6 +66,13 @@ class Runner(Protocol):
         Add the requests that finished to `finished`.
         """
 
+    def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
+        """Do steps as `run_until` does, or leave them for later as long as nothing ends in them by `until_ns`.
+
+        Return until when no request ends and no prompt is computed, and if `is_watched` no page becomes findable or is
+        evicted; NEVER_NS without work.
+        """
+
     def quiet_until(self, now_ns: int) -> int | None:
         """Return until when no request can end if many steps could start now; None if only one could."""
 
@@ -92,6 +99,9 @@ class Driver:
         self._arrivals = arrivals
         self._runners = runners
         self._num_ranks = ranks
+        self._all = range(len(runners) * ranks)
+        self._tells_apart = ranks == 1 and len(arrivals) == 1 and arrivals[0].router.is_told
+        """Whether a router is told of the engines that moved, and not of all."""
         self._on_progress = on_progress
         # Where a request goes, and when, may hang on the end of any other.
         self._is_reactive = any(each.source.is_reactive or each.router.holds_requests for each in arrivals)
@@ -109,6 +119,11 @@ class Driver:
         self._ends_ns = [NEVER_NS] * len(runners)
         self._quiet_ns = [NEVER_NS] * len(runners)
         """For each runner with a step under way: the time until which no request ends there, if none arrives there."""
+        self._due: list[tuple[int, int]] = []
+        """A heap of runners that were left behind, each with the time until which nothing ends there."""
+        self._due_ns = [NEVER_NS] * len(runners)
+        self._ran: list[int] = []
+        """Runners that moved since the router was last told what happened, in no order."""
         self._roused = set(range(len(runners)))
         """Runners to which something came or ended since they were looked at; the others have nothing to start."""
 
@@ -135,10 +150,13 @@ class Driver:
                 self._give_up(now_ns)
                 continue
             of_model = self._arriving
-            if of_model.router.is_told or of_model.router.reads_metrics:
+            router = of_model.router
+            if router.is_told or router.reads_metrics:
                 self._poll(of_model, now_ns)
-                self._run_all(now_ns)
-                of_model.tell(now_ns)
+                if router.is_told:
+                    self._run_due(now_ns, is_watched=router.reads_events)
+                of_model.tell(now_ns, self._ran if self._tells_apart else self._all)
+                self._ran.clear()
             self._arrive(now_ns)
         for index in range(len(self._runners)):
             self._run_alone(index, NEVER_NS)
@@ -153,8 +171,37 @@ class Driver:
         for index in range(len(self._runners)):
             self._run_alone(index, until_ns)
 
+    def _run_due(self, until_ns: int, *, is_watched: bool) -> None:
+        """Let everything end that ends by `until_ns`; a runner in which nothing does may stay behind.
+
+        `is_watched`: nor does one that changes what can be found in its cache.
+        """
+        due, due_ns, finished = self._due, self._due_ns, self._finished
+        while due and due[0][0] <= until_ns:
+            at_ns, index = heappop(due)
+            if due_ns[index] != at_ns:
+                continue  # it was looked at since
+            next_ns = due_ns[index] = self._runners[index].run_towards(until_ns, finished, is_watched)
+            if self._tells_apart:
+                self._ran.append(index)
+            if next_ns <= until_ns:
+                next_ns = due_ns[index] = until_ns + 1
+            if next_ns != NEVER_NS:
+                heappush(due, (next_ns, index))
+            if finished:
+                self._end(index, finished)
+                finished.clear()
+
+    def _look_again(self, index: int, now_ns: int) -> None:
+        """Take back until when nothing ends in a runner: something comes to it, or leaves it, at `now_ns`."""
+        if self._due_ns[index] != now_ns:
+            self._due_ns[index] = now_ns
+            heappush(self._due, (now_ns, index))
+
     def _run_alone(self, index: int, until_ns: int) -> None:
         finished = self._finished
+        if self._tells_apart:
+            self._ran.append(index)
         self._runners[index].run_until(until_ns, finished)
         if finished:
             self._end(index, finished)
@@ -190,7 +237,7 @@ class Driver:
                 if of_model.router.is_told or of_model.router.reads_metrics:
                     if not of_model.router.staleness_ns and of_model.router.reads_metrics:
                         of_model.poll(now_ns)
-                    of_model.tell(now_ns)
+                    of_model.tell(now_ns, self._all)
                 self._arrive(now_ns)
             self._start(now_ns, next_ns)
 
@@ -243,6 +290,7 @@ class Driver:
             self._run_alone(index, now_ns)
             if request not in self._in_engines:
                 return
+            self._look_again(index, now_ns)
         runner = self._runners[index]
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS
@@ -267,7 +315,7 @@ class Driver:
     def _take_placed(self, now_ns: int) -> None:
         """Send the requests to engines that waited in a router and need not any more."""
         for of_model in self._holding:
-            of_model.tell(now_ns)
+            of_model.tell(now_ns, self._all)
             if of_model.router.reads_metrics and not of_model.router.staleness_ns:
                 of_model.poll(now_ns)
             for request, row, engine in of_model.take_placed(now_ns):
@@ -277,6 +325,7 @@ class Driver:
         index = engine // self._num_ranks
         if not self._is_reactive:
             self._run_alone(index, now_ns)
+            self._look_again(index, now_ns)
         runner = self._runners[index]
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS

@@ -6,7 +6,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mypy_extensions import mypyc_attr
@@ -57,6 +57,8 @@ class Router(Protocol):
     """Whether it wants to be told when prompts are computed."""
     reads_metrics: bool
     """Whether it wants metrics."""
+    reads_events: bool
+    """Whether it reads what the workers do, as it happens."""
     staleness_ns: int
     """How old metrics get before they are read again; 0: they are read whenever a request arrives."""
     holds_requests: bool
@@ -95,8 +97,8 @@ class Router(Protocol):
     def follow(self, worker: int, log: EventLog) -> None:
         """Take note that the reader of `worker` reads `log`, and may look at events that wait in it."""
 
-    def catch_up(self, now_ns: int) -> None:
-        """Let take effect what the readers have read and what reaches the router by `now_ns`."""
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
+        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
 
 
 class RoutingSettings(Protocol):
@@ -125,6 +127,7 @@ class RoundRobin:
     is_told = False
     reads_prefills = False
     reads_metrics = False
+    reads_events = False
     staleness_ns = 0
     holds_requests = False
 
@@ -171,7 +174,7 @@ class RoundRobin:
     def follow(self, worker: int, log: EventLog) -> None:
         """Note nothing."""
 
-    def catch_up(self, now_ns: int) -> None:
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Do nothing."""
 
 
