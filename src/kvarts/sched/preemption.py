@@ -125,9 +125,9 @@ class Preemptor:
         num_used = cache.num_used
         victim = running.victim()
         num_unused = 0
-        is_chunked = victim is running.chunked
+        is_decoding = victim is not running.chunked and victim not in running.stalled
         running.leave(victim)
-        if not is_chunked:
+        if is_decoding:
             victim.last_token_ns = now_ns  # it sampled a token in the step that ended now
             # It took a page for the step, which it no longer takes part in.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):

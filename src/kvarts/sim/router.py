@@ -49,12 +49,12 @@ class RoundRobin:
     looks_at_engines = False
 
     def __init__(self) -> None:
-        self._num_routed = 0
+        self._next = 0
 
     def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
         """Return the replica after the one chosen last."""
-        index = self._num_routed % len(replicas)
-        self._num_routed += 1
+        index = self._next % len(replicas)
+        self._next = index + 1
         return index
 
 
