@@ -19,7 +19,7 @@ TIMES = (
 
 
 class Handoff:
-    """A request whose prompt `source` computes, and that `target` goes on with.
+    """A request with a prompt that `source` computes; `target` goes on with it.
 
     `prefill` and `decode` are what the two engines have of it; the first is None where one worker does both. `order`:
     its place among the reservations of its target.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from kvarts.fleet.config import FleetConfig
@@ -12,6 +13,7 @@ from kvarts.report.distributions import NS_PER_MS, distribution_ms
 from kvarts.report.report import Report
 from kvarts.report.requests import COMPLETED, RequestLog
 from kvarts.report.steps import StepLog
+from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
 
 __all__ = ["FleetReport"]
@@ -77,6 +79,7 @@ class FleetReport(Report):
             waits = {name: distribution_ms(handed[end] - handed[start]) for name, start, end in WAITS}
         return {
             "waits": waits,
+            "pools": self._pools(),
             "transferred_bytes": int(handed["num_bytes"].sum()),
             "num_deadlocks": len(self._deadlocks),
             "deadlocks": [
@@ -84,3 +87,32 @@ class FleetReport(Report):
                 for at_ns, worker, request in self._deadlocks[:10]
             ],
         }
+
+    def _pools(self) -> list[dict[str, Any]]:
+        """Return what the workers of each pool did, and what they cost, together."""
+        pools, first = [], 0
+        summary = super().summary
+        for pool in self.config.pools:
+            mine = summary["replicas"][first : first + pool.each.replicas]
+            first += pool.each.replicas
+            busy_ms = sum(worker["busy_ms"] for worker in mine)
+            worker_s = len(mine) * summary["duration_ms"] / 1e3
+            pools.append(
+                {
+                    "role": pool.role,
+                    "replicas": len(mine),
+                    "num_gpus": devices_of(pool.each),
+                    "busy_pct": busy_ms / 1e3 / worker_s if worker_s else None,
+                    "peak_used_pct": max(worker["peak_used_pct"] for worker in mine),
+                    "num_preemptions": sum(worker["num_preemptions"] for worker in mine),
+                    "worker_seconds": worker_s,
+                    "gpu_hours": worker_s * devices_of(pool.each) / 3600,
+                }
+            )
+        return pools
+
+
+def devices_of(config: ReplayConfig) -> int:
+    """Return how many devices a worker has."""
+    ways = (getattr(config.cost, name, 1) for name in ("tensor_parallel", "pipeline_parallel"))
+    return prod(map(int, ways))

@@ -117,7 +117,7 @@ class Handoffs:
         return [request for request in self._waiting if request.state is LOADED]
 
     def join(self, request: Request, now_ns: int) -> None:
-        """Let `request` run, whose last prompt token is computed again with the decodes of this step."""
+        """Let `request` run: the last token of its prompt is computed again, with the decodes of this step."""
         self._running.enter(request, 0, now_ns)
         request.num_computed = request.num_prompt_tokens
         self._joined.append(request)
@@ -131,7 +131,7 @@ class Handoffs:
         return len(joined), sum(request.num_prompt_tokens for request in joined)
 
     def stall(self, end_ns: int) -> None:
-        """Note at the end of a step who had no tokens to compute, and who had again.
+        """Note at the end of a step which requests had no tokens to compute, and which had some again.
 
         What joined after a request that has used up the budget gets none before that is through, as in Dynamo's mocker.
         """

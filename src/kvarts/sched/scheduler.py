@@ -493,7 +493,7 @@ class Scheduler:
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
-            # These have their pages: whoever lacks some gets them sooner if they run.
+            # These have their pages: a request that lacks some gets them sooner if they run.
             for ready in handoffs.ready():
                 if running.num_running >= max_num_seqs or budget <= 0:
                     break
@@ -507,7 +507,7 @@ class Scheduler:
         return tuple(admitted)
 
     def _join(self, request: Request, now_ns: int, admitted: list[int]) -> int:
-        """Let `request` run, whose prompt another engine has computed; return the tokens that count as budget."""
+        """Let `request` run, after another engine has computed its prompt; return the tokens that count as budget."""
         handoffs = self.handoffs
         assert handoffs is not None
         self.waiting.remove(request)
