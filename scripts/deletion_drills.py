@@ -43,6 +43,7 @@ ALL = "all"
 
 ROOMS = {
     "plan": ("plan",),
+    "fleet": ("fleet",),
     "sharing": ("sharing", "openai_api/several"),
     "offload": ("offload",),
     "record": ("record",),
