@@ -6,6 +6,7 @@ step.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,6 +98,15 @@ class Router(Protocol):
     def follow(self, worker: int, log: EventLog) -> None:
         """Take note that the reader of `worker` reads `log`, and may look at events that wait in it."""
 
+    def join(self) -> int:
+        """Add a worker; return its number."""
+
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again, which has left."""
+
+    def leave(self, worker: int) -> None:
+        """Send nothing to `worker` any more. What is in flight there may still end."""
+
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
 
@@ -122,7 +132,7 @@ class RoutingSettings(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RoundRobin:
-    """Sends the i-th arrival to worker i modulo their number. It wants to know nothing."""
+    """Sends requests to the workers in turn. It wants to know nothing."""
 
     is_told = False
     reads_prefills = False
@@ -133,13 +143,14 @@ class RoundRobin:
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        self.num_routed = 0
+        self.workers = list(range(num_workers))
+        self._next = 0
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
         """Return the worker after the one chosen last."""
-        worker = self.num_routed % self.num_workers
-        self.num_routed += 1
-        return worker
+        place = self._next % len(self.workers)
+        self._next = place + 1
+        return self.workers[place]
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
         """Return nothing."""
@@ -174,6 +185,20 @@ class RoundRobin:
     def follow(self, worker: int, log: EventLog) -> None:
         """Note nothing."""
 
+    def join(self) -> int:
+        """Add a worker; return its number."""
+        self.workers.append(self.num_workers)
+        self.num_workers += 1
+        return self.num_workers - 1
+
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again."""
+        insort(self.workers, worker)
+
+    def leave(self, worker: int) -> None:
+        """Send nothing to `worker` any more."""
+        self.workers.remove(worker)
+
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Do nothing."""
 
@@ -189,12 +214,13 @@ class WithinGroups(RoundRobin):
     def __init__(self, num_workers: int, ranks: int) -> None:
         super().__init__(num_workers)
         self._num_ranks = ranks
+        self._num_routed = 0
         self._loads = [0] * num_workers
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
         """Return the rank of the next group that has the least to do."""
-        first = self.num_routed * self._num_ranks % self.num_workers
-        self.num_routed += 1
+        first = self._num_routed * self._num_ranks % self.num_workers
+        self._num_routed += 1
         return min(range(first, first + self._num_ranks), key=self._loads.__getitem__)
 
     def report(
