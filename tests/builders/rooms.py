@@ -27,6 +27,7 @@ NAMES = {
         "Finding",
         "PageLedger",
     ),
+    "calibrate": ("Calibration", "calibrate"),
     "config": ("EngineConfig",),
     "content": ("Content",),
     "errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
@@ -35,7 +36,7 @@ NAMES = {
     "kv": ("CountPool", "IdPool", "LruOrder", "PageCache", "PageError", "PrefixTree"),
     "llm": ("LLM",),
     "offload": ("OffloadConfig",),
-    "plan": ("Plan", "plan"),
+    "plan": ("Plan", "Sweep", "plan", "sweep"),
     "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
     "report": ("Report",),
     "routers": ("Needs", "Routing"),
@@ -45,7 +46,7 @@ NAMES = {
     ),
     "sharing": ("ModelShare", "SharedReport", "SharingConfig"),
     "sim": ("ReplayConfig", "Slo", "replay"),
-    "traffic": ("Trace", "TraceRequest", "Workload", "load_mooncake", "load_trace"),
+    "traffic": ("Trace", "TraceInfo", "TraceRequest", "Workload", "load_mooncake", "load_trace", "trace_info"),
     "verify": ("Verdict", "verify", "verify_file"),
 }
 """Names of the front door, by the room that they come from."""

@@ -6,12 +6,14 @@ import importlib.util
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 import kvarts
 from kvarts import ConfigError, Plan, ReplayConfig, Trace, load_trace
 from kvarts.plan.page import render_page
-from kvarts.routers.own import LeastLoaded
+from kvarts.routers.own import RoundRobin
+from kvarts.units import as_duration
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -60,15 +62,31 @@ def test_a_plan_refuses_what_does_not_go_together(few: Trace) -> None:
     with pytest.raises(ConfigError) as caught:
         kvarts.plan(few, policies=["none-such"])
     assert caught.value.field == "policy"
-    with pytest.raises(ConfigError, match="one of your own") as caught:
-        kvarts.plan(few, ReplayConfig(router=LeastLoaded))
+    with pytest.raises(ConfigError, match="must be one of") as caught:
+        kvarts.plan(few, ReplayConfig(), router="prefxi")
     assert caught.value.field == "router"
+
+
+class InTurn(RoundRobin):
+    """A router of one's own that chooses as round-robin does."""
+
+
+@pytest.mark.parametrize("is_in_config", [True, False])
+def test_a_plan_looks_at_a_router_of_ones_own(few: Trace, is_in_config: bool) -> None:
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", pages=9_000, slo_ttft_ms=2_500)
+    config = msgspec.structs.replace(config, router=InTurn) if is_in_config else config
+    plan = kvarts.plan(few, config, at=[9_000], slo_share=0.9, router=None if is_in_config else InTurn)
+    own, by_name = plan.values["latency"]["replicas"]["by_router"][:2]
+    assert (own.pop("router"), by_name.pop("router")) == ("InTurn", "round-robin")
+    assert own == by_name and own["replicas"] > 1
 
 
 def test_a_plan_says_what_it_is(plan: Plan) -> None:
     assert repr(plan) == f"<Plan for <few>: {plan.advice}>" and "is the least that keeps the SLO" in plan.advice
     shown = plan._repr_html_()
     assert "<table>" in shown and "<few>" not in shown
+    uncertain = plan.options[0]["uncertainty"]["ttft_ms"]["p99"]
+    assert f"+- {as_duration(uncertain)}" in shown
 
 
 @needs_pandas

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_needs import GroupNeeds
-from kvarts.kv.parts import Part
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
@@ -19,6 +18,7 @@ from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive, assert_sa
 from builders.rooms import ROUTERS
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
+from oracles.parts import Part
 
 pytestmark = pytest.mark.laws
 

@@ -69,9 +69,12 @@ NEEDS = (
     Need(("--router-queue",), ("--router-queue-threshold",)),
     Need(("--slo-share", "--cost-error"), SLO, commands=("plan",)),
     Need(("--trace-block-size",), ("--prompts",), commands=("calibrate",)),
+    Need(("--hold-out",), ("--points",), commands=("calibrate",)),
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
     Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile", "chat")),
     Need(("--open",), ("--html",)),
+    Need(("--retries",), ("--client-timeout-s",)),
+    Need(("--retry-after-s",), ("--retries",)),
     Need(("--checkpoint-turns",), ("--json",), commands=("soak",)),
     Need(("--server-pid",), ("--address",), commands=("soak",)),
     Need(("--every",), unless=("--quiet",), commands=("watch",)),
@@ -90,7 +93,8 @@ MODES = (
     Mode("plan", NO_REPLAY, keeps=("--at", "--outputs", "--policy", "--league", "--curves-only", *PLAN_RESULTS),
          why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost."),
     Mode("soak", "--judge", keeps=("--judge", "--json", "--page")),
-    Mode("calibrate", "--design", drops=OF_FIT),
+    Mode("calibrate", "--points", keeps=("--points", "--prior", "--hold-out", "--out", "--json")),
+    Mode("calibrate", "--design", drops=(*OF_FIT, "--prompts", "--series", "--fit-on", "--prior", "--out")),
     Mode("serve sessions", "--mock", drops=OF_MODEL),
 )  # fmt: skip
 

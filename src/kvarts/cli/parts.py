@@ -82,6 +82,8 @@ class Part:
 
     sections: tuple[Section, ...] = ()
     """Settings: options of the command line and tables of a file."""
+    of_one_model = True
+    """Whether its settings are about replays of one model as well, which are all that is planned."""
     tier_flag: str | None = None
     """The option that adds pages below the device."""
 

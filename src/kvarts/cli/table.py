@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvarts.report.words import LIMITS, in_memory, number, opening, wrapped
+from kvarts.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
 from kvarts.units import as_duration, as_percent
 
 __all__ = ["as_bytes", "render_advice", "render_table"]
@@ -31,6 +31,7 @@ def render_table(summary: dict[str, Any]) -> str:
             lines.append(f"{'':<8}{known}".rstrip())
     lines += [
         "",
+        *([_row(*UNCERTAIN)] if summary.get("uncertainty") else []),
         _row("duration", f"{as_duration(summary['duration_ms'])} in {summary['num_steps']:,} steps"),
         _row("requests", _counts(summary, completed, rejected)),
         _row(
@@ -65,6 +66,7 @@ def render_table(summary: dict[str, Any]) -> str:
             "preempted",
             f"{summary['num_preemptions']:,} times, {summary['num_recomputed_tokens']:,} tokens computed again",
         ),
+        *_wasted(summary),
         _row("limited by", _limit(summary["limited_by"])),
         *_warnings(summary),
     ]
@@ -139,8 +141,19 @@ def _row(name: str, value: str) -> str:
     return f"{name:<14}{value}"
 
 
+def _wasted(summary: dict[str, Any]) -> list[str]:
+    """Return a row on what was computed for requests that were cancelled; none where none was."""
+    wasted = summary.get("cancelled")
+    if wasted is None:
+        return []
+    text = f"{wasted['prompt_tokens']:,} prompt and {wasted['output_tokens']:,} output tokens, of cancelled requests"
+    return [_row("wasted", text)]
+
+
 def _counts(summary: dict[str, Any], completed: int, rejected: int) -> str:
     text = f"{completed:,} completed, {rejected:,} rejected"
+    if "num_cancelled" in summary:
+        text += f", {summary['num_cancelled']:,} cancelled"
     skipped = summary["num_skipped_lines"]
     return f"{text}, {skipped:,} bad lines skipped" if skipped else text
 

@@ -19,7 +19,7 @@ from kvarts.errors import ConfigError
 from kvarts.executor.cost import CostModel
 from kvarts.executor.flat_batch import FlatBatch
 from kvarts.executor.page_slots import PageSlots
-from kvarts.executor.page_tables import LayerTable, PageTables
+from kvarts.executor.page_tables import PageTables
 from kvarts.executor.rotation import NoRotation
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.sampling import Logprobs, SamplingParams
@@ -85,9 +85,8 @@ class MockExecutor:
         self.rotation = NoRotation()
         self.late_ns = 0
         """How much later than they should the steps have ended so far, the most of all."""
-        num_tables = 1 if groups is None else groups.page_bytes // groups.block_bytes
-        tables = [LayerTable((block,)) for block in range(num_tables)]
-        self._rows = PageTables(config.max_num_seqs, config.page_size, tables)
+        num_each = 1 if groups is None else groups.page_bytes // groups.block_bytes
+        self._rows = PageTables(config.max_num_seqs, config.page_size, (), num_blocks=num_each)
         self._max_num_seqs = config.max_num_seqs
         self._cost = cost
         self._clock = clock

@@ -269,6 +269,11 @@ class ChatBody(GenerationBody, kw_only=True):
         return options
 
     @property
+    def has_schema(self) -> bool:
+        """Whether it brings a JSON schema, of what its answer or the arguments of a tool are to be."""
+        return bool(self.tools) or self.response_format is not None or self.structured_outputs is not None
+
+    @property
     def asked_logprobs(self) -> int | None:
         """How many likeliest tokens to tell; None for no log-probabilities. Raise ApiError for a number without."""
         if self.top_logprobs and not self.logprobs:

@@ -18,6 +18,7 @@ from kvarts.sampling import Logprobs
 __all__ = ["ChatForm", "CompletionForm", "Echo", "Form", "Whole", "usage_of"]
 
 encode = msgspec.json.encode
+MOST_TEXTS = 256
 
 
 class Whole:
@@ -28,6 +29,12 @@ class Whole:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: Logprobs | None = None
         self.finish_reason = ""
+
+    def add(self, text: str) -> None:
+        """Add text. A long one is kept as one piece: a text of a few characters takes ten times their memory."""
+        self.texts.append(text)
+        if len(self.texts) > MOST_TEXTS:
+            self.texts = ["".join(self.texts)]
 
     @property
     def text(self) -> str:
@@ -40,7 +47,7 @@ class Whole:
         num_values = sum(1 + len(top) for _, _, top in self.logprobs)
         if self.prompt_logprobs is not None:
             num_values += sum(1 + len(top) for top in self.prompt_logprobs.top)
-        return 4 * len(self.texts) + 64 * num_values
+        return sum(map(len, self.texts)) + 64 * num_values
 
 
 class Form(Protocol):
@@ -120,7 +127,7 @@ class CompletionForm:
         if not self._echoes:
             return b""
         told = self._echoed(number, prompt_logprobs)
-        return self._piece(number, self._echoes[number].text, None, None if told is None else encode(told), None)
+        return self._piece(number, self._echoes[number].text, None, encode(told), None)
 
     def piece(
         self,
@@ -131,16 +138,18 @@ class CompletionForm:
         usage: Mapping[str, Any] | None,
     ) -> bytes:
         """Return the chunk of a piece."""
-        told = encode(self._logprobs(number, logprobs)) if logprobs else None
+        if finish_reason is None and usage is None and not logprobs:  # most are such
+            return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (self._head, number, encode(text))
+        told = encode(self._logprobs(number, logprobs)) if logprobs else b"null"
         return self._piece(number, text, finish_reason, told, usage)
 
     def _piece(
-        self, number: int, text: str, finish_reason: str | None, logprobs: bytes | None, usage: Mapping[str, Any] | None
+        self, number: int, text: str, finish_reason: str | None, logprobs: bytes, usage: Mapping[str, Any] | None
     ) -> bytes:
         reason = b"null" if finish_reason is None else encode(finish_reason)
         tail = b"}]}\n\n" if usage is None else b'}],"usage":' + encode(usage) + b"}\n\n"
         return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._head, number, encode(text), logprobs or b"null", reason, tail
+            self._head, number, encode(text), logprobs, reason, tail
         )  # fmt: skip
 
     def last(self, usage: Mapping[str, Any]) -> bytes:
@@ -239,6 +248,10 @@ class ChatForm:
     ) -> bytes:
         """Return the chunk of a piece. What is made into something else comes at its end, all at once."""
         if self._shape is None:
+            if finish_reason is None and usage is None and not logprobs:  # most are such
+                return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n' % (
+                    self._head, number, encode(text)
+                )  # fmt: skip
             delta = b'{"content":' + encode(text) + b"}"
         else:
             change, reason_now = self._shaped(self._shape, number, text, is_last=finish_reason is not None)

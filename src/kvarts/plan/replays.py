@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.plan.cache import CachePlan
 from kvarts.report.advice import advice
-from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.sim.trials import ReplayTrials
 from kvarts.units import as_memory
 
+if TYPE_CHECKING:
+    from kvarts.sim.router import RouterMaker
+
 __all__ = ["Replays", "Step", "share_kept"]
+
+ROUTERS = ("round-robin", "least-loaded", "prefix")
+"""Routers that are compared where nothing says which."""
 
 
 def share_kept(summary: dict[str, Any]) -> float | None:
@@ -58,24 +63,32 @@ class Replays:
         config: ReplayConfig,
         *,
         command: Callable[[dict[str, Any]], str],
-        router: str,
+        router: str | RouterMaker,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
-        if callable(config.router):
-            raise SettingError("is not planned for: one of your own", "router", hint="Replay what you have in mind.")
-        self._given_router: str = config.router
-        self.router = router
+        self.routers: dict[str, str | RouterMaker] = {name: name for name in ROUTERS}
+        """Those that are compared for several replicas, by their names, with the one that was given."""
+        self._given_router: str = "round-robin" if callable(config.router) else config.router
         self.counts_groups = config.kv_groups != "off"
         """Whether replays count the KV groups of a model, and not whole pages as curves do."""
         self.least_pages = _least_pages(plan, config)
         """The smallest memory of a replica that every request fits into."""
         self._plan = plan
         self._config = config.certain
+        self.router = self._named_router(router)
         self._uncertain = config
         self._command = command
         self._on_replay = on_replay
         self._found: dict[_Case, dict[str, Any]] = {}
         self._summaries: dict[_Case, dict[str, Any]] = {}
+
+    def _named_router(self, router: str | RouterMaker) -> str:
+        """Return the name of a router, and take it in if it is one of the user's own."""
+        name = router if isinstance(router, str) else getattr(router, "__name__", type(router).__name__)
+        if name not in self.routers:
+            self._config.routing_settings.check(router)
+            self.routers[name] = router
+        return name
 
     def points(self) -> list[dict[str, Any]]:
         """Return all that were made, by memory and then by rate."""
@@ -181,7 +194,7 @@ class Replays:
             self._config,
             num_pages=case.step.pages,
             replicas=case.step.replicas,
-            router=case.router,
+            router=self.routers[case.router],
             speedup=case.rate,
             cost_factor=case.cost_factor,
         )

@@ -20,14 +20,14 @@ from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.kv.transfer import TransferTotals
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
-from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
+from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.run_config import RunConfig
 from kvarts.report.run_values import RunReport
 from kvarts.report.steps import StepLog
-from kvarts.report.words import facts
+from kvarts.report.words import facts, plus_minus
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.working_set import working_set_pages
-from kvarts.units import as_duration, as_percent
+from kvarts.units import as_percent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,7 @@ __all__ = ["REPORT_VERSION", "Report"]
 
 REPORT_VERSION = 1
 LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
-STATUS_NAMES = ("completed", "rejected", "failed")
+STATUS_NAMES = ("completed", "rejected", "failed", "cancelled")
 
 
 class Report:
@@ -148,10 +148,11 @@ class Report:
     def __repr__(self) -> str:
         summary = self.summary
         ttft, hits = summary["ttft_ms"], summary["prefix_hit_ratio"]
+        unsure = summary.get("uncertainty", {}).get("ttft_ms", {})
         ended = f"{summary['num_completed']:,} of {summary['num_requests']:,} requests completed"
         return (
             f"<Report on {self.trace_name}: {ended}; "
-            f"TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "
+            f"TTFT p50 {plus_minus(ttft['p50'], unsure.get('p50'))}, p99 {plus_minus(ttft['p99'], unsure.get('p99'))}; "
             f"{as_percent(hits)} prefix hits; limited by {summary['limited_by']['cause'].replace('_', ' ')}>"
         )
 
@@ -233,6 +234,7 @@ class Report:
             "num_completed": num_completed,
             "num_rejected": int((raw["status"] == REJECTED).sum()),
             "num_failed": int((raw["status"] == FAILED).sum()),
+            **self._cancelled(raw),
             "num_skipped_lines": self._trace.num_skipped_lines,
             **({"left_out": dict(self._trace.left_out)} if self._trace.left_out else {}),
             **({"warnings": list(warnings)} if (warnings := self._trace.said()) else {}),
@@ -401,6 +403,27 @@ class Report:
             "cause": cause,
             **lane,
             "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
+        }
+
+    def _cancelled(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
+        """Return what became of requests that their clients gave up; nothing where none was.
+
+        Retries are among the requests: `num_retries` of them. `prompt_tokens`: computed for them, and
+        `output_tokens`: generated for them, both wasted.
+        """
+        gave_up = raw["status"] == CANCELLED
+        count = int(gave_up.sum())
+        if not count:
+            return {}
+        return {
+            "num_cancelled": count,
+            "cancelled": {
+                "before_admission": int((gave_up & (raw["first_admitted_ns"] < 0)).sum()),
+                "before_first_token": int((gave_up & (raw["first_token_ns"] < 0)).sum()),
+                "num_retries": len(raw["row"]) - len(set(raw["row"].tolist())),
+                "prompt_tokens": self._request_log.cancelled_prompt_tokens,
+                "output_tokens": int(raw["output_tokens"][gave_up].sum()),
+            },
         }
 
     def _longest_rejected(self) -> dict[str, Any]:

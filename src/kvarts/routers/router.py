@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -102,6 +102,11 @@ class PolicyRouter:
                 self.view.found = on_arrival  # a router looks for the prefix once
                 found.append((request, self._place(msgspec.structs.replace(asked, now_ns=now_ns))))
         return found
+
+    def withdraw(self, request: Request) -> None:
+        """Forget `request`, which waits here: its client gave it up."""
+        self._waiting = [each for each in self._waiting if each[2] is not request]
+        heapify(self._waiting)
 
     @property
     def num_held(self) -> int:

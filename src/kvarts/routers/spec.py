@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import msgspec
 
 from kvarts.errors import ConfigError, did_you_mean
+from kvarts.rooms import code_named, is_code_name
 from kvarts.routers.dynamo import DynamoKv
 from kvarts.routers.llmd import LlmD
 from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionStackPrefix, SglangCacheAware
 from kvarts.routers.own import LeastLoaded, PowerOfTwo, PrefixAware, RoundRobin, Session
 from kvarts.settings import SettingError
 
-__all__ = ["POLICIES", "is_own", "policy_of", "split_names"]
+__all__ = ["POLICIES", "policy_of", "split_names"]
 
 POLICIES: dict[str, type[msgspec.Struct]] = {
     "round-robin": RoundRobin,
@@ -35,12 +35,6 @@ STALENESS_NS = {"llm-d": 50_000_000}
 """How old metrics may get by default: llm-d polls them every 50 ms. Others: as of now."""
 
 
-def is_own(text: str) -> bool:
-    """Return whether a name is `module:Class`, a policy that does not ship."""
-    name, colon, rest = text.partition(":")
-    return bool(colon) and name not in POLICIES and "=" not in rest
-
-
 def split_names(text: str) -> list[str]:
     """Return the routers of a list with commas between them, which may have options with commas between these."""
     names: list[str] = []
@@ -58,8 +52,8 @@ def policy_of(router: str | Callable[[], Any]) -> Any:
     Raise ConfigError for the field `router`.
     """
     if callable(router):
-        return _checked(router(), getattr(router, "__name__", repr(router)))
-    if is_own(router):
+        return _made(router, getattr(router, "__name__", repr(router)))
+    if is_code_name(router):
         return _imported(router)
     name, _, options = router.partition(":")
     struct = POLICIES.get(name)
@@ -85,15 +79,20 @@ def policy_of(router: str | Callable[[], Any]) -> Any:
 
 
 def _imported(text: str) -> Any:
-    module, _, name = text.partition(":")
     try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        return _made(code_named(text), text)
+    except ConfigError as error:
         hint = "Name a policy, or module:Class of a module that Python finds."
-        raise SettingError(f"{text!r} cannot be imported: {error}", "router", hint=hint) from error
-    if not callable(found):
-        raise SettingError(f"{text!r} is not a class or a function", "router")
-    return _checked(found(), text)
+        raise SettingError(error.what, "router", hint=error.hint or hint) from error
+
+
+def _made(maker: Callable[[], Any], name: str) -> Any:
+    try:
+        made = maker()
+    except TypeError as error:
+        hint = "Give a class, or a function without arguments that makes one."
+        raise SettingError(f"{name} makes no router: {error}", "router", hint=hint) from error
+    return _checked(made, name)
 
 
 def _checked(policy: Any, name: str) -> Any:

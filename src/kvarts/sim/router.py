@@ -40,6 +40,9 @@ class Routed(Protocol):
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
 
+    def cancel(self, request: Request, now_ns: int) -> None:
+        """Drop `request` at `now_ns`, between steps."""
+
 
 class Router(Protocol):
     """Places requests on workers. Promises: it knows of them what it is told, and what it did itself.
@@ -70,6 +73,9 @@ class Router(Protocol):
     @property
     def num_held(self) -> int:
         """Requests that wait here."""
+
+    def withdraw(self, request: Request) -> None:
+        """Forget `request`, which waits here: its client gave it up."""
 
     def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
         """Note that something else sent `request` to `worker`."""
@@ -143,6 +149,9 @@ class RoundRobin:
     def num_held(self) -> int:
         """No request."""
         return 0
+
+    def withdraw(self, request: Request) -> None:
+        """Do nothing: no request waits here."""
 
     def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
         """Note nothing."""

@@ -91,9 +91,7 @@ class ReplayTrials:
 
     def is_too_long(self, summary: dict[str, Any]) -> bool:
         """Whether the replay is one that is not repeated without being asked for."""
-        # A tier below KV groups is accounted for page by page, which takes some fifty times as long.
-        times = 1 if self._config.kv_groups == "off" else 50
-        is_long = summary["num_requests"] * times > MOST_REQUESTS or summary["num_steps"] * times > MOST_STEPS
+        is_long = summary["num_requests"] > MOST_REQUESTS or summary["num_steps"] > MOST_STEPS
         return is_long and not self._is_asked
 
     def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
