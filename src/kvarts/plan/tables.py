@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from kvarts.plan.series import usual_points
@@ -42,7 +43,7 @@ def render(plan: dict[str, Any]) -> str:
         )
     if plan["at"]:
         lines += _details(plan, _looked_at(plan))
-    lines += [*_league(plan), *_tiers(plan), *_latencies(plan)]
+    lines += [*_league(plan), *_tiers(plan), *_latencies(plan), *_in_vllm(plan)]
     return "\n".join(lines) + "\n"
 
 
@@ -255,6 +256,15 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
     if tiers["best_buy"] is not None:
         lines.append(f"  {tiers['best_buy']} memory saves most for its price")
     return lines
+
+
+def _in_vllm(plan: dict[str, Any]) -> list[str]:
+    """Return the option of vLLM for the host memory that a plan found."""
+    config = (plan.get("tiers") or {}).get("kv_transfer_config")
+    if config is None:
+        return []
+    size = config["kv_connector_extra_config"]["host_memory"]
+    return ["", f"in vLLM, {size} of host memory kept by kvarts", f"  --kv-transfer-config '{json.dumps(config)}'"]
 
 
 def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[str]:
