@@ -45,6 +45,7 @@ ROOMS = {
     "plan": ("plan",),
     "fleet": ("fleet",),
     "sharing": ("sharing", "openai_api/several"),
+    "connect_vllm": ("connect/vllm",),
     "offload": ("offload",),
     "record": ("record",),
     "audit": ("audit",),
@@ -58,7 +59,13 @@ ROOMS = {
 }
 """Each room that can be deleted, and its folders, in the order in which the drill of all deletes them."""
 
-NEEDED_BY = {"routers": ("plan",), "llm": ("kv_events", "session", "openai_api"), "session": ("kv_events",)}
+NEEDED_BY = {
+    "routers": ("plan",),
+    "offload": ("connect_vllm",),
+    "connect": ("connect_vllm",),
+    "llm": ("kv_events", "session", "openai_api"),
+    "session": ("kv_events",),
+}
 """Rooms that stand on another, and go with it."""
 
 COMMANDS = {
@@ -102,6 +109,7 @@ OPTIONAL = [
     "transformers",
     "uvicorn",
     "uvloop",
+    "vllm",
     "zmq",
 ]
 """What an installation may lack; modules that import it cannot be imported then."""

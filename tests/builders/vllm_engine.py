@@ -57,7 +57,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         load_format="dummy",
         enforce_eager=True,
-        max_model_len=1024,
+        max_model_len=512,
         max_num_seqs=4,
         block_size=32,
         num_gpu_blocks_override=settings.get("blocks", 40),

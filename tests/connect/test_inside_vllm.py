@@ -29,6 +29,8 @@ WINDOWED = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 MODELS: dict[str, dict[str, Any]] = {"full": {}, "windowed": WINDOWED}
+BLOCKS = {"full": 48, "windowed": 96}
+"""Blocks of the device, too few to keep every prompt."""
 PROMPTS = [[Random(index).randrange(1000) for _ in range(300)] for index in range(6)]
 LONGER = [prompt + [5] * 40 for prompt in PROMPTS]
 ROUNDS = [PROMPTS, PROMPTS, LONGER]
@@ -59,7 +61,7 @@ class Engine:
 
 @contextmanager
 def engine(folder: Path, model: str = "full", tiers: dict[str, Any] | None = None) -> Iterator[Engine]:
-    settings = {"folder": str(folder / model), "model": MODELS[model], "tiers": tiers, "blocks": 48}
+    settings = {"folder": str(folder / model), "model": MODELS[model], "tiers": tiers, "blocks": BLOCKS[model]}
     log = folder / "log"
     with log.open("w") as stderr:
         process = subprocess.Popen(

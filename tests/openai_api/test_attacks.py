@@ -476,6 +476,18 @@ def page_server() -> Iterator[Server]:
         yield running
 
 
+def test_pages_of_an_origin_that_is_allowed_may_ask_and_read(page_server: Server) -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    for origin, is_allowed in (("http://friend.example", True), ("http://evil.example", False)):
+        headers = {"origin": origin, "host": "friend.example"}
+        reply = page_server.call(COMPLETIONS, None, {**headers, **asks}, method="OPTIONS")
+        assert reply.status == (200 if is_allowed else 405)
+        assert reply.headers.get("access-control-allow-origin") == (origin if is_allowed else None)
+        reply = page_server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers)
+        assert reply.status == (200 if is_allowed else 403)
+        assert reply.headers.get("access-control-allow-origin") == (origin if is_allowed else None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment"),
     [

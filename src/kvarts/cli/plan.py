@@ -37,7 +37,7 @@ __all__ = ["plan_command"]
 MOST_USERS = 100_000
 OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
 POLICY_NAMES = (
-    "fifo, lfu, s3-fifo, arc, w-tinylfu, cost-aware, tail-first, adaptive, session-aware"  # and a test compares them
+    "auto, s3-fifo, arc, w-tinylfu, tail-optimised, workload-aware, session-aware"  # and a test compares them
 )
 
 curves = grouped("Cache curves")

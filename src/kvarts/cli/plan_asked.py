@@ -12,6 +12,7 @@ from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
 from kvarts.plan.commands import command_line
+from kvarts.report.advice import as_size
 from kvarts.settings import SettingError, parts_of_error
 
 if TYPE_CHECKING:
@@ -163,9 +164,12 @@ class Asked:
             "routers": routers,
         }
 
-    def _users_command(self, users: int, copies: int) -> str:
+    def _users_command(self, users: int, copies: int, host_bytes: int) -> str:
+        changes: dict[str, Any] = {"concurrency": users}
+        if host_bytes:
+            changes["offload.host_memory"] = as_size(host_bytes)
         if copies == 1:
-            return self.replay({"concurrency": users})
+            return self.replay(changes)
         if self._trace is None:
             return f"kvarts plan --users {users}"
         # What the trace is copied to says itself nothing about its ids.
@@ -175,7 +179,7 @@ class Asked:
             Path("users.jsonl"),
             self._config_file,
             {
-                "concurrency": users,
+                **changes,
                 "trace_block_size": self._traffic.unit_tokens,
                 **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # as the copies are written
             },

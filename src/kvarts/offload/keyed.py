@@ -1,4 +1,4 @@
-"""A tier of places that is asked by opaque keys: those of another engine, whose tokens are not known here.
+"""A tier of places that is asked by opaque keys: those of another engine, without their tokens.
 
 The keys of a sequence are told in the order of its prefix, and an operation on a prefix makes all of it recent, the
 deepest key least. So the key that goes first is the deepest of the prefix that was used longest ago, and what remains

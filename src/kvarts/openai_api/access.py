@@ -78,6 +78,10 @@ class Guard:
         self._check_page(request)
         return ANYONE
 
+    def shares_with(self, origin: str | None) -> bool:
+        """Return whether pages of `origin`, another than the server's, may read answers."""
+        return origin in self._origins
+
     def _check_page(self, request: HttpRequest) -> None:
         """Raise ApiError for what a web page of another origin sends: nothing but its origin gives it away."""
         host = (request.header("host") or "").lower()

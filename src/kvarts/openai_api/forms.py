@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
+from kvarts.llm.text import Completion
 from kvarts.llm.token_bytes import TextOffsets
 from kvarts.openai_api.answer import TokenLogprob
 from kvarts.openai_api.prompts import TextModel
@@ -28,6 +29,7 @@ class Whole:
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: Logprobs | None = None
+        self.completion: Completion | None = None
         self.finish_reason = ""
 
     def add(self, text: str) -> None:
@@ -98,7 +100,8 @@ class CompletionForm:
     """/v1/completions. `echoes`: the prompt before each choice, where prompts are echoed.
 
     `prompts`: the tokens of each choice's prompt, where their log-probabilities are a field of the answer.
-    `has_logprobs`: those of an echo are told with those of the text. `skips_special_tokens`: these have no text.
+    `has_logprobs`: those of an echo are told with those of the text. `ids_of`: the tokens of each choice's prompt,
+    where the answer has the ids of these and of its own. `skips_special_tokens`: these have no text.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class CompletionForm:
         *,
         prompts: Sequence[Sequence[int]] = (),
         has_logprobs: bool = False,
+        ids_of: Sequence[Sequence[int]] = (),
         skips_special_tokens: bool = True,
     ) -> None:
         self.answer_id = f"cmpl-{uuid4().hex}"
@@ -116,6 +120,7 @@ class CompletionForm:
         self._echoes = echoes
         self._prompts = prompts
         self._has_logprobs = has_logprobs
+        self._ids_of = ids_of
         self._skips_special_tokens = skips_special_tokens
         self._facts = {"id": self.answer_id, "object": "text_completion", "created": int(time()), "model": model}
         self._head = b"data: " + encode(self._facts)[:-1] + b',"choices":[{"index":'
@@ -171,6 +176,9 @@ class CompletionForm:
                 "finish_reason": choice.finish_reason,
                 "stop_reason": None,
             }
+            if self._ids_of and choice.completion is not None:
+                one["token_ids"] = choice.completion.tokens
+                one["prompt_token_ids"] = list(self._ids_of[number])
             if self._prompts and choice.prompt_logprobs is not None:
                 one["prompt_logprobs"] = _prompt_entries(self._text, self._prompts[number], choice.prompt_logprobs)
             told.append(one)
@@ -214,11 +222,21 @@ class CompletionForm:
 class ChatForm:
     """/v1/chat/completions. `shape`: what each choice is made into; without, it is text.
 
-    `prompt`: its tokens, where their log-probabilities are a field of the answer.
+    `prompt`: its tokens, where their log-probabilities are a field of the answer. `ids_of`: the same, where the answer
+    has the ids of these and of its own.
     """
 
-    def __init__(self, model: str, text: TextModel, *, shape: Shape | None = None, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: str,
+        text: TextModel,
+        *,
+        shape: Shape | None = None,
+        prompt: Sequence[int] = (),
+        ids_of: Sequence[int] = (),
+    ) -> None:
         self._prompt = prompt
+        self._ids_of = ids_of
         self.answer_id = f"chatcmpl-{uuid4().hex}"
         self._text = text
         self._shape = shape
@@ -297,15 +315,18 @@ class ChatForm:
                 made, changed = self._shape.message(choice.text)
                 message |= made
                 reason = changed or reason
-            told.append(
-                {
-                    "index": number,
-                    "message": message,
-                    "logprobs": {"content": self._logprobs(choice.logprobs)} if choice.logprobs else None,
-                    "finish_reason": reason,
-                    "stop_reason": None,
-                }
-            )
+            one = {
+                "index": number,
+                "message": message,
+                "logprobs": {"content": self._logprobs(choice.logprobs)} if choice.logprobs else None,
+                "finish_reason": reason,
+                "stop_reason": None,
+            }
+            if self._ids_of and choice.completion is not None:
+                one["token_ids"] = choice.completion.tokens
+            told.append(one)
+        if self._ids_of:
+            extra = {**extra, "prompt_token_ids": list(self._ids_of)}
         body = {**self._facts, "object": "chat.completion", "choices": told, "usage": usage, **extra}
         if self._prompt and choices[0].prompt_logprobs is not None:
             body["prompt_logprobs"] = _prompt_entries(self._text, self._prompt, choices[0].prompt_logprobs)

@@ -25,7 +25,7 @@ from kvarts.openai_api.bodies import (
     messages_of,
 )
 from kvarts.openai_api.budget import INLINE_BYTES, Budget
-from kvarts.openai_api.errors import ApiError, api_error
+from kvarts.openai_api.errors import ApiError, api_error, too_long
 from kvarts.openai_api.failures import Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
@@ -135,11 +135,7 @@ def asks_of(
             raise ApiError(400, "a prompt must have at least one token", param="prompt")
         room = limit - len(tokens)
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            asked = "" if max_tokens is None else f" and {max_tokens} to generate"
-            raise ApiError(
-                400, f"the model has a context of {limit} tokens, and {len(tokens)} in the prompt{asked} are more",
-                param="max_tokens" if room >= 1 else "prompt",
-            )  # fmt: skip
+            raise too_long(limit, len(tokens), max_tokens or 0, param="max_tokens" if room >= 1 else "prompt")
         for copy in range(num_choices):
             seed = body.seed if copy == 0 else (body.seed or 0) + copy
             most, ends_itself = max_tokens, False
@@ -273,8 +269,13 @@ def wanted_chat(served: Served, body: ChatBody, budget: Budget) -> Wanted:
     if body.structured(schema) is not None:
         raise ApiError(400, "calls of tools have a form already", param="response_format")
     if not served.keeps_to_grammars:
-        schema = known[0].get("parameters")
-        call = ToolCall(known[0]["name"], schema if isinstance(schema, dict) else {})
+        # Another one after each result, so that an agent comes to its end; which is the first, the seed says.
+        num_results = sum(
+            isinstance(message, dict) and message.get("role") == "tool" for message in body.messages or ()
+        )
+        tool = known[((body.seed or 0) + num_results) % len(known)]
+        schema = tool.get("parameters")
+        call = ToolCall(tool["name"], schema if isinstance(schema, dict) else {})
         call.draw(budget, body.num_choices)  # what cannot be made is refused now
         return Wanted(None, call)
     if isinstance(choice, dict):
@@ -373,6 +374,7 @@ class Generating:
                 echoes,
                 prompts=[ask.tokens for ask in asks] if body.prompt_logprobs is not None else (),
                 has_logprobs=body.top_logprobs is not None,
+                ids_of=[ask.tokens for ask in asks] if body.return_token_ids else (),
                 skips_special_tokens=body.skip_special_tokens is not False,
             )
             body.prompt = None
@@ -391,7 +393,10 @@ class Generating:
             wanted = wanted_chat(served, body, exchange.budget)
             asks = wanted.of(chat_asks(served, body, exchange))
             prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
-            form = ChatForm(body.model or served.names[0], served.text, shape=wanted.shape, prompt=prompt)
+            ids_of = asks[0].tokens if body.return_token_ids else ()
+            form = ChatForm(
+                body.model or served.names[0], served.text, shape=wanted.shape, prompt=prompt, ids_of=ids_of
+            )
             body.messages = body.tools = None
             return _Read(served, body, asks, form)
 
@@ -434,7 +439,7 @@ async def _collect(answer: Answer, wholes: list[Whole]) -> None:
     while num_open:
         for choice, text, _, finish_reason, logprobs in await answer.take():
             whole = wholes[choice.number]
-            whole.prompt_logprobs = choice.prompt_logprobs
+            whole.prompt_logprobs, whole.completion = choice.prompt_logprobs, choice.completion
             whole.add(text)
             num_bytes += len(text)
             if logprobs:

@@ -119,9 +119,8 @@ class Routes:
         if self._metrics is None:
             self._metrics = await asyncio.to_thread(_metrics_of, self._models)
         of = self._metrics
-        accept = exchange.request.header("accept") or ""
         # In turn, and off the event loop: others do not wait for a client that asks for metrics all the time.
-        payload, content_type = await exchange.work(lambda: of.exposition(accept), num_bytes=INLINE_BYTES + 1)
+        payload, content_type = await exchange.work(of.exposition, num_bytes=INLINE_BYTES + 1)
         await exchange.response.whole(
             payload, content_type=content_type.encode(), without_body=exchange.request.method == "HEAD"
         )

@@ -21,7 +21,7 @@ from kvarts.llm.outbox import Outbox
 from kvarts.openai_api.answer import Answer, Choice
 from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.budget import Budget
-from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.errors import ApiError, too_long
 from kvarts.openai_api.gate import Entry, Gate
 from kvarts.openai_api.meter import BucketCounts, Meter
 from kvarts.openai_api.prompts import Message, TextModel
@@ -249,8 +249,9 @@ class Served:
         if not is_too_long:
             tokens = self.text.encode(text, add_special_tokens=add_special_tokens, most=most)
         if is_too_long or len(tokens) > most:
-            has = "the model has a context of" if most_tokens is None else "here a prompt has at most"
-            raise ApiError(400, f"{has} {most} tokens, and the prompt has more", param="prompt")
+            if most_tokens is None:
+                raise too_long(most, None, 0, param="prompt")
+            raise ApiError(400, f"here a prompt has at most {most} tokens, and this one has more", param="prompt")
         budget.draw_values(len(tokens), "prompt")
         return array("Q", tokens)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from kvarts.plan.series import usual_points
 from kvarts.report.words import NAME_ONE, number, opening, page_bytes_of, wrapped
-from kvarts.units import as_duration, as_percent
+from kvarts.units import as_duration, as_memory, as_percent
 
 __all__ = ["render", "render_routers", "render_sample", "render_shares", "render_users"]
 
@@ -42,7 +43,7 @@ def render(plan: dict[str, Any]) -> str:
         )
     if plan["at"]:
         lines += _details(plan, _looked_at(plan))
-    lines += [*_league(plan), *_tiers(plan), *_latencies(plan)]
+    lines += [*_league(plan), *_tiers(plan), *_latencies(plan), *_in_vllm(plan)]
     return "\n".join(lines) + "\n"
 
 
@@ -115,9 +116,34 @@ def render_users(plan: dict[str, Any]) -> str:
             lines += ["", f"{fails:,} users are too many: the SLO is not kept for {share}"]
         else:
             until = "and no limit was found" if fails is None else f"with {fails:,} it is not"
-            lines += ["", f"{fits:,} users fit: the SLO is kept for {share}, {until}"]
+            cost = _cost_of(users, users["points"], fits)
+            lines += ["", f"{fits:,} users fit: the SLO is kept for {share}, {until}", f"  {cost}"]
             lines += [f"  {point['command']}" for point in users["points"] if point["users"] == fits]
+        if users["host"] is not None:
+            lines += ["", *_with_host(users, users["host"])]
     return "\n".join(lines) + "\n"
+
+
+def _with_host(users: dict[str, Any], host: dict[str, Any]) -> list[str]:
+    """Return a line on how many users fit with host memory, and what replays them."""
+    gained, most = (100 * (host[name] - host["hit_ratio_without"]) for name in ("hit_ratio", "most_hit_ratio"))
+    fits, until = host["fits"], "" if host["fails_at"] is None else f", {host['fails_at']:,} do not"
+    size = f"{as_memory(host['memory_bytes'])} of host memory"
+    if users["num_devices"] > 1:
+        size += " a replica"
+    points = f"{gained:.1f} of the {most:.1f} points of hits that it can give {users['fails_at']:,} users"
+    if fits is None:
+        return wrapped(f"no users fit with {size} either, {points}")
+    cost = _cost_of(users, host["points"], fits)
+    commands = [f"  {point['command']}" for point in host["points"] if point["users"] == fits]
+    return [*wrapped(f"{fits:,} users fit with {size}{until}: {points}"), f"  {cost}", *commands]
+
+
+def _cost_of(users: dict[str, Any], points: list[dict[str, Any]], fits: int) -> str:
+    """Return what so many users cost, in devices and hours."""
+    point = next(point for point in points if point["users"] == fits)
+    hours = 1000 * point["device_hours"] / max(1, point["num_completed"])
+    return f"{users['num_devices'] / fits:.2f} devices a user, {hours:.2f} device hours per 1,000 requests"
 
 
 def render_shares(plan: dict[str, Any]) -> str:
@@ -255,6 +281,15 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
     if tiers["best_buy"] is not None:
         lines.append(f"  {tiers['best_buy']} memory saves most for its price")
     return lines
+
+
+def _in_vllm(plan: dict[str, Any]) -> list[str]:
+    """Return the option of vLLM for the host memory that a plan found."""
+    config = (plan.get("tiers") or {}).get("kv_transfer_config")
+    if config is None:
+        return []
+    size = config["kv_connector_extra_config"]["host_memory"]
+    return ["", f"in vLLM, {size} of host memory kept by kvarts", f"  --kv-transfer-config '{json.dumps(config)}'"]
 
 
 def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[str]:

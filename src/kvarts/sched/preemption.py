@@ -16,7 +16,7 @@ __all__ = ["Planned", "Preemptor", "holding_of"]
 class Planned:
     """A chunk that is to be computed in the step that is planned: up to token `end`, with `num_blocks` more blocks.
 
-    `num_blocks`: -1 as long as nobody asked.
+    `num_blocks`: -1 until they are counted.
     """
 
     __slots__ = ("end", "num_blocks", "request")

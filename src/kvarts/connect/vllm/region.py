@@ -14,9 +14,9 @@ __all__ = ["HostRegion"]
 
 
 class HostRegion:
-    """`num_places` places of `place_bytes` bytes, of which each of `num_ranks` workers has an equal part, by rank.
+    """`num_places` places of `place_bytes` bytes, of which each worker has an equal part, in the order of their ranks.
 
-    Whoever comes first makes the file behind it. `unlink` removes its name as soon as every process has opened it, so
+    The first process that opens it makes the file behind it. `unlink` removes its name as soon as every process has opened it, so
     that nothing is left of an engine that is killed.
     """
 

@@ -76,7 +76,7 @@ class KeyStore:
         self._most_read_s = most_read_s
         self._num_writing = 0
         self._reading: dict[bytes, tuple[float, Reads]] = {}
-        """Keys that are being read, since when and for whom."""
+        """Keys that are being read: since when, and for which request."""
 
     @property
     def has_work(self) -> bool:
