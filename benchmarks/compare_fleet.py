@@ -59,12 +59,20 @@ def main() -> None:
         for name in args.only or cases:
             cost = run([args.dynamo_python, str(SCRIPT), str(DATA / "cases.json"), name, str(trace), str(out)])
             theirs = theirs_of(out)
-            ours = rows_of(config_of(cases[name]).replay(load_trace(trace)))
+            report = config_of(cases[name]).replay(load_trace(trace))
+            ours = rows_of(report)
+            seconds = {pool["role"]: pool["worker_seconds"] for pool in report.summary["fleet"]["pools"]}
             equal = num_equal(ours, theirs)
             good &= equal == len(theirs) == len(ours)
-            print(f"{name}: {equal:,} of {len(theirs):,} requests equal; dynamo took {cost.seconds:.2f} s")
+            their_seconds = json.loads(Path(f"{out}.seconds").read_text())
+            worst = max(abs(seconds[role] - their_seconds[role]) for role in seconds)
+            print(
+                f"{name}: {equal:,} of {len(theirs):,} requests equal, worker seconds differ by {worst:.1e}; "
+                f"dynamo took {cost.cpu_seconds:.2f} s of CPU"
+            )
             if args.write_goldens:
                 write_golden(DATA / f"dynamo-1.6.1-{name}.csv.gz", theirs)
+                (DATA / f"dynamo-1.6.1-{name}.json").write_text(json.dumps(their_seconds) + "\n")
     sys.exit(0 if good else 1)
 
 

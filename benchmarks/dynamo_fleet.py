@@ -2,7 +2,7 @@
 
     OTHER_PYTHON dynamo_fleet.py CASES.json NAME TRACE OUT.jsonl
 
-Prints the seconds that it took, as Dynamo says.
+OUT.jsonl.seconds receives for how many seconds the workers of each role were there.
 """
 
 # mypy: ignore-errors
@@ -15,6 +15,21 @@ from pathlib import Path
 import dynamo._core as dynamo
 
 NAMES = {"num_pages": "num_gpu_blocks", "page_size": "block_size"}
+
+
+class Script:
+    """Numbers of workers at given times, as a scaling policy."""
+
+    def __init__(self, steps: list) -> None:
+        self.steps = steps
+
+    def initial_tick_ms(self) -> float:
+        return self.steps[0][0] * 1e3
+
+    def on_tick(self, state: dict) -> dict:
+        _, prefills, decodes = self.steps.pop(0)
+        next_ms = self.steps[0][0] * 1e3 if self.steps else None
+        return {"target_prefill": prefills, "target_decode": decodes, "next_tick_ms": next_ms}
 
 
 def engine_of(case: dict, role: str) -> dict:
@@ -32,13 +47,14 @@ def engine_of(case: dict, role: str) -> dict:
         engine["kv_transfer_bandwidth"] = case.get("gigabytes_per_s")
     if case.get("transfer") == "missing":
         engine["kv_transfer_timing_mode"] = "destination_missing"
-    return {"engine": engine}
+    return {"engine": engine, **({"startup_time": case["startup_s"]} if "startup_s" in case else {})}
 
 
 def main() -> None:
     cases, name, trace, out = sys.argv[1:]
     case = json.loads(Path(cases).read_text())[name]
     closed = {"replay_concurrency": case["concurrency"]} if "concurrency" in case else {}
+    scaled = {"scaling_policy": Script(case["script"])} if "script" in case else {}
     result = dynamo.run_mocker_trace_replay(
         [trace],
         prefill_engine_args=engine_of(case, "prefill"),
@@ -46,10 +62,13 @@ def main() -> None:
         num_prefill_workers=case["prefills"],
         num_decode_workers=case["decodes"],
         trace_block_size=512,
-        **({} if out == "-" else {"capture_per_request": True, "report_jsonl_path": out}),
+        capture_per_request=True,
+        report_jsonl_path=out,
         **closed,
+        **scaled,
     )
-    print(result.summary["wall_time_ms"] / 1e3)
+    seconds = {role: result.summary[f"{role}_worker_seconds"] for role in ("prefill", "decode")}
+    Path(f"{out}.seconds").write_text(json.dumps(seconds))
 
 
 if __name__ == "__main__":

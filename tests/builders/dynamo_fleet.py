@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.report import FleetReport
+from kvarts.fleet.scaling import Scripted
 from kvarts.sim.config import ReplayConfig
 
 TOLERANCE_MS = 1e-3
@@ -57,13 +59,22 @@ def config_of(case: Mapping[str, Any], **changes: Any) -> FleetConfig:
         bytes_per_s=None if rate is None else rate * 1e9,
         token_bytes=case.get("token_bytes", 0),
         transfer=case.get("transfer", "full-prompt"),
+        scaler=partial(Scripted, script_of(case)) if "script" in case else None,
+        startup_s=case.get("startup_s", 0.0),
     )
 
 
+def script_of(case: Mapping[str, Any]) -> list[tuple[int, dict[str, int]]]:
+    """The numbers of workers over time."""
+    return [(round(at_s * 1e9), {"prefill": prefills, "decode": decodes}) for at_s, prefills, decodes in case["script"]]
+
+
 def rows_of(report: FleetReport) -> list[tuple[float, ...]]:
-    num_prefills = report.config.first.replicas
-    columns = {**report.requests, "decode_replica": report.requests["replica"] - num_prefills}
-    return sorted(zip(*(columns[name].tolist() for name in COLUMNS), strict=True))
+    prefills, decodes = (pool["replicas"] for pool in report.summary["fleet"]["pools"])
+    columns = {name: report.requests[name].tolist() for name in COLUMNS if name != "decode_replica"}
+    columns["prefill_replica"] = [prefills.index(worker) for worker in columns["prefill_replica"]]
+    columns["decode_replica"] = [decodes.index(worker) for worker in report.requests["replica"].tolist()]
+    return sorted(zip(*(columns[name] for name in COLUMNS), strict=True))
 
 
 def theirs_of(path: Path) -> list[tuple[float, ...]]:

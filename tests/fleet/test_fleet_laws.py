@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 
 from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.report import FleetReport
+from kvarts.fleet.scaling import parse_scaler
 
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fleets
 
 pytestmark = pytest.mark.laws
 
-NEVER = -1
+SCALERS = (
+    None,
+    "script,0s=2:1,0.05s=1:3,0.1s=3:1,0.2s=1:1",
+    "queue,target=1,every=0.03s,stable=0.1s",
+    "kv,target=40,every=0.05s,stable=0s,most=3",
+    "llm-d,every=0.04s",
+)
 
 
 def replayed(case: FleetCase, **changes: Any) -> FleetReport:
@@ -56,12 +66,20 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
     assert report.summary["fleet"]["num_deadlocks"] == naive.num_deadlocks
 
 
-@given(fleets(max_requests=40))
-def test_fast_forward_equals_step_by_step(case: FleetCase) -> None:
-    """L5."""
-    fast, slow = replayed(case), replayed(case, step_by_step=True)
+@given(fleets(max_requests=40), st.sampled_from(SCALERS))
+def test_fast_forward_equals_step_by_step(case: FleetCase, policy: str | None) -> None:
+    """L5, with workers that come and go."""
+    fast, slow = (
+        structs.replace(
+            case.config(step_by_step=step_by_step),
+            scaler=None if policy is None else partial(parse_scaler, policy),
+            startup_s=0.03,
+        ).replay(case.case.trace())
+        for step_by_step in (False, True)
+    )
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert fast.to_json() == slow.to_json()
+    assert sum(fast.summary[f"num_{end}"] for end in ("completed", "rejected", "failed")) == len(case.case.rows)
 
 
 @given(fleets(profile="default"))

@@ -34,9 +34,14 @@ def slice_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_requests_agree_with_dynamo(slice_path: Path, name: str) -> None:
     text = gzip.decompress((DATA / f"dynamo-1.6.1-{name}.csv.gz").read_bytes()).decode()
     theirs = sorted(tuple(float(row[column]) for column in COLUMNS) for row in csv.DictReader(text.splitlines()))
-    ours = rows_of(config_of(CASES[name]).replay(load_mooncake(slice_path)))
+    report = config_of(CASES[name]).replay(load_mooncake(slice_path))
+    ours = rows_of(report)
     assert len(ours) == len(theirs) == NUM_ROWS
     assert num_equal(ours, theirs) == NUM_ROWS
+    seconds = json.loads((DATA / f"dynamo-1.6.1-{name}.json").read_text())
+    assert {pool["role"]: pool["worker_seconds"] for pool in report.summary["fleet"]["pools"]} == pytest.approx(
+        seconds, abs=1e-6
+    )
 
 
 def test_the_goldens_have_preemptions() -> None:

@@ -81,6 +81,7 @@ class FleetOutputs:
         self._report: Path | None = places["report_file"]
         self._requests: Path | None = places["requests_file"]
         timeline: Path | None = places.get("timeline_file")
+        self._timeline = timeline
         self._timelines = [] if timeline is None else list(per_replica(timeline, config.replicas))
         self._every: int = places.get("timeline_every", 1)
         named = [path for path in (self._report, self._requests) if path is not None]
@@ -100,7 +101,9 @@ class FleetOutputs:
         if self._timelines:
             from kvarts.record.timeline import timelines_of
 
-            for path, timeline in zip(self._timelines, timelines_of(report), strict=True):
+            assert self._timeline is not None
+            paths = per_replica(self._timeline, len(report.step_logs))  # there may be more workers by now
+            for path, timeline in zip(paths, timelines_of(report), strict=True):
                 timeline.write(path, every=self._every)
         if self._report is not None:
             write_whole(self._report, report.to_json())

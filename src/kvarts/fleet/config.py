@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.fleet.scaling import Scaler, parse_scaler
 from kvarts.limits import MOST_MS, check_number, check_whole
 from kvarts.settings import Given, Section, Setting, SettingError, Source, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SECTIONS", "FleetConfig", "PoolConfig", "Role", "TransferMode", "TransferSettings", "is_of_fleet"]
 __all__ += ["resolve_fleet"]
+
+MOST_STARTUP_S = 86_400.0
 
 Role = Literal["mixed", "prefill", "decode"]
 TransferMode = Literal["full-prompt", "missing"]
@@ -70,6 +74,30 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise SettingError(error.what, "rate", hint=error.hint) from error
 
 
+class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many workers there are, over time."""
+
+    policy: Annotated[
+        str | None,
+        setting(
+            "What adds and takes away workers: script,30s=3:1,90s=1:3 for numbers of prefill and decode workers from "
+            "times on; queue,target=4 or kv,target=70 by requests that wait or percent of pages in use, as an HPA "
+            "does; llm-d. All but the script take every=15s, least=1 and most=8.",
+            flag="--scaler",
+            metavar="POLICY",
+        ),
+    ] = None
+    startup_s: Annotated[float, setting("Seconds that a new worker starts.", flag="--startup-time", metavar="S")] = 0.0
+
+    def __post_init__(self) -> None:
+        check_number(self.startup_s, "startup_s", most=MOST_STARTUP_S)
+        if self.policy is not None:
+            try:
+                parse_scaler(self.policy)
+            except ConfigError as error:
+                raise SettingError(error.what, "policy", hint=error.hint) from error
+
+
 OF_POOL = (
     "replicas",
     "device",
@@ -110,6 +138,7 @@ SECTIONS = (
     Section(struct=pool_settings("compute prompts"), title="Prefill and decode apart", table="prefill"),
     Section(struct=pool_settings("generate"), title="Prefill and decode apart", table="decode"),
     Section(struct=TransferSettings, title="Prefill and decode apart", table="transfer"),
+    Section(struct=ScalingSettings, title="Prefill and decode apart", table="scaling"),
 )
 """What can be said of a fleet beside what is said of each of its workers."""
 
@@ -167,6 +196,8 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             own.add(known[inner], given.value_of(key), source)
         pools.append(PoolConfig(role=role, each=resolve_replay(own.over(of_all), sections)))
     transfer = given.build(TransferSettings, "transfer")
+    scaling = given.build(ScalingSettings, "scaling")
+    policy = scaling.policy
     token_bytes = transfer.token_bytes
     if token_bytes is None and transfer.rate is not None:
         token_bytes = _token_bytes(pools[0].each)
@@ -183,6 +214,9 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             latency_ms=transfer.latency_ms,
             transfer=transfer.mode,
             token_bytes=token_bytes or 0,
+            scaler=None if policy is None else partial(parse_scaler, policy),
+            scaling=policy or "",
+            startup_s=scaling.startup_s,
         )
     except ConfigError as error:
         raise given.named(error, ()) from error
@@ -206,7 +240,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: a pool of mixed workers, or one that computes prompts and one that generates.
 
-    `bytes_per_s`: of each transfer; None: it takes `latency_ms` alone.
+    `bytes_per_s`: of each transfer; None: it takes `latency_ms` alone. `scaler`: makes what decides how many workers
+    there are; None: as many as the pools say. `scaling`: its name, for reports. `startup_s`: how long a new worker
+    starts.
     """
 
     pools: tuple[PoolConfig, ...]
@@ -214,6 +250,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     latency_ms: float = 0.0
     transfer: TransferMode = "full-prompt"
     token_bytes: int = 0
+    scaler: Callable[[], Scaler] | None = None
+    scaling: str = ""
+    startup_s: float = 0.0
 
     def __post_init__(self) -> None:
         roles = [pool.role for pool in self.pools]
@@ -276,6 +315,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "mode": self.transfer,
                 "token_bytes": self.token_bytes,
             },
+            **({"scaler": self.scaling, "startup_s": self.startup_s} if self.scaler is not None else {}),
         }
 
     def replay(

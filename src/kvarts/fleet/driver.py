@@ -15,6 +15,7 @@ from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
 from kvarts.fleet.pool import Pool
 from kvarts.fleet.queues import ByReservation
+from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
 from kvarts.report.requests import FAILED, RequestLog
 from kvarts.request import Request
@@ -43,6 +44,7 @@ class FleetDriver:
         token_bytes: int,
         only_missing: bool,
         is_mocker: bool,
+        scaler: Scaler | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
         self._arrivals = arrivals
@@ -51,11 +53,14 @@ class FleetDriver:
         self._first = first
         self._second = second
         self._splits = first is not second
-        self.workers = [*first.workers, *(second.workers if self._splits else ())]
+        self._pools = [first, second] if self._splits else [first]
+        self.workers = [worker for pool in self._pools for worker in pool.workers]
         self._links = links
         self._token_bytes = token_bytes
         self._only_missing = only_missing
         self._is_mocker = is_mocker
+        self._scaler = scaler
+        self._tick_ns = None if scaler is None else scaler.first_ns()
         self._on_progress = on_progress
         self._page_size = self.workers[0].replica.config.page_size
         self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); out of date where the worker says otherwise
@@ -78,8 +83,13 @@ class FleetDriver:
                 now_ns = self.now_ns
             self.now_ns = now_ns
             self._finish_steps(now_ns)
+            if self._scaler is not None:
+                for pool in self._pools:
+                    pool.make_ready(now_ns)
             for handoff in self._links.take_ended(now_ns):
                 self._activate(handoff, now_ns)
+            if self._scaler is not None:
+                self._scale(now_ns)
             source = self._source
             while (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
                 self._arrive(now_ns)
@@ -87,6 +97,9 @@ class FleetDriver:
             while actions:
                 act, handoff = actions.popleft()
                 act(handoff, now_ns)
+            if self._scaler is not None:
+                for pool in self._pools:
+                    pool.remove_drained(now_ns)
             self._start_steps(now_ns)
         for worker in self.workers:
             worker.replica.flush()
@@ -102,7 +115,28 @@ class FleetDriver:
             heappop(ends)
         next_ns = min(ends[0][0] if ends else NEVER_NS, self._links.next_ns())
         arrival_ns = self._source.next_ns()
-        return next_ns if arrival_ns is None else min(next_ns, max(arrival_ns, self.now_ns))
+        if arrival_ns is not None:
+            next_ns = min(next_ns, max(arrival_ns, self.now_ns))
+        if self._scaler is None or next_ns == NEVER_NS:
+            return next_ns
+        others_ns = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)]
+        return min([next_ns, *(each for each in others_ns if each is not None)])
+
+    def _scale(self, now_ns: int) -> None:
+        """Let workers go that have drained, and ask the scaler if it is time."""
+        for pool in self._pools:
+            pool.remove_drained(now_ns)
+        if self._tick_ns is None or self._tick_ns > now_ns:
+            return
+        assert self._scaler is not None
+        for worker in self.workers:
+            self._is_busy(worker, now_ns)  # what it shows is as of now
+        decision = self._scaler.on_tick(FleetState(now_ns, tuple(pool.state() for pool in self._pools)))
+        self._tick_ns = decision.next_ns
+        for pool in self._pools:
+            target = decision.targets.get(pool.role)
+            if target is not None:
+                self.workers += pool.scale(target, now_ns)
 
     # Steps ------------------------------------------------------------------------------------------------
 
@@ -135,7 +169,7 @@ class FleetDriver:
     def _start_steps(self, now_ns: int) -> None:
         if not self._roused:
             return
-        roused = sorted(self._roused)
+        roused = sorted(self._roused, key=lambda index: self.workers[index].rank)
         self._roused.clear()
         for index in roused:
             worker = self.workers[index]

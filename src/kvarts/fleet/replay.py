@@ -17,6 +17,7 @@ from kvarts.fleet.pool import Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import Worker
+from kvarts.limits import MOST_REPLICAS
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.sim.arrivals import Arrivals
@@ -42,15 +43,21 @@ def replay_fleet(
     source = source_of(trace, concurrency=first.concurrency, speedup=first.speedup, delay_ns=first.frontend_ns)
     log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes"))
     steps: list[StepLog] = []
-    pools: list[Pool] = []
-    for of_pool in config.pools:
-        workers = []
-        for _ in range(of_pool.each.replicas):
+
+    def opener(place: int, of_pool: PoolConfig) -> Callable[[], Worker]:
+        def open_next() -> Worker:
             index = len(steps)
             steps.append(StepLog(of_pool.each.num_pages, {}, None))
             readers = [steps[-1], *(() if observers_of is None else observers_of(index))]
-            workers.append(open_worker(of_pool, index, readers))
-        pools.append(Pool(of_pool.role, workers, make_router(of_pool.each.router)))
+            return open_worker(of_pool, index, place * MOST_REPLICAS + index, readers)
+
+        return open_next
+
+    startup_ns = round(config.startup_s * 1e9)
+    pools = [
+        Pool(each.role, each.each.replicas, opener(place, each), make_router(each.each.router), startup_ns=startup_ns)
+        for place, each in enumerate(config.pools)
+    ]
     replicas = [worker.replica for worker in pools[0].workers]
     arrivals = Arrivals(trace, source, pools[0].router, replicas, log, delay_ns=first.frontend_ns)
     driver = FleetDriver(
@@ -61,6 +68,7 @@ def replay_fleet(
         token_bytes=config.token_bytes,
         only_missing=config.transfer == "missing",
         is_mocker=is_mocker,
+        scaler=None if config.scaler is None else config.scaler(),
         on_progress=on_progress,
     )
     driver.run()
@@ -72,11 +80,12 @@ def replay_fleet(
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
         deadlocks=driver.deadlocks,
+        pools=pools,
     )
 
 
-def open_worker(pool: PoolConfig, index: int, readers: Sequence[EventReader]) -> Worker:
-    """Build worker `index` of a fleet. `readers`: of what its engine tells."""
+def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader]) -> Worker:
+    """Build worker `index` of a fleet. `readers`: of what its engine tells. `rank`: see Worker."""
     config = pool.each
     is_mocker = config.profile == "mocker"
     cost: CostModel = config.cost_model
@@ -96,7 +105,7 @@ def open_worker(pool: PoolConfig, index: int, readers: Sequence[EventReader]) ->
         hands_over=True,
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)
-    worker = Worker(index, index, replica, queue, leaps=not config.step_by_step)
+    worker = Worker(index, rank, replica, queue, leaps=not config.step_by_step)
     if is_mocker:
         worker.handoffs.passes_blocked = False
         worker.handoffs.join_tokens = 0

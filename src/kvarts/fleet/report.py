@@ -9,6 +9,7 @@ from typing import Any
 
 from kvarts.fleet.config import FleetConfig
 from kvarts.fleet.handoff import TIMES
+from kvarts.fleet.pool import Pool
 from kvarts.report.distributions import NS_PER_MS, distribution_ms
 from kvarts.report.report import Report
 from kvarts.report.requests import COMPLETED, RequestLog
@@ -43,9 +44,11 @@ class FleetReport(Report):
         *,
         num_evicted_pages: int,
         deadlocks: Sequence[tuple[int, int, str]] = (),
+        pools: Sequence[Pool] = (),
     ) -> None:
         super().__init__(trace, config, requests, steps, num_evicted_pages=num_evicted_pages)
         self._deadlocks = deadlocks
+        self._of_pools = pools
 
     @cached_property
     def requests(self) -> dict[str, Any]:
@@ -90,17 +93,17 @@ class FleetReport(Report):
 
     def _pools(self) -> list[dict[str, Any]]:
         """Return what the workers of each pool did, and what they cost, together."""
-        pools, first = [], 0
+        pools = []
         summary = super().summary
-        for pool in self.config.pools:
-            mine = summary["replicas"][first : first + pool.each.replicas]
-            first += pool.each.replicas
+        end_ns = round(summary["duration_ms"] * NS_PER_MS)
+        for pool, lives in zip(self.config.pools, self._of_pools, strict=True):
+            mine = [summary["replicas"][worker.index] for worker in lives.workers]
             busy_ms = sum(worker["busy_ms"] for worker in mine)
-            worker_s = len(mine) * summary["duration_ms"] / 1e3
+            worker_s = lives.worker_ns(end_ns) / 1e9
             pools.append(
                 {
                     "role": pool.role,
-                    "replicas": len(mine),
+                    "replicas": [worker.index for worker in lives.workers],
                     "num_gpus": devices_of(pool.each),
                     "busy_pct": busy_ms / 1e3 / worker_s if worker_s else None,
                     "peak_used_pct": max(worker["peak_used_pct"] for worker in mine),
