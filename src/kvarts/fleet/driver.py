@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from kvarts.errors import ConfigError
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
 from kvarts.fleet.pool import Pool
@@ -55,6 +56,7 @@ class FleetDriver:
         self._splits = first is not second
         self._pools = [first, second] if self._splits else [first]
         self.workers = [worker for pool in self._pools for worker in pool.workers]
+        self._polled = [each for each in self._pools if each.router.reads_metrics and each.router.staleness_ns]
         self._links = links
         self._token_bytes = token_bytes
         self._only_missing = only_missing
@@ -83,6 +85,9 @@ class FleetDriver:
                 now_ns = self.now_ns
             self.now_ns = now_ns
             self._finish_steps(now_ns)
+            for pool in self._polled:
+                if pool.poll_ns(now_ns) == now_ns:
+                    self._poll(pool, now_ns)
             if self._scaler is not None:
                 for pool in self._pools:
                     pool.make_ready(now_ns)
@@ -117,7 +122,12 @@ class FleetDriver:
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
-        if self._scaler is None or next_ns == NEVER_NS:
+        if next_ns == NEVER_NS:
+            return next_ns
+        for pool in self._polled:
+            staleness_ns = pool.router.staleness_ns
+            next_ns = min(next_ns, (self.now_ns // staleness_ns + 1) * staleness_ns)
+        if self._scaler is None:
             return next_ns
         others_ns = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)]
         return min([next_ns, *(each for each in others_ns if each is not None)])
@@ -206,6 +216,12 @@ class FleetDriver:
 
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
+        if self._arrivals.gives_up_ns(request, row) is not None:
+            raise ConfigError(
+                "requests that their clients give up are not modelled in a fleet yet",
+                field="trace",
+                hint="Leave cancel_after_ms out of its rows.",
+            )
         self._actions.append((self._submit, self._handoff_of(request, row)))
 
     def _handoff_of(self, request: Request, row: TraceRequest) -> Handoff:
@@ -227,7 +243,7 @@ class FleetDriver:
 
     def _submit(self, handoff: Handoff, now_ns: int) -> None:
         request = handoff.decode if handoff.prefill is None else handoff.prefill
-        worker = self._route(self._first, request, now_ns)
+        worker = self._route(self._first, handoff, request, now_ns)
         handoff.source = worker.index
         if handoff.prefill is None:
             handoff.target = worker.index
@@ -245,15 +261,27 @@ class FleetDriver:
         self._of[request] = handoff
         self._roused.add(worker.index)
 
-    def _route(self, pool: Pool, request: Request, now_ns: int) -> Worker:
-        if pool.router.looks_at_engines:
-            for worker in pool.active:
-                self._is_busy(worker, now_ns)
-        return pool.choose(request)
+    def _route(self, pool: Pool, handoff: Handoff, request: Request, now_ns: int) -> Worker:
+        router = pool.router
+        if router.is_told or router.reads_metrics:
+            if not router.staleness_ns:
+                self._poll(pool, now_ns)
+            pool.tell(now_ns, range(len(pool.workers)))
+        worker = pool.choose(request, handoff.row.session_id, now_ns)
+        if router.reads_prefills and request is handoff.decode and handoff.prefill is not None:
+            router.prefilled(request.index)  # elsewhere
+        return worker
+
+    def _poll(self, pool: Pool, now_ns: int) -> None:
+        """Let the router of `pool` see what its workers have done, and their metrics if it is time."""
+        for worker in pool.workers:
+            self._is_busy(worker, now_ns)
+        if pool.poll_ns(now_ns) == now_ns:
+            pool.poll(now_ns)
 
     def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
         """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
-        worker = self._route(self._second, handoff.decode, now_ns)
+        worker = self._route(self._second, handoff, handoff.decode, now_ns)
         handoff.target = worker.index
         reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
         if reason is not None:
@@ -335,6 +363,7 @@ class FleetDriver:
         worker.engine.emit()
         self._roused.add(worker.index)
         handoff.released_ns = now_ns
+        self._first.ended(handoff.prefill)
         handoff.is_released = True
         if handoff.is_ended:
             self._complete(handoff)
@@ -344,6 +373,7 @@ class FleetDriver:
     def _end(self, handoff: Handoff, worker: Worker) -> None:
         worker.num_owned -= 1
         handoff.is_ended = True
+        self._second.ended(handoff.decode)
         self._source.done(handoff.row, handoff.decode.last_token_ns)
         if handoff.is_released:
             self._complete(handoff)
@@ -361,6 +391,7 @@ class FleetDriver:
         self._log.end(request, handoff.row, handoff.target, more=more)
 
     def _reject(self, handoff: Handoff, worker: Worker, reason: str, now_ns: int) -> None:
+        self._first.ended(handoff.decode)
         more = (worker.index, *handoff.times(), 0)
         self._log.reject(handoff.decode, handoff.row, worker.index, reason, more=more)
         self._source.done(handoff.row, now_ns)
@@ -369,6 +400,7 @@ class FleetDriver:
     def _fail(self, handoff: Handoff, reason: str, now_ns: int) -> None:
         """End a request that fits into no worker that generates; its pages are held at its source."""
         self._of.pop(handoff.decode)
+        self._second.ended(handoff.decode)
         more = (handoff.source, *handoff.times(), 0)
         self._log.reject(handoff.decode, handoff.row, handoff.target, reason, FAILED, more=more)
         self._source.done(handoff.row, now_ns)
@@ -396,6 +428,7 @@ class FleetDriver:
             self.deadlocks.append((self.now_ns, worker.index, request.request_id or str(request.index)))
             worker.engine.cancel(request)
             worker.num_owned -= 1
+            self._second.ended(request)
             more = (handoff.source, *handoff.times(), handoff.num_bytes)
             self._log.reject(request, handoff.row, worker.index, reason, FAILED, more=more)
             self._source.done(handoff.row, self.now_ns)

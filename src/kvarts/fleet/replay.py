@@ -20,10 +20,11 @@ from kvarts.fleet.worker import Worker
 from kvarts.limits import MOST_REPLICAS
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
+from kvarts.settings import SettingError
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
-from kvarts.sim.router import make_router
+from kvarts.sim.router import Router, make_router
 from kvarts.traffic.source import source_of
 
 __all__ = ["replay_fleet"]
@@ -44,22 +45,30 @@ def replay_fleet(
     log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes"))
     steps: list[StepLog] = []
 
-    def opener(place: int, of_pool: PoolConfig) -> Callable[[], Worker]:
-        def open_next() -> Worker:
+    def opener(place: int, of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
+        def open_next(number: int) -> Worker:
             index = len(steps)
             steps.append(StepLog(of_pool.each.num_pages, {}, None))
-            readers = [steps[-1], *(() if observers_of is None else observers_of(index))]
+            of_router = router.reader_of(number)
+            observers = () if observers_of is None else observers_of(index)
+            readers = [steps[-1], *observers, *(() if of_router is None else (of_router,))]
             return open_worker(of_pool, index, place * MOST_REPLICAS + index, readers)
 
         return open_next
 
     startup_ns = round(config.startup_s * 1e9)
-    pools = [
-        Pool(each.role, each.each.replicas, opener(place, each), make_router(each.each.router), startup_ns=startup_ns)
-        for place, each in enumerate(config.pools)
-    ]
-    replicas = [worker.replica for worker in pools[0].workers]
-    arrivals = Arrivals(trace, source, pools[0].router, replicas, log, delay_ns=first.frontend_ns)
+    pools = []
+    for place, each in enumerate(config.pools):
+        router = make_router(each.each, ())
+        if router.holds_requests:
+            raise SettingError(
+                "is not modelled in a fleet yet: no request waits in a router",
+                "routing.queue_threshold",
+                hint="Leave it out.",
+            )
+        opened = opener(place, each, router)
+        pools.append(Pool(each.role, each.each.replicas, opened, router, startup_ns=startup_ns))
+    arrivals = Arrivals(trace, source, pools[0].router, pools[0].engines, log, delay_ns=first.frontend_ns)
     driver = FleetDriver(
         arrivals,
         pools[0],
