@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
-from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import Cache
@@ -21,6 +20,7 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
+from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
@@ -28,11 +28,9 @@ from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:  # only an engine with KV groups pays for them
-    from kvarts.kv.block_pages import BlockPages
     from kvarts.kv.group_memory import GroupMemory
     from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.part_pages import PartPages
-    from kvarts.kv.tiered_pages import TieredPages
     from kvarts.sched.group_loads import GroupTiers
 
 __all__ = ["PreparedTiers", "TierSettings", "build_engine", "open_group_cache"]
@@ -76,8 +74,18 @@ class TierSettings(Protocol):
         Raise ConfigError for tiers that know whole pages only.
         """
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether what is stored depends on what is evicted next."""
+
     def open_group_tiers(
-        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None,
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below `cache`."""
 
@@ -102,6 +110,7 @@ def build_engine(
     audit: bool = False,
     drafter: Drafter | None = None,
     holds_pages: bool = False,
+    hands_over: bool = False,
 ) -> Engine:
     """Return an engine around `executor`.
 
@@ -116,9 +125,10 @@ def build_engine(
     of page accounting after every step, and, unless the device is shared, check every event against a second
     bookkeeping. `drafter`: guesses how sequences go on, for an executor that says which guesses are right; those of
     virtual time compute no tokens, and have none. `holds_pages`: pages are kept in use between requests.
+    `hands_over`: other engines compute the prompts of requests, or go on with them; there is no second bookkeeping for
+    that.
 
-    Raise ConfigError for an audit if the room `audit` is not installed, and for a reader of page and request events of
-    an engine with KV groups and tiers: pages that a load brings in part have no event.
+    Raise ConfigError for an audit if the room `audit` is not installed.
     """
     if offload is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
@@ -127,7 +137,8 @@ def build_engine(
     if memory is not None and num_blocks is None:
         num_blocks = memory.num_blocks(config.num_pages)
     with_tiers = memory is not None and offload is not None and bool(offload.group_tiers(memory, config.page_size))
-    if audit and cache is None and not with_tiers:
+    is_lazy = with_tiers and offload is not None and offload.is_lazy
+    if audit and cache is None and not hands_over:
         if memory is None:
             auditor = from_room("audit.auditor", "Auditor", field="audit")(
                 config.num_pages,
@@ -138,7 +149,7 @@ def build_engine(
                 page_counts=lambda: cache,
             )
         else:
-            auditor = _group_auditor(memory, num_blocks, config.page_size, lambda: cache)
+            auditor = _group_auditor(memory, num_blocks, config.page_size, lambda: cache, stores_go_first=is_lazy)
         readers = (*readers, auditor)
     if log is None:
         log = EventLog(readers, num_waiting=num_waiting)
@@ -151,11 +162,15 @@ def build_engine(
             cache = _page_cache(config, make_order, below, tell, with_page_ids=executor.needs_page_ids)
         else:
             assert num_blocks is not None
-            if with_tiers:
-                cache = _tiered_cache(config, memory, num_blocks, tell)
-            else:
-                with_ids = executor.needs_page_ids or holds_pages
-                cache = open_group_cache(config, memory, num_blocks=num_blocks, tell=tell, with_ids=with_ids)
+            cache = open_group_cache(
+                config,
+                memory,
+                num_blocks=num_blocks,
+                tell=tell,
+                with_ids=executor.needs_page_ids or holds_pages or (with_tiers and moves_pages),
+                has_below=with_tiers,
+                watches_list=is_lazy,
+            )
     pins = None
     if pages is None:
         pins = Pins(cache, tell)
@@ -173,15 +188,15 @@ def build_engine(
         from kvarts.sched.group_loads import GroupLoads
 
         assert offload is not None
-        tiered = cast("TieredPages", cache)
-        of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, prefill=prefill)
-        loads = GroupLoads(of_groups, tiered, waiting, page_size)
+        tiered = cast("GroupPages", cache)
+        of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, tell=tell, prefill=prefill)
+        loads = GroupLoads(of_groups, tiered, waiting, page_size, tell)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:
             from kvarts.sched.group_batch import GroupBatch
 
-            batch = GroupBatch(cast("GroupPages | BlockPages", cache), config.max_num_seqs)
+            batch = GroupBatch(cast("GroupPages", cache), config.max_num_seqs)
         else:
             batch = InputBatch(config.max_num_seqs, page_size)
     scheduler = Scheduler(
@@ -190,6 +205,7 @@ def build_engine(
         pages,
         waiting,
         loads=loads,
+        handoffs=Handoffs(cache) if hands_over else None,
         batch=batch,
         tell=tell,
         pins=pins,
@@ -200,12 +216,19 @@ def build_engine(
 
 
 def open_group_cache(
-    config: EngineConfig, memory: GroupMemory, *, num_blocks: int, tell: Tell | None, with_ids: bool
+    config: EngineConfig,
+    memory: GroupMemory,
+    *,
+    num_blocks: int,
+    tell: Tell | None,
+    with_ids: bool,
+    has_below: bool = False,
+    watches_list: bool = False,
 ) -> GroupPages:
     """Return the cache of an engine of a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, as those that are kept in use between requests need. `tell` receives what happened to
-    each part.
+    each part. `has_below` and `watches_list`: of a tier below, see GroupPages.
     """
     from kvarts.kv.group_pages import GroupPages
 
@@ -216,20 +239,9 @@ def open_group_cache(
         most_new_tokens=config.max_num_batched_tokens,
         with_ids=with_ids,
         tell=tell,
+        has_below=has_below,
+        watches_list=watches_list,
     )
-
-
-def _tiered_cache(config: EngineConfig, memory: GroupMemory, num_blocks: int, tell: Tell | None) -> TieredPages:
-    from kvarts.kv.tiered_pages import TieredPages
-
-    if tell is not None:
-        raise ConfigError(
-            "is not told of KV groups with tiers below the device yet: pages are loaded in part",
-            field="readers",
-            hint="Leave out what reads events of pages, or the tiers.",
-        )
-    most_new = config.max_num_batched_tokens
-    return TieredPages(memory, num_blocks=num_blocks, page_size=config.page_size, most_new_tokens=most_new)
 
 
 def _page_cache(
@@ -246,7 +258,12 @@ def _page_cache(
 
 
 def _group_auditor(
-    memory: GroupMemory, num_blocks: int | None, page_size: int, part_counts: Callable[[], Cache | None]
+    memory: GroupMemory,
+    num_blocks: int | None,
+    page_size: int,
+    part_counts: Callable[[], Cache | None],
+    *,
+    stores_go_first: bool,
 ) -> EventReader:
     groups = tuple(
         from_room("audit.part_ledger", "AuditedGroup", field="audit")(
@@ -256,7 +273,12 @@ def _group_auditor(
     )
     make_auditor = from_room("audit.group_auditor", "GroupAuditor", field="audit")
     auditor: EventReader = make_auditor(
-        groups, num_blocks, page_size, keeps_all=memory.keeps == "all", part_counts=part_counts
+        groups,
+        num_blocks,
+        page_size,
+        keeps_all=memory.keeps == "all",
+        stores_go_first=stores_go_first,
+        part_counts=part_counts,
     )
     return auditor
 

@@ -83,11 +83,25 @@ def test_one_of_two_models_counts_its_groups() -> None:
         assert states["elsewhere"] == 0, "what others have cached is free"
 
 
-def test_tiers_and_sessions_are_refused(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_memory_keeps_what_the_device_evicts() -> None:
+    prompts = [" ".join([word] * 4001) for word in "abcdefgh"]
+    tier = ("--kv-groups", "tails", "--host-memory", "8GiB", "--h2d", "10TB/s", "--d2h", "10TB/s")
+    with mocked(*GEMMA, *tier) as url:
+        for prompt in (*prompts, prompts[0]):
+            reply = call(url, "/v1/completions", {"model": "gemma-3-27b", "prompt": prompt, "max_tokens": 4})
+            assert reply.status == 200
+        found = [
+            sample.value
+            for family in text_string_to_metric_families(call(url, "/metrics").payload.decode())
+            for sample in family.samples
+            if sample.name == "vllm:external_prefix_cache_hits_total"
+        ]
+    assert found and found[0] > 0
+
+
+def test_sessions_are_refused(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("mock", *GEMMA, "--kv-groups", "all", "--session-window", "64", "--port", "0") == 2
     assert "a mock with --kv-groups keeps none of a session" in capsys.readouterr().err
-    assert run_command("mock", *GEMMA, "--kv-groups", "all", "--host-memory", "1GiB", "--port", "0") == 2
-    assert "is not mocked with KV groups yet" in capsys.readouterr().err
 
 
 def test_sessions_of_python_are_refused() -> None:

@@ -191,7 +191,7 @@ class Auditor:
                 self._settle()
                 self._load(event)
             case ChunkComputed():
-                self._serve()
+                self._settle()
                 self._compute(event)
             case DraftTaken():
                 self._settle()
@@ -338,7 +338,11 @@ class Auditor:
         if event.num_computed_tokens != known.computed:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
         known.computed = 0
-        self._takers = [request for request in self._takers if request != event.victim]
+        if event.victim == event.asker and not event.model:
+            # As in vLLM, that ends the step: decodes that were admitted later compute nothing, and chunks follow.
+            for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
+                del self._decoding[request]
+        self._takers = [request for request in self._takers if request in self._decoding]
         self._serve_takers()
 
     def _release(self, request: int) -> None:

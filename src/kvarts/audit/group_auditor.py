@@ -16,6 +16,7 @@ from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.held_parts import HeldParts, PartHolder
 from kvarts.audit.part_ledger import AuditedGroup, PartLedger
+from kvarts.audit.parts_below import PartsBelow
 from kvarts.audit.parts_beside import PartsBeside
 from kvarts.content import Content
 from kvarts.events import (
@@ -30,6 +31,7 @@ from kvarts.events import (
     DraftTaken,
     Event,
     Finished,
+    LoadStarted,
     PagesPinned,
     PagesRemoved,
     PagesReserved,
@@ -40,6 +42,8 @@ from kvarts.events import (
     StepDone,
     StepEnded,
     StepStarted,
+    StoreStarted,
+    TransferEnded,
 )
 
 __all__ = ["GroupAuditor", "PartAccount"]
@@ -58,7 +62,8 @@ class PartAccount(Protocol):
 class GroupAuditor:
     """A reader of the events of one engine with `num_blocks` blocks, from its beginning. `findings` grows.
 
-    `keeps_all`: what windows leave behind is kept; else only the tails of prompts and requests. `part_counts`: answers
+    `keeps_all`: what windows leave behind is kept; else only the tails of prompts and requests. `stores_go_first`: the
+    device evicts next what was stored in a tier below. `part_counts`: answers
     what the engine says of its parts; where it is given, `observe` compares with it, and raises AuditError. Nothing is
     repaired.
     """
@@ -72,6 +77,7 @@ class GroupAuditor:
         page_size: int,
         *,
         keeps_all: bool,
+        stores_go_first: bool = False,
         part_counts: Callable[[], PartAccount] | None = None,
     ) -> None:
         self.ledger = PartLedger(groups, num_blocks, keeps_all=keeps_all)
@@ -82,6 +88,9 @@ class GroupAuditor:
         self._found = Findings()
         self._held = HeldParts(self.ledger, self._digests, self._found, page_size)
         self._beside = PartsBeside(self.ledger, self._digests, self._found, page_size)
+        self._below = PartsBelow(
+            self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first
+        )
         self._with_own_pages: set[int] = set()
         """Requests that bring their pages along: these are reserved."""
         self._requests: dict[int, PartHolder] = {}
@@ -122,6 +131,9 @@ class GroupAuditor:
 
     def _follow(self, event: Event) -> None:
         match event:
+            case PagesStored() | PagesRemoved() if event.medium != "device":
+                self._below.hear(event)
+                return
             case PagesStored():
                 self._hear_stored(event)
                 return
@@ -135,7 +147,7 @@ class GroupAuditor:
             case _:
                 self._expect_nothing()
         match event:
-            case DraftJudged() | Finished() | Cancelled() | Preemption():
+            case DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
                 pass
             case _:
                 self._look_at_held()
@@ -159,6 +171,15 @@ class GroupAuditor:
             case StepStarted():
                 self._pass_steps(event.step - 1)
                 self._begin(event.step)
+                self._below.drop_ended()
+            case StoreStarted():
+                self._below.begin_store(event)
+            case LoadStarted():
+                self._settle()
+                self._below.begin_load(self._requests[event.request], event)
+            case TransferEnded():
+                self._settle()
+                self._below.end(event)
             case Preemption():
                 self._serve()
                 self._preempt(event)
@@ -166,7 +187,7 @@ class GroupAuditor:
                 self._settle()
                 self._admit(event)
             case ChunkComputed():
-                self._serve()
+                self._settle()
                 self._compute(event)
             case StepDone():
                 self._pass_steps(event.step - 1)
@@ -201,7 +222,7 @@ class GroupAuditor:
                 self._settle()
                 self.ledger.clear()
             case AtRest():
-                num_left = self.ledger.num_used - self._beside.num_blocks
+                num_left = self.ledger.num_used - self._beside.num_blocks - self._below.num_blocks
                 if num_left:
                     self._find(f"{num_left} blocks are in use, and no request runs")
             case _:
@@ -322,9 +343,10 @@ class GroupAuditor:
 
     def _check_step(self, event: StepDone) -> None:
         self._look()
-        if (event.num_used, event.tiers) != self._mark:
+        parts = event.tiers[-2 * len(self.ledger.groups) :]
+        if (event.num_used, parts) != self._mark:
             self._find(
-                f"the step counts {event.num_used} blocks used, and parts {event.tiers}; the ledger "
+                f"the step counts {event.num_used} blocks used, and parts {parts}; the ledger "
                 f"{self._mark[0]} and {self._mark[1]}"
             )
 
@@ -335,6 +357,9 @@ class GroupAuditor:
         if known.is_running:
             self._find("was admitted, and runs already", event.request)
         # The last token is always computed.
+        if event.by_tier is not None:
+            self._admit_loaded(known, event)
+            return
         digests = [self._digest(known.content, page) for page in range((known.known - 1) // size)]
         longest, by_group = ledger.reach(digests, size)
         num_hit = event.num_hit_pages
@@ -352,6 +377,14 @@ class GroupAuditor:
                 known.parts[index][page] = copies[0]
         known.num_named = num_hit
         known.computed = num_hit * size
+        known.is_running = True
+
+    def _admit_loaded(self, known: PartHolder, event: Admitted) -> None:
+        num_pages = self._below.admit(event.request)
+        if event.num_hit_pages != num_pages:
+            self._find(f"{num_pages} pages were loaded and found, and {event.num_hit_pages} were hit", event.request)
+        known.num_named = num_pages
+        known.computed = num_pages * self._page_size
         known.is_running = True
 
     def _compute(self, event: ChunkComputed) -> None:
@@ -401,6 +434,11 @@ class GroupAuditor:
 
     def _preempt(self, event: Preemption) -> None:
         ledger, known = self.ledger, self._requests[event.victim]
+        order = list(self._decoding)
+        if event.victim == event.asker and event.victim in self._decoding and not event.model:
+            # As in vLLM, that ends the step: decodes that were admitted later compute nothing, and chunks follow.
+            for request in order[order.index(event.victim) + 1 :]:
+                del self._decoding[request]
         self._look()
         if not known.is_running:
             self._find("was preempted, and does not run", event.victim)
@@ -414,7 +452,7 @@ class GroupAuditor:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
         self._close(event.victim, known)
         known.computed = 0
-        self._takers = [request for request in self._takers if request != event.victim]
+        self._takers = [request for request in self._takers if request in self._decoding]
         self._serve_takers()
 
     def _finish(self, request: int) -> None:
@@ -425,7 +463,11 @@ class GroupAuditor:
 
     def _cancel(self, request: int) -> None:
         self._completing = [other for other in self._completing if other != request]
-        self._close(request, self._requests.pop(request))
+        known = self._requests.pop(request)
+        if self._below.cancel(request):
+            self._holders.pop(known.content.owner, None)
+        else:
+            self._close(request, known)
 
     def _close(self, request: int, known: PartHolder) -> None:
         self._decoding.pop(request, None)

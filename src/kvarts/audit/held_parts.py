@@ -79,10 +79,11 @@ class HeldParts:
                 continue
             for page in range(known.num_named, end):
                 if page in parts:
-                    self._publish(known, index, page, parts[page])
+                    self.publish(known, index, page, parts[page])
         known.num_named = max(known.num_named, end)
 
-    def _publish(self, known: PartHolder, group: int, page: int, part: AuditedPart) -> None:
+    def publish(self, known: PartHolder, group: int, page: int, part: AuditedPart) -> None:
+        """Let a part be found."""
         digest = self._digests.of(known.content, page)
         self._digests.where.setdefault(digest, (known.content.owner, page))
         if self._ledger.publish(part, digest):
@@ -110,7 +111,7 @@ class HeldParts:
         for index in missing:
             part = self._ledger.take(index)
             assert part is not None, "all of them fit"
-            self._publish(known, index, page, part)
+            self.publish(known, index, page, part)
             self._ledger.release(part)
 
     def draft(self, known: PartHolder, event: DraftTaken, *, is_decoding: bool) -> None:

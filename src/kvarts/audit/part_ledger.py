@@ -85,6 +85,8 @@ class PartLedger:
         self.happened: deque[tuple[str, int, bytes, int | None]] = deque()
         self.num_reserved = 0
         """Blocks that were taken for what is no part."""
+        self.num_promised = 0
+        """Free blocks that are kept for requests which wait for a load."""
         self._keeps_all = keeps_all
         self._idle: OrderedDict[AuditedPart, None] = OrderedDict()
         self._num_used = [0] * len(groups)
@@ -92,8 +94,8 @@ class PartLedger:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken: empty, or of parts that nothing holds."""
-        return self.num_blocks - self.num_used
+        """Blocks that anyone can take: empty, or of parts that nothing holds."""
+        return self.num_blocks - self.num_used - self.num_promised
 
     @property
     def num_used(self) -> int:
@@ -180,14 +182,19 @@ class PartLedger:
         self.num_resident[digest] = self.num_resident.get(digest, 0) + 1
         return len(copies) == 1
 
-    def release(self, part: AuditedPart) -> None:
-        """End a hold. What nothing holds is cached if it can be found and is kept; else it is empty."""
+    def release(self, part: AuditedPart, *, goes_first: bool = False) -> None:
+        """End a hold. What nothing holds is cached if it can be found and is kept; else it is empty.
+
+        `goes_first`: it is evicted next.
+        """
         part.refs -= 1
         if part.refs:
             return
         self._num_used[part.group] -= 1
         if part.digest is not None and part.is_kept:
             self._idle[part] = None
+            if goes_first:
+                self._idle.move_to_end(part, last=False)
             self._num_cached[part.group] += 1
             return
         if part.digest is not None:

@@ -168,12 +168,6 @@ class KvEventsPart(Part):
             return None
         if model is not None:
             raise ConfigError("is for one model", field="kv_events", hint="Replay each model for itself.")
-        if config.kv_groups != "off" and config.offload is not None:
-            raise ConfigError(
-                "are not published of KV groups with tiers below the device",
-                field="--kv-events",
-                hint="Leave them out, or the tiers, or set kv_groups to off.",
-            )
         if config.kv_groups != "off":
             published = _with_groups(published, config.memory.to_builtins()["kv_groups"])
         return Publishing(published, config.replicas, places)

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["Outputs", "Part", "Results", "Run", "load_parts"]
 
 PARTS: tuple[str, ...] = (
+    "fleet",
     "kv_events",
     "offload",
     "plan_policy",
     "record",
+    "routers",
     "session_replay",
     "sharing",
 )

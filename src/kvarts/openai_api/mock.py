@@ -144,7 +144,6 @@ def mock_model(
         clock = paced
     num_blocks = 0 if groups is None else groups.num_blocks(config.num_pages)
     parts = mock_parts(config, cost, clock, seed=seed, groups=groups, num_blocks=num_blocks)
-    assert groups is None or offload is None, "a mock with KV groups has no tiers"
     core = build_engine(
         config,
         parts.waiting,

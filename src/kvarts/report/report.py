@@ -20,7 +20,7 @@ from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.kv.transfer import TransferTotals
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
-from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
+from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.run_config import RunConfig
 from kvarts.report.run_values import RunReport
 from kvarts.report.steps import StepLog
@@ -37,7 +37,7 @@ __all__ = ["REPORT_VERSION", "Report"]
 
 REPORT_VERSION = 1
 LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
-STATUS_NAMES = ("completed", "rejected", "failed")
+STATUS_NAMES = ("completed", "rejected", "failed", "cancelled")
 
 
 class Report:
@@ -211,15 +211,15 @@ class Report:
         cached_tokens = int(completed["cached_tokens"].sum())
         cached_by_tier = {name: int(completed[f"{name}_tokens"].sum()) for name in self._tiers}
         cached_by_tier = {"device": cached_tokens - sum(cached_by_tier.values()), **cached_by_tier}
-        pool_pages = logs[0].num_pages
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
-        used_page_ns, peaks = 0, []
+        used_page_ns, busy_page_ns, peaks = 0, 0, []
         for log in logs:
             peak = 0
             for used, durations_ns in log.used_over_time():
                 used_page_ns += dot(used, durations_ns)
                 peak = max(peak, int(used.max()))
             peaks.append(peak)
+            busy_page_ns += int(log.numbers["duration_ns"].sum()) * log.num_pages
         peak_used = max(peaks)
         working_set = working_set_pages(self._trace, config.page_size)
         times_ns = {"ttft_ms": ttft_ns, "tpot_ms": tpot_ns, "e2e_ms": e2e_ns}
@@ -234,6 +234,7 @@ class Report:
             "num_completed": num_completed,
             "num_rejected": int((raw["status"] == REJECTED).sum()),
             "num_failed": int((raw["status"] == FAILED).sum()),
+            **self._cancelled(raw),
             "num_skipped_lines": self._trace.num_skipped_lines,
             **({"left_out": dict(self._trace.left_out)} if self._trace.left_out else {}),
             **({"warnings": list(warnings)} if (warnings := self._trace.said()) else {}),
@@ -262,8 +263,8 @@ class Report:
             "num_steps": sum(map(len, logs)),
             "num_evicted_pages": self._num_evicted_pages,
             "peak_used_pages": peak_used,
-            "peak_used_pct": peak_used / pool_pages,
-            "mean_used_pct": _ratio(used_page_ns, busy_ns * pool_pages),
+            "peak_used_pct": max(peak / log.num_pages for peak, log in zip(peaks, logs, strict=True)),
+            "mean_used_pct": _ratio(used_page_ns, busy_page_ns),
             "busy_pct": _ratio(busy_ns, duration_s * 1e9 * config.replicas),
             "peak_running": max(int(span["running"].max(initial=0)) for span in spans),
             "peak_waiting": max(int(span["waiting"].max(initial=0)) for span in spans),
@@ -402,6 +403,27 @@ class Report:
             "cause": cause,
             **lane,
             "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
+        }
+
+    def _cancelled(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
+        """Return what became of requests that their clients gave up; nothing where none was.
+
+        Retries are among the requests: `num_retries` of them. `prompt_tokens`: computed for them, and
+        `output_tokens`: generated for them, both wasted.
+        """
+        gave_up = raw["status"] == CANCELLED
+        count = int(gave_up.sum())
+        if not count:
+            return {}
+        return {
+            "num_cancelled": count,
+            "cancelled": {
+                "before_admission": int((gave_up & (raw["first_admitted_ns"] < 0)).sum()),
+                "before_first_token": int((gave_up & (raw["first_token_ns"] < 0)).sum()),
+                "num_retries": len(raw["row"]) - len(set(raw["row"].tolist())),
+                "prompt_tokens": self._request_log.cancelled_prompt_tokens,
+                "output_tokens": int(raw["output_tokens"][gave_up].sum()),
+            },
         }
 
     def _longest_rejected(self) -> dict[str, Any]:

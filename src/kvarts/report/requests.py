@@ -9,9 +9,11 @@ from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
-__all__ = ["COMPLETED", "FAILED", "REJECTED", "RequestLog"]
+__all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "RequestLog"]
 
-COMPLETED, REJECTED, FAILED = 0, 1, 2
+COMPLETED, REJECTED, FAILED, CANCELLED = 0, 1, 2, 3
+NO_REPLICA = -1
+"""Of a request that its client gave up while it waited in the router."""
 
 _REQUEST_FIELDS = (
     "index",
@@ -35,12 +37,13 @@ class RequestLog:
     """One row a request, in arrival order. -1 stands for a time that never came.
 
     `tiers`: the names of the tiers below the device, in order; the tokens that a request had from each are a column
-    `NAME_tokens`.
+    `NAME_tokens`. `more`: names of further columns of whole numbers.
     """
 
-    def __init__(self, *, largest_hit_counts: bool, tiers: Iterable[str] = ()) -> None:
-        self._fields = (*_REQUEST_FIELDS, *(f"{name}_tokens" for name in tiers))
-        self._num_tiers = len(self._fields) - len(_REQUEST_FIELDS)
+    def __init__(self, *, largest_hit_counts: bool, tiers: Iterable[str] = (), more: Iterable[str] = ()) -> None:
+        of_tiers = [f"{name}_tokens" for name in tiers]
+        self._fields = (*_REQUEST_FIELDS, *of_tiers, *more)
+        self._num_tiers = len(of_tiers)
         self._rows = Rows(len(self._fields))
         self._columns: dict[str, Column] | None = None
         self._largest_hit_counts = largest_hit_counts
@@ -48,9 +51,14 @@ class RequestLog:
         self._reasons: dict[int, str] = {}
         self.stalls_ns: list[int] = []
         """For each token made after a preemption: the time since the token before it."""
+        self.cancelled_prompt_tokens = 0
+        """Prompt tokens that were computed for requests that were cancelled."""
 
-    def end(self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED) -> None:
-        """Add `request`, which made its last token."""
+    def end(
+        self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
+    ) -> None:
+        """Add `request`, which made its last token. `more`: the values of the other columns."""
+        num_output = request.num_output_tokens if status == CANCELLED else request.max_tokens
         self._rows.add(
             (
                 request.index,
@@ -59,15 +67,16 @@ class RequestLog:
                 replica,
                 request.arrival_ns,
                 request.num_prompt_tokens,
-                request.max_tokens,
+                num_output,
                 request.first_admitted_ns,
                 request.first_token_ns,
-                request.last_token_ns,
+                -1 if status == CANCELLED else request.last_token_ns,
                 request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
                 request.num_admissions,
                 request.num_preemptions,
                 request.recomputed_tokens,
                 *(self._cached_below(request) if self._num_tiers else ()),
+                *more,
             )
         )
         if request.stalls_ns:
@@ -75,14 +84,29 @@ class RequestLog:
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
 
+    def cancel(self, request: Request, row: TraceRequest, replica: int, end_ns: int) -> None:
+        """Add `request`, which was dropped at `end_ns`, with the tokens that it has generated until then."""
+        num_computed = min(max(request.num_computed, request.furthest_computed), request.num_prompt_tokens)
+        self.cancelled_prompt_tokens += max(0, num_computed - request.cached_tokens)
+        self._reasons[request.index] = f"its client gave up {(end_ns - request.arrival_ns) / 1e6:g} ms after sending it"
+        self.end(request, row, replica, CANCELLED)
+
     def _cached_below(self, request: Request) -> Sequence[int]:
         """Return the tokens that `request` had from each tier."""
         return (request.cached_tokens_below or (0,) * self._num_tiers)[: self._num_tiers]
 
-    def reject(self, request: Request, row: TraceRequest, replica: int, reason: str, status: int = REJECTED) -> None:
+    def reject(
+        self,
+        request: Request,
+        row: TraceRequest,
+        replica: int,
+        reason: str,
+        status: int = REJECTED,
+        more: Sequence[int] = (),
+    ) -> None:
         """Add `request`, which was refused on arrival, or with FAILED, ended without its last token."""
         self._reasons[request.index] = reason
-        self.end(request, row, replica, status)
+        self.end(request, row, replica, status, more)
 
     @property
     def columns(self) -> dict[str, Column]:

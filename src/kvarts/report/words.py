@@ -41,10 +41,16 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     ended = f"{count(report.num_completed)} completed, {count(report.num_rejected)} rejected"
     if report.num_failed:
         ended += f", {count(report.num_failed)} failed"
+    if report.num_cancelled:
+        ended += f", {count(report.num_cancelled)} cancelled"
     *placed, memory = opening(report.config) or [""]
     out = [("replayed on", "; ".join(line.strip() for line in placed))] if placed else []
     out += [("memory", memory)] if memory else []
     out.append(("requests", ended))
+    if report.cancelled is not None:
+        wasted = report.cancelled
+        tokens = f"{count(wasted.prompt_tokens)} prompt and {count(wasted.output_tokens)} output tokens"
+        out.append(("wasted", f"{tokens} of cancelled requests; {count(wasted.num_retries)} were sent again"))
     if report.duration_ms is not None:
         out.append(("duration", f"{duration(report.duration_ms)} in {count(report.num_steps)} steps"))
     if report.request_throughput_per_s is not None:

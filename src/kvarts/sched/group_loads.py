@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvarts.event_log import Tell
 from kvarts.kv.cache import Holding
+from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.match import Match
-from kvarts.kv.parts import GroupMatch
-from kvarts.kv.tiered_pages import TieredPages
+from kvarts.kv.spans import RunMatch
 from kvarts.kv.transfer import Awaited, Loaded
 from kvarts.request import Request
 from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
@@ -19,7 +20,7 @@ __all__ = ["GroupLoads", "GroupTiers"]
 class GroupTiers(LowerTiers, Protocol):
     """The tiers below a device with KV groups. A load is of all that was offered, or of nothing."""
 
-    def offered(self, request: int) -> GroupMatch:
+    def offered(self, request: int) -> RunMatch:
         """Return how far every group can go on with what was offered to `request`."""
 
 
@@ -31,20 +32,27 @@ class GroupLoads(Loads):
     and finds what did arrive.
     """
 
-    def __init__(self, tiers: GroupTiers, cache: TieredPages, waiting: WaitingQueue, page_size: int) -> None:
-        super().__init__(tiers, cache, waiting, page_size, None)
+    def __init__(
+        self, tiers: GroupTiers, cache: GroupPages, waiting: WaitingQueue, page_size: int, tell: Tell | None
+    ) -> None:
+        super().__init__(tiers, cache, waiting, page_size, tell)
         self._group_tiers = tiers
         self._parts = cache
         self._needs = cache.needs
 
     def _wanted(self, request: Request, num_known: int) -> int:
         match = self._group_tiers.offered(request.index)
-        held = self._parts.tiered.held_after(match)
+        held = self._parts.held_of(match)
         return self._needs.to_admit(match.num_pages * self._page_size, num_known, held)
 
     def _fits(self, request: Request, num_known: int) -> bool:
         """Return whether all that `request` may hold at a time is free."""
         return self._wanted(request, num_known) <= self._parts.num_free
+
+    def _num_held(self, request: Request, num_known: int) -> int:
+        """Return the blocks that `request` holds from then on, and those that are promised to it."""
+        found = self._group_tiers.offered(request.index)
+        return self._parts.num_held_while_loading(found, self._wanted(request, num_known))
 
     def _open(self, request: Request, match: Match, num_known: int) -> Holding:
         """Hold what the device has, take parts for what is loaded, and have the rest promised."""

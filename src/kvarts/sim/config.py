@@ -10,39 +10,39 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 import msgspec
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError, did_you_mean
-from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
-from kvarts.rooms import code_named, from_room
+from kvarts.errors import ConfigError
+from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
+from kvarts.rooms import code_named, from_room, is_code_name
 from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
 from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
-    from kvarts.event_log import EventReader
+    from kvarts.event_log import EventReader, Tell
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
-    from kvarts.kv.tiered_pages import TieredPages
+    from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.transfer import PrefillTimes
     from kvarts.report.report import Report
     from kvarts.sched.group_loads import GroupTiers
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.arrivals import SessionsKept
     from kvarts.sim.replay import Traffic
-    from kvarts.sim.router import Routed, Router
+    from kvarts.sim.router import Routed, RouterMaker, RoutingSettings
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
-__all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_config", "resolve_replay"]
+__all__ = ["SECTIONS", "ReplayConfig", "Slo", "TiersBelow", "make_config", "resolve_replay"]
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
+MOST_RETRIES = 1000
 if TYPE_CHECKING:
     StepTimes = Any  # a CostModel, or a callable: which of them is asked where it is used
     EvictionMaker = Callable[[], EvictionOrder]
     AdmissionMaker = Callable[[], AdmissionPolicy]
-    RouterMaker = Callable[[], Router]
     PartGroups = tuple[PartGroup, ...]
 else:  # the rooms of these are imported where they are used: help prints these names and their texts
 
@@ -56,13 +56,15 @@ else:  # the rooms of these are imported where they are used: help prints these 
         """Makes the AdmissionPolicy of a replica: a class, or a function without arguments."""
 
     class RouterMaker:
-        """Makes the Router of a replay: a class, or a function without arguments."""
+        """Makes the policy of a router: a class, or a function without arguments."""
+
+    class RoutingSettings:
+        """Settings of how a router knows its workers, such as Routing."""
 
     class PartGroups:
         """A tuple of PartGroups."""
 
 
-RouterName = Literal["round-robin", "least-loaded", "prefix"]
 KvGroupsName = Literal["off", "all", "tails"]
 
 
@@ -103,8 +105,18 @@ class TiersBelow(Protocol):
         Raise ConfigError for tiers that know whole pages only.
         """
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether what is stored depends on what is evicted next."""
+
     def open_group_tiers(
-        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None,
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below the cache of a device with KV groups."""
 
@@ -181,11 +193,11 @@ class ReplayConfig(
         ),
     ] = 1
     router: Annotated[
-        RouterName | RouterMaker,
+        str | RouterMaker,
         setting(
-            "Which replica a request goes to: round-robin; least-loaded, with the fewest requests; or prefix, with the "
-            "fewest prompt pages left to compute plus pages in use or waited for. On the command line also "
-            "module:Class.",
+            "Which replica a request goes to: round-robin, least-loaded, power-of-two, session, prefix, dynamo-kv, "
+            "llm-d, sglang-cache-aware, production-stack-prefix, production-stack-kv, aibrix-prefix, with options as "
+            "in llm-d:prefix=3,queue=2,kv=2; or module:Class for one of your own.",
             metavar="NAME",
             kind=str,
         ),
@@ -219,6 +231,14 @@ class ReplayConfig(
             metavar="MS",
         ),
     ] = 0.0
+    client_timeout_s: Annotated[
+        float | None,
+        setting("Clients give up a request that has not ended so long after they sent it.", metavar="S"),
+    ] = None
+    retries: Annotated[
+        int, setting("How often clients send again what they gave up after --client-timeout-s.", metavar="N")
+    ] = 0
+    retry_after_s: Annotated[float, setting("How long after giving up clients send again.", metavar="S")] = 0.0
     slo: Slo = Slo()
     step_by_step: Annotated[
         bool, setting("Never do many steps at once. The outcome is the same, only slower: for checking.")
@@ -233,6 +253,7 @@ class ReplayConfig(
     ] = "off"
     offload: TiersBelow | None = None
     sessions: SessionSettings | None = None
+    routing: RoutingSettings | None = None
     placement: Placement | None = None
     groups: PartGroups = ()
     eviction: EvictionMaker = msgspec.field(default_factory=_default_eviction)
@@ -257,17 +278,19 @@ class ReplayConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
-        if not callable(self.router) and self.router not in get_args(RouterName):
-            raise SettingError(
-                f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}",
-                "router",
-                hint=did_you_mean(str(self.router), get_args(RouterName)) or "Of your own: a class, or module:Class.",
-            )
+        if self.router != "round-robin" or self.routing is not None:
+            self.routing_settings.check(self.router)
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
         engine_of(self.engine)
         check_number(self.frontend_ms, "frontend_ms", most=MOST_MS)
+        if self.client_timeout_s is not None:
+            check_number(self.client_timeout_s, "client_timeout_s", above=True, most=MOST_SECONDS)
+        check_whole(self.retries, "retries", least=0, most=MOST_RETRIES)
+        check_number(self.retry_after_s, "retry_after_s", most=MOST_SECONDS)
+        if self.retries and self.client_timeout_s is None:
+            raise SettingError("has no effect without {client_timeout_s}", "retries", hint="Give {client_timeout_s}.")
         check_number(self.cost_factor, "cost_factor", above=True, most=MOST_COST_FACTOR)
         if self.concurrency is not None and self.speedup != 1.0:
             raise SettingError(
@@ -288,9 +311,35 @@ class ReplayConfig(
                 )
 
     @property
+    def routing_settings(self) -> RoutingSettings:
+        """What a router sees, and how late. Raise ConfigError if the room of routers is not installed."""
+        if self.routing is not None:
+            return self.routing
+        settings: RoutingSettings = from_room("routers.config", "Routing", field="router")()
+        return settings
+
+    @property
     def frontend_ns(self) -> int:
         """The time of the front end."""
         return round(self.frontend_ms * 1e6)
+
+    @property
+    def client_timeout_ns(self) -> int | None:
+        """How long after sending a request clients give it up; None for never."""
+        return None if self.client_timeout_s is None else round(self.client_timeout_s * 1e9)
+
+    def source(self, trace: Trace) -> Source:
+        """Return when the requests of `trace` arrive."""
+        from kvarts.traffic.source import source_of
+
+        return source_of(
+            trace,
+            concurrency=self.concurrency,
+            speedup=self.speedup,
+            delay_ns=self.frontend_ns,
+            retries=self.retries,
+            retry_after_ns=round(self.retry_after_s * 1e9),
+        )
 
     @property
     def certain(self) -> ReplayConfig:
@@ -430,8 +479,8 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
-        for field in ("engine", "async_scheduling", "frontend_ms"):
-            if values[field] in ("none", False, 0.0):
+        for field in ("engine", "async_scheduling", "frontend_ms", "client_timeout_s", "retries", "retry_after_s"):
+            if values[field] in ("none", False, 0.0, None):
                 del values[field]
         placement = values.pop("placement")
         if placement is not None:
@@ -445,10 +494,14 @@ class ReplayConfig(
             del values["sessions"]
         else:
             values["sessions"] = msgspec.to_builtins(self.sessions)
+        if self.routing is None:
+            del values["routing"]
+        else:
+            values["routing"] = msgspec.to_builtins(values["routing"])
         # How a replay is carried out is no part of what it says.
         del values["step_by_step"], values["audit"]
         if callable(self.router):
-            values["router"] = type(self.router()).__name__
+            values["router"] = getattr(self.router, "__name__", None) or type(self.router()).__name__
         for field, default in (("eviction", _default_eviction()), ("admission", _default_admission())):
             make = values.pop(field)
             if make is not default:
@@ -502,7 +555,11 @@ SECTIONS = (
 """What can be said of a replay of one model; parts add to it what they know, such as tiers."""
 
 
-OPTIONAL = (("offload.config", "OffloadConfig", "offload"), ("session.replayed.config", "SessionReplay", "sessions"))
+OPTIONAL = (
+    ("offload.config", "OffloadConfig", "offload"),
+    ("session.replayed.config", "SessionReplay", "sessions"),
+    ("routers.config", "Routing", "routing"),
+)
 """Modules of rooms that may be missing, with structs of settings and their tables."""
 
 
@@ -550,7 +607,7 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         values["groups"] = facts["groups"]
         if not facts["groups"]:
             values["kv_groups"] = "off"  # every layer of this model keeps every token
-    if "router" in given and ":" in given["router"]:
+    if "router" in given and is_code_name(given["router"]):
         values["router"] = _own_router(given)
     if "data_parallel" in facts:
         replicas = 1
@@ -572,7 +629,7 @@ def _own_router(given: Given) -> RouterMaker:
     try:
         return code_named(name)
     except ConfigError as error:
-        raise given.error("router", error.what, hint="See kvarts.sim.router.Router for what a router has.") from error
+        raise given.error("router", error.what, hint="See kvarts.routers.view.Policy for what a router has.") from error
 
 
 def make_config(

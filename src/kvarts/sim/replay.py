@@ -22,7 +22,6 @@ from kvarts.sim.replica import Replica
 from kvarts.sim.router import make_router
 from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.formats import load_trace
-from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.workload import Workload
 
@@ -109,32 +108,40 @@ def replay_one(
 ) -> Report:
     """Replay the traffic of one model through the engines that `config` describes, and report. `replay` says more."""
     trace = trace_of(traffic)
-    source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup, delay_ns=config.frontend_ns)
+    source = config.source(trace)
     tiers = config.tiers
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     memory = None if config.kv_groups == "off" else config.memory.to_builtins()
     steps = [StepLog(config.num_blocks, tiers, memory) for _ in range(config.replicas)]
-    readers = [[log, *(() if observers_of is None else observers_of(index))] for index, log in enumerate(steps)]
     ranks = num_ranks_of(config.cost_model)
     replicas: list[Replica] = []
+    router = make_router(config, replicas, ranks=ranks, tells_pages=config.kv_groups == "off")
+    readers: list[list[EventReader]] = []
+    for index, log in enumerate(steps):
+        of_router = router.reader_of(index) if config.replicas > 1 else None
+        observers = () if observers_of is None else observers_of(index)
+        readers.append([log, *observers, *(() if of_router is None else (of_router,))])
     runners: list[Runner] = []
     if ranks == 1:
-        replicas = [open_replica(config, each) for each in readers]
+        replicas += [open_replica(config, each) for each in readers]
         runners.extend(replicas)
     else:
         for first in range(0, config.replicas, ranks):
             group, runner = open_ranks(config, readers[first : first + ranks])
             replicas += group
             runners.append(runner)
+    for index, replica in enumerate(replicas):
+        router.follow(index, replica.engine.log)
     sessions = None if config.sessions is None else config.sessions.open(config, trace, source, replicas)
     arrivals = Arrivals(
         trace,
         source,
-        make_router(config.router, ranks),
+        router,
         replicas,
         requests,
         sessions=sessions,
         delay_ns=config.frontend_ns,
+        timeout_ns=config.client_timeout_ns,
     )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
