@@ -38,6 +38,10 @@ def prepare(folder: Path) -> None:
     for name, source in SAMPLES.items():
         shutil.copy(DATA / source, folder / name)
     shutil.copytree(DATA / "vllm-rtx4090", folder / "vllm-rtx4090", dirs_exist_ok=True)
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    from builders.claude_sessions import write_claude_sessions
+
+    write_claude_sessions(folder / ".claude" / "projects")
 
 
 def printed(line: str, folder: Path) -> str:

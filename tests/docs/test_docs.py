@@ -27,6 +27,7 @@ from kvarts.cli.main import main
 from kvarts.cli.replay import OneRun, all_sections, read_settings
 from kvarts.traffic.mooncake import load_mooncake
 
+from builders.claude_sessions import write_claude_sessions
 from builders.rooms import missing_room
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,8 @@ SLOW = {
     "guide-kv-events.md-3",
     "guide-offload.md-1",
     "guide-plan.md-3",
-    "guide-plan.md-11",
+    "guide-plan.md-8",
+    "guide-plan.md-12",
     "guide-policies.md-2",
     "guide-sessions.md-5",
 }
@@ -97,6 +99,7 @@ def in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / f"{name}.csv").write_text(source.read_text())
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon a time"}\n{"prompt": "once upon a hill"}\n')
     shutil.copytree(str(files("kvarts") / "data" / "vllm-rtx4090"), tmp_path / "vllm-rtx4090")
+    write_claude_sessions(tmp_path / ".claude" / "projects")
     monkeypatch.chdir(tmp_path)
     return trace
 
