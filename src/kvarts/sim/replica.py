@@ -243,7 +243,7 @@ class Replica:
             if scheduler.cache.settles or not scheduler.cache.has_empty(num_pages * scheduler.cache.page_blocks):
                 return None
             num_steps -= 1
-        return min(now_ns + sum(self.decode_ns(num_steps)), next_ns)
+        return min(now_ns + sum(self._decode_ns(num_steps)), next_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the last step would end if many alike could start now: no request ends before. Else None."""

@@ -100,6 +100,12 @@ class Router(Protocol):
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
 
+    def join(self) -> int:
+        """Add a worker; return its number, which no worker had before."""
+
+    def leave(self, worker: int) -> None:
+        """Send nothing to `worker` any more; what it has may still end."""
+
 
 class RoutingSettings(Protocol):
     """Settings of how a router knows its workers."""
@@ -122,7 +128,10 @@ class RoutingSettings(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RoundRobin:
-    """Sends the i-th arrival to worker i modulo their number. It wants to know nothing."""
+    """Sends requests to the workers in turn. It wants to know nothing.
+
+    `workers`: those that take requests, ascending; `next_turn`: the place of the next one among them.
+    """
 
     is_told = False
     reads_prefills = False
@@ -132,14 +141,15 @@ class RoundRobin:
     holds_requests = False
 
     def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self.num_routed = 0
+        self.workers = list(range(num_workers))
+        self.next_turn = 0
+        self._num_joined = num_workers
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        """Return the worker after the one chosen last."""
-        worker = self.num_routed % self.num_workers
-        self.num_routed += 1
-        return worker
+        """Return the worker whose turn it is."""
+        place = self.next_turn % len(self.workers)
+        self.next_turn = place + 1
+        return self.workers[place]
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
         """Return nothing."""
@@ -177,6 +187,16 @@ class RoundRobin:
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Do nothing."""
 
+    def join(self) -> int:
+        """Add a worker; return its number."""
+        self.workers.append(self._num_joined)
+        self._num_joined += 1
+        return self.workers[-1]
+
+    def leave(self, worker: int) -> None:
+        """Send nothing to `worker` any more."""
+        self.workers.remove(worker)
+
 
 class WithinGroups(RoundRobin):
     """Sends requests to groups of `ranks` engines in turn, and in a group to the rank that vLLM chooses.
@@ -193,8 +213,8 @@ class WithinGroups(RoundRobin):
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
         """Return the rank of the next group that has the least to do."""
-        first = self.num_routed * self._num_ranks % self.num_workers
-        self.num_routed += 1
+        first = self.next_turn * self._num_ranks % len(self.workers)
+        self.next_turn += 1
         return min(range(first, first + self._num_ranks), key=self._loads.__getitem__)
 
     def report(
