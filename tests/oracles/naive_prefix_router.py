@@ -22,7 +22,7 @@ class LookingRouter(RoundRobin):
         self.engines = engines
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        return min(range(self.num_workers), key=lambda index: self.cost(request, self.engines[index]))
+        return min(range(len(self.engines)), key=lambda index: self.cost(request, self.engines[index]))
 
     def cost(self, request: Request, engine: Any) -> int:
         config, scheduler = engine.config, engine.scheduler

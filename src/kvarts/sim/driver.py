@@ -232,6 +232,8 @@ class Driver:
             while (next_ns := self._next_ns()) <= now_ns:
                 if self._is_given_up_at(now_ns):
                     self._give_up(now_ns)
+                    if self._holding:
+                        self._take_placed(now_ns)
                     continue
                 of_model = self._arriving
                 if of_model.router.is_told or of_model.router.reads_metrics:

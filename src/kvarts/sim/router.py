@@ -142,7 +142,10 @@ class RoutingSettings(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RoundRobin:
-    """Sends requests to the workers in turn. It wants to know nothing."""
+    """Sends requests to the workers in turn. It wants to know nothing.
+
+    `workers`: those that take requests, ascending; `next_turn`: the place of the next one among them.
+    """
 
     is_told = False
     reads_prefills = False
@@ -152,14 +155,14 @@ class RoundRobin:
     holds_requests = False
 
     def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
         self.workers = list(range(num_workers))
-        self._next = 0
+        self.next_turn = 0
+        self._num_joined = num_workers
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        """Return the worker after the one chosen last."""
-        place = self._next % len(self.workers)
-        self._next = place + 1
+        """Return the worker whose turn it is."""
+        place = self.next_turn % len(self.workers)
+        self.next_turn = place + 1
         return self.workers[place]
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
@@ -195,22 +198,22 @@ class RoundRobin:
     def follow(self, worker: int, log: EventLog) -> None:
         """Note nothing."""
 
-    def join(self) -> int:
-        """Add a worker; return its number."""
-        self.workers.append(self.num_workers)
-        self.num_workers += 1
-        return self.num_workers - 1
-
     def enter(self, worker: int) -> None:
         """Send requests to `worker` again."""
         insort(self.workers, worker)
 
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
+        """Do nothing."""
+
+    def join(self) -> int:
+        """Add a worker; return its number."""
+        self.workers.append(self._num_joined)
+        self._num_joined += 1
+        return self.workers[-1]
+
     def leave(self, worker: int) -> None:
         """Send nothing to `worker` any more."""
         self.workers.remove(worker)
-
-    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
-        """Do nothing."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -271,13 +274,12 @@ class WithinGroups(RoundRobin):
     def __init__(self, num_workers: int, ranks: int) -> None:
         super().__init__(num_workers)
         self._num_ranks = ranks
-        self._num_routed = 0
         self._loads = [0] * num_workers
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
         """Return the rank of the next group that has the least to do."""
-        first = self._num_routed * self._num_ranks % self.num_workers
-        self._num_routed += 1
+        first = self.next_turn * self._num_ranks % len(self.workers)
+        self.next_turn += 1
         return min(range(first, first + self._num_ranks), key=self._loads.__getitem__)
 
     def report(
