@@ -31,7 +31,7 @@ def render_fleet(summary: dict[str, Any]) -> str:
             lines.append(f"{words:<14}{cells}")
         lines.append("")
     lines += [
-        f"{pool['role'] + ' pool':<14}{len(pool['replicas'])} workers, {as_percent(pool['busy_pct'])} busy, "
+        f"{pool['role'] + ' pool':<14}{_workers(len(pool['replicas']))}, {as_percent(pool['busy_pct'])} busy, "
         f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours"
         for pool in fleet["pools"]
     ]
@@ -44,3 +44,7 @@ def render_fleet(summary: dict[str, Any]) -> str:
             f"{as_duration(first['at_ms'])} on worker {first['replica']}: request {first['request_id']} was given up"
         )
     return "\n".join(lines) + "\n"
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
