@@ -51,7 +51,10 @@ VALUES: dict[str, tuple[str, Any]] = {
 """What is written, and read, for settings whose type does not say it."""
 
 
-CHOICES = ("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "vllm", "missing")
+CHOICES = (
+    *("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "vllm", "missing"),
+    "worker",
+)
 """Values that are not the default, of settings with a few."""
 
 

@@ -66,14 +66,15 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
     assert report.summary["fleet"]["num_deadlocks"] == naive.num_deadlocks
 
 
-@given(fleets(max_requests=40), st.sampled_from(SCALERS))
-def test_fast_forward_equals_step_by_step(case: FleetCase, policy: str | None) -> None:
-    """L5, with workers that come and go."""
+@given(fleets(max_requests=40), st.sampled_from(SCALERS), st.booleans())
+def test_fast_forward_equals_step_by_step(case: FleetCase, policy: str | None, is_shared: bool) -> None:
+    """L5, with workers that come and go, and links that they share."""
     fast, slow = (
         structs.replace(
             case.config(step_by_step=step_by_step),
             scaler=None if policy is None else partial(parse_scaler, policy),
             startup_s=0.03,
+            sharing="worker" if is_shared else "none",
         ).replay(case.case.trace())
         for step_by_step in (False, True)
     )

@@ -31,7 +31,7 @@ def render_fleet(summary: dict[str, Any]) -> str:
             lines.append(f"{words:<14}{cells}")
         lines.append("")
     lines += [
-        f"{pool['role'] + ' pool':<14}{len(pool['replicas'])} workers, {as_percent(pool['busy_pct'])} busy, "
+        f"{pool['role'] + ' pool':<14}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
         f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours"
         for pool in fleet["pools"]
     ]
@@ -44,3 +44,11 @@ def render_fleet(summary: dict[str, Any]) -> str:
             f"{as_duration(first['at_ms'])} on worker {first['replica']}: request {first['request_id']} was given up"
         )
     return "\n".join(lines) + "\n"
+
+
+def _workers(pool: dict[str, Any]) -> str:
+    mean = pool["mean_workers"]
+    count = len(pool["replicas"])
+    if mean is not None and abs(mean - count) > 1e-6:
+        return f"{mean:.1f} workers on average"
+    return "1 worker" if count == 1 else f"{count} workers"

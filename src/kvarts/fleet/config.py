@@ -29,6 +29,7 @@ MOST_STARTUP_S = 86_400.0
 
 Role = Literal["mixed", "prefill", "decode"]
 TransferMode = Literal["full-prompt", "missing"]
+Sharing = Literal["none", "worker"]
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +50,13 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         TransferMode,
         setting("What is sent: the whole prompt, or only pages that the receiver does not have.", flag="--transfer"),
     ] = "full-prompt"
+    sharing: Annotated[
+        Sharing,
+        setting(
+            "Whether each transfer has the rate for itself, or each worker sends and receives at that rate, and its "
+            "transfers share it."
+        ),
+    ] = "none"
     token_bytes: Annotated[
         int | None,
         setting("Bytes of KV of a token on a link.", metavar="N", default="those of the model"),
@@ -58,6 +66,10 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check_number(self.latency_ms, "latency_ms", most=MOST_MS)
         if self.mode not in get_args(TransferMode):
             raise SettingError(f"must be 'full-prompt' or 'missing', got {self.mode!r}", "mode")
+        if self.sharing not in get_args(Sharing):
+            raise SettingError(f"must be 'none' or 'worker', got {self.sharing!r}", "sharing")
+        if self.sharing != "none" and self.rate is None:
+            raise SettingError("shares no rate", "sharing", hint="Give {rate} as well.")
         if self.token_bytes is not None:
             check_whole(self.token_bytes, "token_bytes")
         if self.rate is not None and not self.bytes_per_s:
@@ -213,6 +225,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             bytes_per_s=transfer.bytes_per_s,
             latency_ms=transfer.latency_ms,
             transfer=transfer.mode,
+            sharing=transfer.sharing,
             token_bytes=token_bytes or 0,
             scaler=None if policy is None else partial(parse_scaler, policy),
             scaling=policy or "",
@@ -240,15 +253,16 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: a pool of mixed workers, or one that computes prompts and one that generates.
 
-    `bytes_per_s`: of each transfer; None: it takes `latency_ms` alone. `scaler`: makes what decides how many workers
-    there are; None: as many as the pools say. `scaling`: its name, for reports. `startup_s`: how long a new worker
-    starts.
+    `bytes_per_s`: of each transfer, or with `sharing` of each worker; None: a transfer takes `latency_ms` alone.
+    `scaler`: makes what decides how many workers there are; None: as many as the pools say. `scaling`: its name, for
+    reports. `startup_s`: how long a new worker starts.
     """
 
     pools: tuple[PoolConfig, ...]
     bytes_per_s: float | None = None
     latency_ms: float = 0.0
     transfer: TransferMode = "full-prompt"
+    sharing: Sharing = "none"
     token_bytes: int = 0
     scaler: Callable[[], Scaler] | None = None
     scaling: str = ""
@@ -314,6 +328,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "bytes_per_s": self.bytes_per_s,
                 "latency_ms": self.latency_ms,
                 "mode": self.transfer,
+                "sharing": self.sharing,
                 "token_bytes": self.token_bytes,
             },
             **({"scaler": self.scaling, "startup_s": self.startup_s} if self.scaler is not None else {}),

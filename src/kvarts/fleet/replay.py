@@ -12,7 +12,7 @@ from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
-from kvarts.fleet.links import FixedRate
+from kvarts.fleet.links import FixedRate, Links, SharedByWorkers
 from kvarts.fleet.pool import Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
@@ -73,7 +73,7 @@ def replay_fleet(
         arrivals,
         pools[0],
         pools[-1],
-        FixedRate(config.bytes_per_s, round(config.latency_ms * 1e6)),
+        links_of(config),
         token_bytes=config.token_bytes,
         only_missing=config.transfer == "missing",
         is_mocker=is_mocker,
@@ -91,6 +91,14 @@ def replay_fleet(
         deadlocks=driver.deadlocks,
         pools=pools,
     )
+
+
+def links_of(config: FleetConfig) -> Links:
+    """Return the links between the workers."""
+    latency_ns = round(config.latency_ms * 1e6)
+    if config.sharing == "worker" and config.bytes_per_s is not None:
+        return SharedByWorkers(config.bytes_per_s, latency_ns)
+    return FixedRate(config.bytes_per_s, latency_ns)
 
 
 def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader]) -> Worker:

@@ -109,6 +109,7 @@ class FleetReport(Report):
                     "peak_used_pct": max(worker["peak_used_pct"] for worker in mine),
                     "num_preemptions": sum(worker["num_preemptions"] for worker in mine),
                     "worker_seconds": worker_s,
+                    "mean_workers": worker_s / summary["duration_ms"] * 1e3 if summary["duration_ms"] else None,
                     "gpu_hours": worker_s * devices_of(pool.each) / 3600,
                 }
             )
