@@ -22,7 +22,7 @@ NAMES = {
         "AuditError",
         "Auditor",
         "Finding",
-        "PageLedger",
+        "Ledger",
     ),
     "config": ("EngineConfig",),
     "content": ("Content",),
